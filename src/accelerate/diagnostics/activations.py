@@ -93,7 +93,7 @@ def measure(
         for module in list(experts.modules(model)):  # as FSDP hands them to forward
             for own, value in list(module._parameters.items()):
                 module._parameters[own] = nn.Parameter(torch_private.local_part(value))
-        units, left_out = _shorten(model)
+        units, left_out, stem = _shorten(model)
         recorder = _Recorder(model, each, gpu)
         with recorder.watching(model, units), _as_if_real():
             arguments = dict(inputs(batch, sequence // (cp * sp)))
@@ -109,7 +109,7 @@ def measure(
                 raise ValueError(
                     f"The forward of {type(model).__name__} looks at values, so it cannot run on shapes alone: {error}."
                 ) from error
-    segments = recorder.segments if not left_out else _lengthen(recorder.segments, units, left_out)
+    segments = recorder.segments if not left_out else _lengthen(recorder.segments, stem, left_out)
     return Profile(inventory, tuple(segments), batch * sequence // cp * _keys(model, tp))
 
 
@@ -183,8 +183,8 @@ def _fake(model: nn.Module, dtype: torch.dtype | None) -> None:
 _RUN = 3
 
 
-def _shorten(model: nn.Module) -> tuple[list[str], int]:
-    """Leave three of a model's equal blocks, if they are in one list; return the units that are left, and how many were taken out."""
+def _shorten(model: nn.Module) -> tuple[list[str], int, str]:
+    """Leave three of a model's equal blocks in one list; return the units that are left, how many were taken out, and of which list."""
     blocks = block_names(model)
     for name, module in model.named_modules():
         inner = [f"{name}.{number}" for number in range(len(module))] if isinstance(module, nn.ModuleList) else []
@@ -193,15 +193,13 @@ def _shorten(model: nn.Module) -> tuple[list[str], int]:
             if len(shapes) == 1:
                 left = len(module) - _RUN
                 del module[_RUN:]
-                return [block for block in blocks if block not in inner[_RUN:]], left
-    return blocks, 0
+                return [block for block in blocks if block not in inner[_RUN:]], left, name
+    return blocks, 0, ""
 
 
-def _lengthen(segments: list[Segment], units: list[str], count: int) -> list[Segment]:
-    """Put back the segments of blocks that were taken out after the third one."""
-    numbered = [unit for unit in units if unit.rpartition(".")[2].isdigit()]
-    *_, second, third = sorted(numbered, key=lambda unit: int(unit.rpartition(".")[2]))
-    stem, _, number = third.rpartition(".")
+def _lengthen(segments: list[Segment], stem: str, count: int) -> list[Segment]:
+    """Put back the segments of blocks of a list that were taken out after the third one."""
+    second, third = (f"{stem}.{number}" for number in (_RUN - 2, _RUN - 1))
     at = {(segment.backward, segment.unit): segment for segment in segments}
     grown = {  # what a block leaves in forward, and what it leaves for the backward pass
         False: at[False, third].end - at[False, second].end,
@@ -215,7 +213,7 @@ def _lengthen(segments: list[Segment], units: list[str], count: int) -> list[Seg
         if segment.unit == third:
             above = 0 if segment.backward else count
             steps = list(range(count, -1, -1) if segment.backward else range(count + 1))
-            names = [f"{stem}.{int(number) + step}" for step in steps]
+            names = [f"{stem}.{_RUN - 1 + step}" for step in steps]
         for step, unit in zip(steps, names, strict=True):
             more = step * grown[segment.backward]
             longer.append(replace(segment, unit=unit, peak=segment.peak + more, end=segment.end + more))

@@ -152,7 +152,7 @@ class Watcher:
                 if not self.closed and self._monitor.go_on(store.underlying_store):
                     store.add("asked", _ABORTING)
                 store = None
-            for errand in self.errands:
+            for errand in list(self.errands):  # one may take itself off
                 errand(self._reach(), True)
         except Exception as error:  # the store is gone, and with it every rank that could ask
             logger.debug("Rank %d does not answer any longer: %s", self.rank, error)

@@ -4,6 +4,7 @@ A clock stamps the moments at which a step goes from one part to the next: CUDA 
 for, elsewhere the host's clock. So the parts add up to the whole, and nothing is synchronised in a step.
 """
 
+import bisect
 import math
 import statistics
 import time
@@ -134,19 +135,22 @@ class Meter:
         if self.device.type == "cuda":
             stream, event = torch.cuda.current_stream, partial(torch.cuda.Event, enable_timing=True)
             self._stamp = lambda: stream().record_event(event())
+        self._hooks = []
         for model in accelerator.prepared.models:
             # Before the strategy's own hooks, which gather parameters, and after them.
-            model.register_forward_pre_hook(partial(self.enter, "forward"), prepend=True)
-            model.register_forward_hook(partial(self.enter, "rest"))
+            self._hooks.append(model.register_forward_pre_hook(partial(self.enter, "forward"), prepend=True))
+            self._hooks.append(model.register_forward_hook(partial(self.enter, "rest")))
             torch_private.wrap_exchanges(model, lambda method: partial(self._timed, "communication", method))
         for optimizer in (getattr(outer, "optimizer", None) for outer in accelerator.prepared.optimizers):
             if isinstance(optimizer, torch.optim.Optimizer):
-                optimizer.register_step_pre_hook(partial(self.enter, "optimizer"))
-                optimizer.register_step_post_hook(partial(self.enter, "rest"))
-        self.replaced = {name: getattr(accelerator, name) for name in ("backward", "save_state", "gather")}
+                self._hooks.append(optimizer.register_step_pre_hook(partial(self.enter, "optimizer")))
+                self._hooks.append(optimizer.register_step_post_hook(partial(self.enter, "rest")))
+        exchanges = ("gather", "gather_for_metrics", "reduce")
+        self.replaced = {name: getattr(accelerator, name) for name in ("backward", "save_state", *exchanges)}
         accelerator.backward = partial(self._backward, accelerator.backward)
         accelerator.save_state = partial(self._timed, "checkpoint", accelerator.save_state)
-        accelerator.gather = partial(self._timed, "communication", accelerator.gather)
+        for name in exchanges:
+            setattr(accelerator, name, partial(self._timed, "communication", self.replaced[name]))
         self._flops_each: float | None = None
         self._counter: FlopCounterMode | None = None
         self._open = deque(maxlen=0)  # the step before the first call is not measured
@@ -154,6 +158,15 @@ class Meter:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return object.__new__, (Meter,)  # stamps belong to this process
+
+    def close(self) -> None:
+        """Measure no more, and give the Accelerator its methods back. Any rank, alone."""
+        for hook in self._hooks:
+            hook.remove()
+        if self._counter is not None:
+            self._counter.__exit__(None, None, None)
+            self._counter = None
+        vars(self._accelerator).update(self.replaced)
 
     def enter(self, part: str, *_: Any) -> None:
         """Go from one part of the step to another."""
@@ -226,11 +239,19 @@ class Meter:
 def scored(rows: Sequence[ThroughputRow]) -> list[ThroughputRow]:
     """Return the rows with their scores."""
     chance = statistics.median(row.spread for row in rows)
-    others = [statistics.median([other.own for other in rows if other is not row] or [row.own]) for row in rows]
+    ordered = sorted(row.own for row in rows)
+    others = [_median_of_others(ordered, row.own) for row in rows]
     return [
         replace(row, score=(row.own - other) / max(_LEAST * other, chance))
         for row, other in zip(rows, others, strict=True)
     ]
+
+
+def _median_of_others(ordered: Sequence[float], own: float) -> float:
+    """Return the median of numbers in order without one of them; that one where it is alone."""
+    place, count = bisect.bisect_left(ordered, own), len(ordered) - 1
+    middle = [number + (number >= place) for number in ((count - 1) // 2, count // 2)]
+    return sum(ordered[number] for number in middle) / 2 if count else own
 
 
 def report(

@@ -92,6 +92,10 @@ class Ema:
             >>> model.weight.item()
             -1.0
         """
+        if self.is_applied:
+            raise RuntimeError(
+                "ema.applied() was entered inside itself, which would give the model its weights back. Leave it before."
+            )
         self._exchange()
         try:
             yield

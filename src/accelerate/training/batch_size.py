@@ -149,22 +149,44 @@ def _kept(accelerator: Run | None) -> Callable[[], None]:
     """Return what puts random generators, prepared loaders and what is registered back to where they stand now."""
     device = storage.process.current.get("device") or torch.device("cpu")
     states = generators.collect(device)
-    lists, loaders, context = [], [], None
-    if accelerator is not None:
-        prepared = accelerator.prepared
-        lists = [prepared.models, prepared.optimizers, prepared.schedulers, prepared.dataloaders]
-        loaders = [resume.kept(loader) for loader in prepared.dataloaders]
-        context = prepared.sequence_context
-    before = [list(registered) for registered in lists]
+    put_registered_back = None if accelerator is None else _registered(accelerator)
 
     def put_back() -> None:
+        if put_registered_back is not None:
+            put_registered_back()
+        generators.restore(states, device, "a failed try")
+
+    return put_back
+
+
+def _registered(accelerator: Any) -> Callable[[], None]:
+    """Return what lets an Accelerator go of all that it is given from now on, and of the accumulation step that is open then."""
+    from accelerate.training import gradients  # is there where an Accelerator is
+
+    prepared, step = accelerator.prepared, accelerator.step
+    lists = [*prepared.lists(), prepared.custom_objects, prepared.hooks]
+    before = [list(registered) for registered in lists]
+    loaders = [resume.kept(loader) for loader in prepared.dataloaders]
+    context, check = prepared.sequence_context, accelerator._replay_check
+    averages, hooks, counted = len(prepared.averages), len(prepared.hooks), 0 if check is None else len(check._steps)
+
+    def put_back() -> None:
+        for average in prepared.averages[averages:]:
+            average.close()
+        for hook in prepared.hooks[hooks:]:
+            hook.remove()
         for registered, former in zip(lists, before, strict=True):
             registered[:] = former
         for put_loader_back in loaders:
             put_loader_back()
-        if accelerator is not None:
-            accelerator.prepared.sequence_context = context  # that of the failed try holds a process group
-        generators.restore(states, device, "a failed try")
+        prepared.sequence_context = context  # that of the failed try holds a process group
+        gradients.reset(accelerator)
+        accelerator.step = step
+        if check is not None:
+            del check._steps[counted:]
+        if accelerator._meter is not None:
+            accelerator._meter.close()
+            accelerator._meter = None
 
     return put_back
 

@@ -88,8 +88,10 @@ def install(accelerator: Facade, model: nn.Module) -> None:
             return output
         return recursively_apply(_Joined.apply, output, *others, test_type=_takes_gradients)
 
-    model.register_forward_pre_hook(begin, with_kwargs=True)
-    model.register_forward_hook(end)
+    accelerator.prepared.hooks += [
+        model.register_forward_pre_hook(begin, with_kwargs=True),
+        model.register_forward_hook(end),
+    ]
 
 
 def _is_there(value: Any) -> bool:

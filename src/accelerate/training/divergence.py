@@ -132,7 +132,9 @@ class ReplicaCheck:
             numbers[f"learning rate of group {index}"] = float(group["lr"])
             for place, parameter in enumerate(group["params"]):
                 if not place:
-                    numbers[f"step counter of group {index}"] = float(optimizer.state[parameter].get("step", 0))
+                    numbers[f"step counter of group {index}"] = float(
+                        optimizer.state.get(parameter, {}).get("step", 0)
+                    )
                 if compared:
                     name = names.get(id(parameter), f"number {place} of group {index}")
                     sums[f"parameter {name!r}"] = checksum(parameter)

@@ -73,6 +73,12 @@ class Window:
         self.factor = None
 
 
+def reset(accelerator: Facade) -> None:
+    """Forget the accumulation step that is open: its gradients are gone, or are about to be. Any rank, alone."""
+    accelerator._window = Window()
+    accelerator.gradient_state._set_sync_gradients(True)
+
+
 class Accumulation:
     """The context of one micro-batch: decides whether gradients are synchronised in it, and with which weight."""
 

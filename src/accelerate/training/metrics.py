@@ -124,9 +124,12 @@ def init_trackers(
     running = _without(accelerator.trackers, accelerator._finished_trackers)
     for tracker in _without(running, trackers):
         _guarded(tracker, "finish", tracker.finish)
-    for tracker in _without(trackers, running):
+    new = _without(trackers, running)
+    accelerator.trackers, accelerator._finished_trackers = _without(trackers, new), []
+    for tracker in new:
         tracker.start()
-    accelerator.trackers, accelerator._finished_trackers = trackers, []
+        accelerator.trackers.append(tracker)  # at once: where the next one fails, `end_training` finishes this one
+    accelerator.trackers = trackers
     if config is not None:
         for tracker in trackers:
             tracker.store_init_configuration(dict(config))

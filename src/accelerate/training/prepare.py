@@ -538,14 +538,16 @@ def release(accelerator: Facade, objects: tuple[Any, ...]) -> list[Any]:
     for average in accelerator.prepared.averages:
         average.close()
     accelerator.prepared.clear()
-    accelerator._window = gradients.Window()
+    for hook in accelerator.prepared.hooks:
+        hook.remove()
+    accelerator.prepared.hooks.clear()
+    gradients.reset(accelerator)
     accelerator.step = 0
-    accelerator.gradient_state._set_sync_gradients(True)  # the accumulation step that was open, if any, is gone
     accelerator.has_lomo_optimizer = False
     if accelerator._replay_check is not None:
         accelerator._replay_check.clear()
     if accelerator._meter is not None:
-        vars(accelerator).update(accelerator._meter.replaced)
+        accelerator._meter.close()
         accelerator._meter = None
     accelerator.deepspeed_engine_wrapped = None
     accelerator.flag_tensor = None

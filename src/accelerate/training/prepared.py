@@ -71,6 +71,7 @@ class PreparedObjects:
         self.custom_objects: list[Any] = []
         self.conditional: list[Any] = []
         self.averages: list[Any] = []
+        self.hooks: list[Any] = []
         self.engines: list[Any] = []
         self.sequence_context: Callable | None = None
         self.logged: set[str] = set()
@@ -81,8 +82,8 @@ class PreparedObjects:
         _LIVE.add(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Weak references belong to this process; a copy starts with what its own lists hold.
-        return {key: value for key, value in self.__dict__.items() if key not in ("_entries", "moved")}
+        # Weak references and hooks belong to this process; a copy starts with what its own lists hold.
+        return {key: value for key, value in self.__dict__.items() if key not in ("_entries", "moved", "hooks")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__()
@@ -110,18 +111,14 @@ class PreparedObjects:
         belongs = entry is not None and entry.outer() is not None and any(obj is known for known in entry.objects())
         return entry if belongs else None
 
+    def lists(self) -> list[list[Any]]:
+        """Return the lists of what `prepare` and what follows it have put here."""
+        objects = [self.models, self.optimizers, self.schedulers, self.dataloaders]
+        return [*objects, self.engines, self.replicated, self.conditional, self.averages]
+
     def clear(self) -> None:
         """Drop every prepared object: the next ``prepare`` of any object is a first one."""
-        for known in (
-            self.models,
-            self.optimizers,
-            self.schedulers,
-            self.dataloaders,
-            self.engines,
-            self.replicated,
-            self.conditional,
-            self.averages,
-        ):
+        for known in self.lists():
             known.clear()
         self._entries.clear()
         self.moved.clear()
@@ -156,6 +153,8 @@ def check_optimizers(objects: Sequence[Any]) -> None:
     """
     models = [model for registry in list(_LIVE) for model in registry.alive("model")]
     trained = {id(parameter) for model in models for parameter in model.parameters()}
+    groups = [group for each in objects if isinstance(each, torch.optim.Optimizer) for group in each.param_groups]
+    all_held = {id(parameter) for group in groups for parameter in group["params"]}
     for optimizer in objects:
         if not isinstance(optimizer, torch.optim.Optimizer):
             continue
@@ -163,8 +162,11 @@ def check_optimizers(objects: Sequence[Any]) -> None:
         if any(id(parameter) in trained for parameter in held):
             continue
         shapes = Counter(parameter.shape for parameter in held)
+        # A model that has its optimizer here is not the one that this optimizer has lost.
         for model in objects:
-            if isinstance(model, nn.Module) and shapes in (
+            if not isinstance(model, nn.Module) or any(id(parameter) in all_held for parameter in model.parameters()):
+                continue
+            if shapes in (
                 Counter(parameter.shape for parameter in model.parameters()),
                 Counter(parameter.shape for parameter in model.parameters() if parameter.requires_grad),
             ):

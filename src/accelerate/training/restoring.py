@@ -22,7 +22,7 @@ from accelerate.checkpoint.manifest import DamagedCheckpoint, Manifest, damaged
 from accelerate.checkpoint.object_store import storage_of
 from accelerate.checkpoint.state import Common
 from accelerate.checkpoint.storage import CheckpointStatus, CheckpointStorage, LocalStorage
-from accelerate.training import averages, readers
+from accelerate.training import averages, gradients, readers
 from accelerate.training.prepared import Facade
 from accelerate.training.readers import Readers
 
@@ -103,6 +103,8 @@ def _load_found(
                 "loaded. Save there less often, or load a copy."
             )
         time.sleep(replaced / 1000)
+    if accelerator._window.micro_batches:
+        gradients.reset(accelerator)
     accelerator._loaded_checkpoint = chosen.storage.location
     if chosen.following is not None:
         accelerator.project_configuration.iteration = chosen.following

@@ -12,7 +12,7 @@ from torch import nn
 from accelerate.commands import plan
 from accelerate.commands.config import config_utils
 from accelerate.devices import specs, table
-from accelerate.diagnostics import ceilings
+from accelerate.diagnostics import activations, ceilings
 from accelerate.diagnostics.activations import measure
 from accelerate.diagnostics.estimator import Layout, memory, resting, traffic
 from accelerate.runtime import torch_private
@@ -71,6 +71,30 @@ def test_activations_are_measured_and_blocks_that_are_left_out_are_put_back():
         == profile.extended(measure(Net, batch, Layout(), 8), 4).segments
     )
     assert len(whole.segments) == len(profile.segments) - 6
+
+
+class Both(nn.Module):
+    """Two lists of equal blocks, as an encoder and a decoder have."""
+
+    _no_split_modules = ("Block",)
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder = Net(6), Net(2)
+
+    def forward(self, x):
+        return self.encoder(x) + self.decoder(x)
+
+
+def test_blocks_are_put_back_into_the_list_that_they_were_taken_from(monkeypatch):
+    short = measure(Both, batch, Layout(micro_batch=2), 8)
+    monkeypatch.setattr(activations, "_RUN", 100)
+    whole = measure(Both, batch, Layout(micro_batch=2), 8)
+    found, wanted = ([each for each in profile.segments if each.unit] for profile in (short, whole))
+    assert [(each.unit, each.peak, each.end) for each in found] == [
+        (each.unit, each.peak, each.end) for each in wanted
+    ]
+    assert short.flops == whole.flops
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="convolutions have other kernels")

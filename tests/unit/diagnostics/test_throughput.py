@@ -1,11 +1,14 @@
 """Throughput, shares of a step, the slow rank; what is compared between replicas, and losses that are no numbers."""
 
+import inspect
 import pickle
+import statistics
 import time
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode as get_current_dispatch_mode
 
 from accelerate import Accelerator
 from accelerate.diagnostics.throughput import NAMED, PARTS, ThroughputRow, scored
@@ -32,6 +35,25 @@ def rows(*owns, spread=0.0):
 def test_a_rank_is_named_by_what_chance_does_not_explain(owns, spread, named):
     scores = [row.score for row in scored(rows(*owns, spread=spread))]
     assert [rank for rank, score in enumerate(scores) if score >= NAMED] == ([] if named is None else [named])
+
+
+def test_scores_compare_each_rank_with_the_median_of_the_others():
+    owns = [1.0, 3.0, 2.0, 2.0, 5.0, 4.0]
+    for size in (2, 3, 5, 6):
+        for row in scored(rows(*owns[:size], spread=0.5)):
+            others = [own for rank, own in enumerate(owns[:size]) if rank != row.rank]
+            assert row.score == pytest.approx((row.own - statistics.median(others)) / 0.5)
+
+
+def test_a_measurement_ends_with_what_was_prepared():
+    accelerator, model = Accelerator(cpu=True), nn.Linear(2, 2)
+    accelerator.prepare(model)
+    before = get_current_dispatch_mode()
+    accelerator.throughput(samples=1)  # counts operations from here on
+    assert get_current_dispatch_mode() is not before and model._forward_hooks
+    accelerator.free_memory()
+    assert get_current_dispatch_mode() is before and not model._forward_hooks and not model._forward_pre_hooks
+    assert inspect.ismethod(accelerator.gather) and inspect.ismethod(accelerator.reduce)
 
 
 @pytest.fixture

@@ -49,6 +49,16 @@ def test_parts_of_several_optimizers_and_weights_that_never_have_a_gradient():
     assert [part.weight.item() for part in model] == seen[-1] and seen[0][2] == seen[-1][2]
 
 
+def test_averages_are_applied_once_at_a_time():
+    accelerator, model = Accelerator(cpu=True), nn.Linear(1, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    ema = accelerator.ema(model, decay=0.5)
+    with ema.applied():
+        with pytest.raises(RuntimeError, match="entered inside itself"), ema.applied():
+            pass
+        assert ema.is_applied
+
+
 def test_a_second_average_of_the_same_weights_is_refused():
     accelerator, model = Accelerator(cpu=True), nn.Linear(1, 1)
     model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -1,10 +1,13 @@
 """Several optimizers under one gradient scaler, and windows that errors interrupt."""
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
 
 from accelerate import Accelerator, GradScalerKwargs
+from accelerate.utils import find_executable_batch_size
 
 
 def make(count=2, **options):
@@ -129,3 +132,55 @@ def test_an_optimizer_that_steps_in_its_backward_pass_is_driven_by_it(monkeypatc
     monkeypatch.setattr(accelerator.state, "num_processes", 2)
     with pytest.raises(NotImplementedError, match="2 processes would train different models"):
         accelerator.prepare(Fused(model.parameters(), {}))
+
+
+@pytest.fixture
+def halves():
+    """An Accelerator of two micro-batches a step, and what trains some of them by their numbers of items."""
+    accelerator, model = Accelerator(cpu=True, gradient_accumulation_steps=2), nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+
+    def trained(model, optimizer, *counts):
+        for count in counts:
+            with accelerator.accumulate(model, num_items=count):
+                accelerator.backward(model(torch.ones(1, 1)).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+        return model.weight.item()
+
+    return accelerator, model, trained
+
+
+def test_a_load_within_an_accumulation_step_begins_a_new_one(halves, tmp_path):
+    accelerator, model, trained = halves
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    accelerator.save_state(tmp_path / "checkpoint")
+    trained(model, optimizer, 98)
+    accelerator.load_state(tmp_path / "checkpoint")
+    assert accelerator.sync_gradients
+    optimizer.zero_grad()
+    assert trained(model, optimizer, 1, 1) == 0.0
+
+
+def test_a_try_after_one_that_ran_out_of_memory_begins_as_the_first(halves):
+    accelerator, _, trained = halves
+    failed = []
+
+    @find_executable_batch_size(starting_batch_size=2, accelerator=accelerator)
+    def train(size):
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.ones_(model.weight)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        accelerator.ema(model, decay=0.5)
+        accelerator.register_for_checkpointing(nn.Linear(1, 1))
+        accelerator.throughput(samples=size)
+        if size == 2:
+            failed.append(weakref.ref(model))
+            trained(model, optimizer, 98)
+            raise RuntimeError("CUDA out of memory.")
+        assert trained(model, optimizer, 1, 1) == 0.0
+
+    train()
+    assert failed[0]() is None
+    registered = accelerator.prepared
+    assert [len(one) for one in (registered.models, registered.averages, registered.custom_objects)] == [1, 1, 1]

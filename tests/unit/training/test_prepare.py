@@ -205,6 +205,14 @@ def test_the_state_of_an_optimizer_moves_along(replacing):
     assert trains(model, optimizer) and optimizer.state[model[0].weight]["step"] == 2
 
 
+def test_an_optimizer_may_come_before_its_model_and_after_one_of_the_same_shapes():
+    accelerator, first, second = Accelerator(cpu=True), nn.Linear(2, 1), nn.Linear(2, 1)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (first, second)]
+    first, *optimizers = accelerator.prepare(first, *optimizers)
+    second = accelerator.prepare(second)
+    assert trains(second, optimizers[1])
+
+
 @pytest.mark.parametrize("model_first", [False, True])
 def test_an_optimizer_whose_parameters_are_gone_is_refused(model_first):
     class Packing(nn.Linear):

@@ -9,6 +9,19 @@ from accelerate.trackers.base import GeneralTracker
 from accelerate.training import metrics
 
 
+def test_a_tracker_that_has_started_is_finished_where_the_next_one_fails():
+    class Failing(Recording):
+        def start(self):
+            raise OSError("no network")
+
+    first = Recording()
+    accelerator = Accelerator(cpu=True, log_with=[first, Failing()])
+    with pytest.raises(OSError, match="no network"):
+        accelerator.init_trackers("run")
+    accelerator.end_training()
+    assert first.events[-1] == "finish"
+
+
 class Recording(GeneralTracker):
     name = "recording"
     requires_logging_directory = False
