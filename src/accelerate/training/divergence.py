@@ -42,12 +42,12 @@ class ReplicaCheck:
     def watch(self, optimizer: AcceleratedOptimizer) -> None:
         """Count the steps of a prepared optimizer, and check before them."""
         optimizer._before_step = partial(self._before_step, itertools.count(1))
-        for name, module in self._named("modules") if self.modules else ():
-            module.register_forward_hook(partial(self._note_output, f"{name!r} ({type(module).__name__})"))
 
-    def _named(self, what: str) -> list[tuple[str, Any]]:
-        models = [self.accelerator.unwrap_model(model) for model in self.accelerator.prepared.models]
-        return [(canonical_name(name), one) for model in models for name, one in getattr(model, f"named_{what}")()]
+    def watch_model(self, model: nn.Module) -> None:
+        """Note the outputs of a prepared model's modules, if they are asked for."""
+        for name, module in self.accelerator.unwrap_model(model).named_modules() if self.modules else ():
+            note = partial(self._note_output, f"{canonical_name(name)!r} ({type(module).__name__})")
+            self.accelerator.prepared.hooks.append(module.register_forward_hook(note))
 
     # What is noted in a step, without waiting for the device.
 
@@ -127,7 +127,8 @@ class ReplicaCheck:
         ranks, sharded = self.accelerator.num_processes, traits.of(self.accelerator.distributed_type).sharded
         alone = self._part()[1] == ranks or (self.accelerator.torch_device_mesh is None and sharded)
         compared, zero = ranks > 1 and not alone, torch.zeros_like(self._first)
-        names = {id(parameter): name for name, parameter in self._named("parameters")}
+        models = [self.accelerator.unwrap_model(model) for model in self.accelerator.prepared.models]
+        names = {id(one): canonical_name(name) for model in models for name, one in model.named_parameters()}
         for index, group in enumerate(optimizer.param_groups):
             numbers[f"learning rate of group {index}"] = float(group["lr"])
             for place, parameter in enumerate(group["params"]):

@@ -283,8 +283,9 @@ def register(accelerator: Facade, kind: str, outer: Any, *inners: Any, **details
     outer._is_accelerate_prepared = True
     accelerator.prepared.record(kind, outer, inners, settings=settings_of(accelerator), **details)
     _enlist(accelerator, kind, outer)
-    if kind == "model" and accelerator._replay_check is not None and not details.get("evaluation"):
-        accelerator._replay_check.watch_model(outer)
+    for check in (accelerator._replica_check, accelerator._replay_check) if kind == "model" else ():
+        if check is not None and not details.get("evaluation"):
+            check.watch_model(outer)
     return outer
 
 

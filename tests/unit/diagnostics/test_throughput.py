@@ -71,7 +71,8 @@ def training():
                 optimizer.zero_grad()
             accelerator.throughput(**numbers)
 
-    return train, accelerator, optimizer
+    yield train, accelerator, optimizer
+    accelerator.free_memory()  # which ends the measurement
 
 
 def test_shares_add_up_to_the_wall_time(training, tmp_path):
@@ -170,13 +171,16 @@ def test_checksums_see_every_bit():
     assert int(checksum(torch.ones(2, dtype=torch.complex64))) != 0 == int(checksum(torch.ones(0)))
 
 
-def prepared(monkeypatch, every, modules="", **options):
+def prepared(monkeypatch, every, modules="", model_last=False, **options):
     monkeypatch.setenv("ACCELERATE_CHECK_EVERY", every)
     monkeypatch.setenv("ACCELERATE_CHECK_MODULES", modules)
     accelerator = Accelerator(cpu=True, **options)
     model = nn.Sequential(nn.Linear(1, 4), nn.Linear(4, 1))
     loader = torch.utils.data.DataLoader(torch.tensor([[1.0], [2.0], [torch.inf], [3.0], [4.0]]))
-    return accelerator, *accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if model_last:
+        optimizer = accelerator.prepare(optimizer)
+    return accelerator, *accelerator.prepare(model, optimizer, loader)
 
 
 def test_without_the_variable_nothing_is_watched(monkeypatch):
@@ -188,9 +192,17 @@ def test_without_the_variable_nothing_is_watched(monkeypatch):
         Accelerator(cpu=True)
 
 
-@pytest.mark.parametrize(("modules", "words"), [("", "ACCELERATE_CHECK_MODULES=true"), ("1", "output: '0' (Linear)")])
-def test_a_loss_that_is_no_number_is_named_with_its_batch(monkeypatch, modules, words):
-    accelerator, model, optimizer, loader = prepared(monkeypatch, "4", modules)
+@pytest.mark.parametrize(
+    ("modules", "model_last", "words"),
+    [
+        ("", False, "ACCELERATE_CHECK_MODULES=true"),
+        ("1", False, "output: '0' (Linear)"),
+        ("1", True, "output: '0' (Linear)"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*already prepared")
+def test_a_loss_that_is_no_number_is_named_with_its_batch(monkeypatch, modules, model_last, words):
+    accelerator, model, optimizer, loader = prepared(monkeypatch, "4", modules, model_last)
     pickle.loads(pickle.dumps(optimizer)).zero_grad()
     seen = 0
     with pytest.raises(FloatingPointError) as caught:  # the fourth step finds it
