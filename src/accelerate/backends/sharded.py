@@ -26,6 +26,7 @@ from accelerate.utils import fsdp_utils
 from accelerate.utils.versions import is_torch_version
 
 _WITHOUT_COLLECTIVES = ("mps",)
+# Exchanges of `fully_shard` on several processes; see `FSDP2.check`.
 _GLOO_MIXES = is_torch_version("<", "2.10")
 
 

@@ -81,7 +81,7 @@ def join(batches: Sequence[Any], filling: bool = False) -> Any:
 def _join_leaves(filling: bool, *leaves: Any) -> Any:
     first = leaves[0]
     if samples_of(first) is None:
-        if not (filling or all(leaf == first for leaf in leaves[1:])):
+        if not (filling or all(leaf is first or leaf == first for leaf in leaves[1:])):
             raise ValueError(f"{first!r} is the same for all samples of a batch, and the next batch has {leaves[1]!r}")
         return first
     if isinstance(first, torch.Tensor):

@@ -80,8 +80,9 @@ def _filled(units: Sequence[Unit], stages: int, limit: int) -> list[list[Unit]]:
 def costly_stages(model: nn.Module, stages: int, run: Callable[[], Any]) -> list[str]:
     """Return the blocks that stages begin with, so that the most costly stage costs as little as can be.
 
-    Blocks are those of the largest list of one class that has enough of them. The cost is what `FlopCounterMode` counts in `run`, a forward pass; what comes before
-    the first block is the first stage's, and the rest the last one's. A model without such a list is cut by its sizes (`even_stages`).
+    Blocks are those of the largest list of one class that has enough of them. The cost is what `FlopCounterMode` counts in
+    `run`, a forward pass; what comes before the first block is the first stage's, and the rest the last one's. A model
+    without such a list is cut by its sizes (`even_stages`).
     """
     lists = [
         (name, list(module.named_children()))

@@ -41,9 +41,10 @@ class Holdings:
         """Return the process group of each tensor that this rank and others of its pipeline have. The ranks that have it."""
         shared = sorted({places for places in self.holders.values() if len(places) > 1 and self.place in places})
         # One group a set of places, whatever the number of pipelines: no rank waits for those of another one.
-        made = {places: comm.group_of([self.ranks[place] for place in places]) for places in shared}
-        if (everywhere := tuple(range(len(self.ranks)))) in made:
-            made[everywhere] = self.group
+        made = {
+            places: self.group if len(places) == len(self.ranks) else comm.group_of([self.ranks[at] for at in places])
+            for places in shared
+        }
         return {name: made[places] for name, places in self.holders.items() if places in made}
 
     def shared(self, part: nn.Module, groups: Mapping[str, Any]) -> Iterator[tuple[nn.Parameter, int, Any]]:
