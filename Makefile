@@ -35,6 +35,8 @@ UPSTREAM_READY := $(VENV)/.ready-interop $(PEER)/.ready .venv-transformers-4.57.
 # Two processes on two cores: one thread each, or they fight for the cores.
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
+# Hundreds of processes import the package: without compiled files each import takes three times as long.
+export PYTHONDONTWRITEBYTECODE :=
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
@@ -170,7 +172,7 @@ test-fast: $(VENV)/.ready ## unit and architecture tests alone
 
 coverage: $(VENV)/.ready-interop $(PEER)/.ready ## the same tests as `make test`, and which branches of src/ no test and no child process takes
 	$(BIN)/coverage erase
-	$(BIN)/coverage run -m pytest -n $(WORKERS) --dist loadgroup --timeout $(LIMIT_S) -m 'not slow and not gpu' tests $(ARGS)
+	WARM=0 $(BIN)/coverage run -m pytest -n $(WORKERS) --dist loadgroup --timeout $(LIMIT_S) -m 'not slow and not gpu' tests $(ARGS)
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
 
@@ -194,8 +196,8 @@ test-megatron: .venv-megatron/.ready ## Megatron core on CPU processes, in an en
 test-liger: .venv-liger/.ready ## Liger's kernels by Triton's interpreter, in an environment of its own: its Triton would be torch's compiler
 	PATH="$(CURDIR)/.venv-liger/bin:$$PATH" .venv-liger/bin/python -m pytest -k liger tests/interop/test_examples.py $(ARGS)
 
-test-slow: test-deepspeed $(VENV)/.ready-interop $(PEER)/.ready ## the tests marked slow
-	$(PYTEST) -m 'slow and not gpu' tests $(ARGS)
+test-slow: test-deepspeed $(VENV)/.ready-interop $(PEER)/.ready ## the tests marked slow, each process with a new interpreter
+	WARM=0 $(PYTEST) -m 'slow and not gpu' tests $(ARGS)
 
 test-gpu: $(VENV)/.ready ## the tests marked gpu; needs one GPU, some need two
 	$(PYTEST) -m gpu tests $(ARGS)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import warm
+
 
 @pytest.hookimpl(tryfirst=True)  # xdist reads the marks in its own
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -24,7 +26,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hide GPUs from all tests but those that are marked `gpu`: what these check is the same on each machine."""
+    """Hide GPUs from all tests but those that are marked `gpu`, which check the same on each machine; start processes warm."""
     asked_for = "gpu" in config.option.markexpr.replace("not gpu", "")
     if not asked_for and any(Path("/dev").glob("nvidia[0-9]*")):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -32,6 +34,22 @@ def pytest_configure(config: pytest.Config) -> None:
         import hosted
 
         hosted.install()
+    warm.start(
+        replace=not getattr(config.option, "numprocesses", None)
+    )  # workers of xdist are started with `sys.executable`
+
+
+def pytest_unconfigure() -> None:
+    """End the servers of warm processes."""
+    warm.stop()
+
+
+@pytest.fixture(autouse=True)
+def cold(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start real interpreters in tests that are marked `cold`."""
+    if request.node.get_closest_marker("cold") is not None:
+        monkeypatch.setattr("sys.executable", warm.REAL)
+        monkeypatch.setenv("WARM", "0")
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.cold
+
 HEAVY = ["torch", "numpy", "safetensors", "huggingface_hub", "yaml", "psutil"]
 # Installed by many users, needed by none of our imports; each costs between a tenth of a second and ten.
 OPTIONAL = [

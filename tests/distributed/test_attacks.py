@@ -35,6 +35,7 @@ def connect(host, port):
     return TCPStore(host, port, None, False, timedelta(seconds=20), wait_for_workers=False)
 
 
+@pytest.mark.cold
 def test_a_stranger_reaches_no_store_and_ends_no_rank(tmp_path):
     (tmp_path / "ranks.py").write_text(RANKS)
     done, environment = tmp_path / "done", plain_environment(tmp_path)

@@ -15,6 +15,8 @@ import pytest
 
 from distributed.conftest import SCRIPTS, begun, done, launch_command
 
+pytestmark = pytest.mark.cold
+
 if sys.platform != "linux":
     pytest.skip("forks, and watches /proc", allow_module_level=True)
 

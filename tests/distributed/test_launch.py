@@ -56,6 +56,7 @@ def run(start):
     return run
 
 
+@pytest.mark.cold
 def test_one_process_replaces_the_launcher_and_two_jobs_run_at_once(start, script):
     alone = start(script("import os, sys; print(os.getpid(), 'torch' in sys.modules)"))
     assert alone.communicate(timeout=60)[0] == f"{alone.pid} False\n"
@@ -99,6 +100,7 @@ def test_one_traceback_by_rank_and_who_followed(run, script):
     assert "rank 1 (pid " in after and "failed with exit status 1; its traceback stands above" in after
 
 
+@pytest.mark.cold
 @pytest.mark.skipif(os.name != "posix", reason="signals are those of POSIX")
 @pytest.mark.parametrize(
     ("text", "how", "status", "fragment"),

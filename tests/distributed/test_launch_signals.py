@@ -11,6 +11,7 @@ import pytest
 from distributed.conftest import LAUNCH_ON_CPU, LIMIT_S, begun, gone
 
 pytestmark = [
+    pytest.mark.cold,
     pytest.mark.skipif(os.name != "posix", reason="signals are those of POSIX"),
     pytest.mark.usefixtures("interruptible"),
 ]

@@ -12,6 +12,8 @@ import pytest
 from distributed.conftest import LAUNCH_ON_CPU as LAUNCH
 from distributed.conftest import begun, done, gone, plain_environment, until
 
+pytestmark = pytest.mark.cold
+
 MAKERS = ("openmpi", "mpich")
 MEET = """
 import os

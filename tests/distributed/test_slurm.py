@@ -14,6 +14,8 @@ from accelerate.utils.other import get_free_port
 from distributed.conftest import LAUNCH_ON_CPU as LAUNCH
 from distributed.conftest import LIMIT_S, begun, done, gone, plain_environment, stop, until
 
+pytestmark = pytest.mark.cold
+
 # Addresses of this host, so that the names of the nodes can be found without a name server.
 NODES = ("127.0.0.1", "127.0.0.2")
 PROGRAMS = ("slurmctld", "slurmd", "srun", "sbatch", "scancel", "sinfo", "squeue")

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.cold
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 

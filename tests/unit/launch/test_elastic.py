@@ -21,6 +21,8 @@ from accelerate.runtime import failure
 from accelerate.runtime.failure import PREEMPTED
 from cases import cases
 
+pytestmark = pytest.mark.cold
+
 posix = pytest.mark.skipif(os.name != "posix", reason="signals are those of POSIX")
 PRELUDE = f"""
 import json, os, signal, sys, time

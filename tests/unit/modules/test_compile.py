@@ -66,6 +66,7 @@ def test_regions_compile_in_place(compile_in_place):
     assert compiled == ["embed", "layers.0", "layers.1"]
 
 
+@pytest.mark.cold
 def test_asking_does_not_import_the_compiler():
     code = (
         "import sys, torch; from accelerate.modules.unwrap import is_compiled_module, has_compiled_regions; "

@@ -9,6 +9,8 @@ import pytest
 
 from accelerate.runtime import failure
 
+pytestmark = pytest.mark.cold
+
 WATCH = "from accelerate.runtime import failure\nfailure.watch()\n"
 
 

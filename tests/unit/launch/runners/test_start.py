@@ -13,6 +13,8 @@ from accelerate.launch import elastic, runners
 from accelerate.launch.runners import local
 from cases import cases
 
+pytestmark = pytest.mark.cold
+
 posix = pytest.mark.skipif(os.name != "posix", reason="signals and replaced processes are those of POSIX")
 
 

@@ -1,0 +1,86 @@
+"""Start test processes from interpreters that have already imported torch.
+
+An import of torch costs two seconds of processor time, one of transformers' Trainer nine, and the suite starts hundreds of
+processes. `start()` replaces `sys.executable` by a stand-in for `python` (`client.py`). The stand-in asks a server (`server.py`)
+for a process: the server has imported the packages and forks, and the child runs the program as an interpreter would. Nothing
+else has run in that process before, so tests are as isolated as with new interpreters.
+
+`WARM=0` in the environment starts real interpreters everywhere, and the mark `cold` does so for one test.
+"""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).parent
+# By name of a server's socket: the variables that it is started with besides those of the test run. Threads do not survive a fork.
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+SERVERS = {"torch": _ONE_THREAD, "transformers": {**_ONE_THREAD, "HF_HUB_OFFLINE": "1"}}
+# The folder of the stand-in of this test run: processes of pytest-xdist inherit the variable.
+FOLDER = "WARM_FOLDER"
+REAL = sys.executable
+_client: dict = {"__name__": "client"}
+exec(compile((HERE / "client.py").read_text(), str(HERE / "client.py"), "exec"), _client)
+_servers: list[tuple[subprocess.Popen, socket.socket]] = []
+
+
+def start(replace: bool = True) -> None:
+    """Start the servers if this process is the test run's first, and replace `sys.executable`."""
+    if os.environ.get("WARM") == "0" or not sys.platform.startswith("linux"):
+        return
+    if FOLDER not in os.environ:
+        os.environ[FOLDER] = tempfile.mkdtemp(prefix="warm_")
+        folder = Path(os.environ[FOLDER])
+        _write_client(folder)
+        for name in SERVERS:
+            _begin(folder, name)
+    if replace:
+        sys.executable = str(Path(os.environ[FOLDER], "python"))
+
+
+def stop() -> None:
+    """Restore `sys.executable`, and end the servers that this process started."""
+    sys.executable = REAL
+    for server, alive in _servers:
+        alive.close()
+        server.wait()
+    if _servers:
+        shutil.rmtree(os.environ.pop(FOLDER), ignore_errors=True)
+        _servers.clear()
+
+
+def _begin(folder: Path, name: str) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(folder / name))
+        listener.listen(128)
+        ours, theirs = socket.socketpair()
+        command = [REAL, str(HERE / "server.py"), name, str(listener.fileno()), str(theirs.fileno())]
+        variables = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | SERVERS[name]
+        files = {
+            "stdin": subprocess.DEVNULL,
+            "stdout": subprocess.DEVNULL,
+            "pass_fds": (listener.fileno(), theirs.fileno()),
+        }
+        _servers.append((subprocess.Popen(command, env=variables, start_new_session=True, **files), ours))
+        theirs.close()
+
+
+def _write_client(folder: Path) -> None:
+    hub = _client["of_hub"]({**os.environ, **SERVERS["transformers"]})
+    facts = {
+        "REAL": REAL,
+        "FOLDER": str(folder),
+        "SPACES": _client["spaces"](),
+        "FIXED": _client["fixed"](os.environ),
+        "HUB": hub,
+    }
+    text = (HERE / "client.py").read_text()
+    before, after = text.split("\n\n# Read when", 1)
+    values = "".join(f"\n{name} = {value!r}" for name, value in facts.items())
+    for name in ("python", "python3"):
+        (folder / name).write_text(f"#!{REAL} -IS\n{before}{values}\n\n# Read when{after}")
+        (folder / name).chmod(0o755)
