@@ -208,6 +208,7 @@ class _HeldFiles(FileSystem):
 
     def hold(self, path: str) -> None:
         """Open a file, until this object goes."""
+        durable.require_file(path)
         self._held[path] = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
         weakref.finalize(self, os.close, self._held[path])
 
@@ -327,6 +328,7 @@ def read_metadata(folder: durable.Path, listed: CheckpointFolder | None = None) 
     FileNotFoundError without metadata; DamagedCheckpoint if it is none, or a file is missing or too short.
     """
     path = os.path.join(folder, METADATA)
+    durable.require_file(path)
     with open(path, "rb") as file, _damage_named(path):
         found = _Unpickler(file).load()
         places = {MetadataIndex(index.fqn, index.offset): place for index, place in found.storage_data.items()}

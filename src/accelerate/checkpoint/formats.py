@@ -20,7 +20,7 @@ import torch
 
 from accelerate.checkpoint.manifest import INDEX_SUFFIX, FileEntry, TensorEntry
 from accelerate.checkpoint.storage import LocalStorage
-from accelerate.runtime.durable import Path, durable, pieces_of_file, sync_folder
+from accelerate.runtime.durable import Path, durable, pieces_of_file, require_file, sync_folder
 
 # Gives the file of a path to write to, as `durable` and `CheckpointStorage.create` do.
 Create = Callable[[Path], contextlib.AbstractContextManager[Any]]
@@ -119,6 +119,7 @@ def write_bytes(path: Path, data: bytes, rank: int = 0, create: Create = durable
 
 def describe(path: Path, rank: int = 0, threads: int = 1) -> FileEntry:
     """Hash a file that other code wrote, and see to it that the disk has it. Any rank, alone."""
+    require_file(path)
     with open(path, "rb") as file:
         os.fsync(file.fileno())
     return FileEntry.made(*pieces_of_file(path, threads), rank)
@@ -172,11 +173,11 @@ def replace_weights(
     storage = LocalStorage(os.path.join(folder, f"weights_{os.urandom(8).hex()}"))
     index_name = pattern.format(suffix="") + INDEX_SUFFIX
     stem, _, extension = pattern.partition("{suffix}")
-    ours = re.compile(rf"{re.escape(stem)}(-\d{{5}}-of-\d{{5}})?{re.escape(extension)}")
+    ours = re.compile(rf"{re.escape(stem)}(-[0-9]{{5}}-of-[0-9]{{5}})?{re.escape(extension)}")
     try:
         aside = storage.stage()
         entries = write_weights(aside, tensors, pattern, limit, **options)
-        with here.child("weights").locked():
+        with here.entry("weights").locked():
             if index_name in entries:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(os.path.join(folder, index_name))  # without it the shards are no model

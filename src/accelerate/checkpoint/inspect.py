@@ -17,6 +17,7 @@ from typing import Any
 from accelerate.checkpoint import manifest
 from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, FileEntry, TensorEntry
 from accelerate.checkpoint.storage import CheckpointStatus, CheckpointStorage, FileStat, LocalStorage
+from accelerate.runtime import durable
 
 # -- which there are ---------------------------------------------------------------------------------------------------
 
@@ -84,12 +85,19 @@ def survey(folder: CheckpointStorage) -> list[Summary]:
     if NAME in folder.files():
         return [summarize(folder)]
     inner = folder.child(manifest.CHECKPOINTS_FOLDER)
-    found = [
-        summarize(entry, prefix + entry.name)
-        for home, prefix in ((folder, ""), (inner, f"{manifest.CHECKPOINTS_FOLDER}/"))
-        for entry in home.entries()
-        if entry.parent() == home and _is_one(entry)  # what a link leads to lies elsewhere, or is there already
-    ]
+    found: list[Summary] = []
+    for home, prefix in ((folder, ""), (inner, f"{manifest.CHECKPOINTS_FOLDER}/")):
+        try:
+            entries = home.entries()
+        except PermissionError as error:
+            if home is folder:
+                raise
+            state = CheckpointStatus("incomplete", f"it cannot be read: {error.strerror}", unread=True)
+            found.append(Summary(manifest.CHECKPOINTS_FOLDER, home, state, 0, None))
+            continue
+        # What a link leads to lies elsewhere, or is there already.
+        entries = [entry for entry in entries if entry.parent() == home and _is_one(entry)]
+        found += [summarize(entry, prefix + entry.name) for entry in entries]
     if not found and (state := folder.state()).kind == "absent":
         raise FileNotFoundError(f"{folder.location!r}: {state.reason}.")
     if not found and folder.has_checkpoint_files():
@@ -135,6 +143,7 @@ def header_of(path: str) -> dict[str, TensorEntry]:
     """Return the tensors of a safetensors file, by name, without reading them; DamagedCheckpoint if it is none."""
     from safetensors import SafetensorError, safe_open
 
+    durable.require_file(path)
     try:
         # Opened here first, because the library calls every file missing that it cannot open.
         with open(path, "rb"), safe_open(path, framework="np") as file:

@@ -41,7 +41,7 @@ from accelerate.checkpoint.state import (
 )
 from accelerate.checkpoint.storage import LocalStorage
 from accelerate.modules.unwrap import extract_model_from_parallel, match_names, same_tensors, shared_tensor_names
-from accelerate.runtime import torch_private
+from accelerate.runtime import durable, torch_private
 from accelerate.utils.constants import FSDP_MODEL_NAME, MODEL_NAME
 
 if TYPE_CHECKING:
@@ -51,8 +51,8 @@ if TYPE_CHECKING:
 Path = str | os.PathLike[str]
 
 # In folders of `save_state`, and of transformers' Trainer, which has one engine.
-_ENGINE_FILE = re.compile(rf"({MODEL_NAME}(?:_\d+)?)/.*_model_states\.pt")
-_TRAINERS_ENGINE_FILE = re.compile(r"(global_step\d+)/.*_model_states\.pt")
+_ENGINE_FILE = re.compile(rf"({MODEL_NAME}(?:_{manifest.NUMBER})?)/.*_model_states\.pt")
+_TRAINERS_ENGINE_FILE = re.compile(r"(global_step[0-9]+)/.*_model_states\.pt")
 
 # -- where they lie ----------------------------------------------------------------------------------------------------
 
@@ -110,6 +110,7 @@ class Found:
         if not self.name.endswith(INDEX_SUFFIX):
             return [self.name]
         path = os.path.join(self.folder, self.name)
+        durable.require_file(path)
         with open(path, "rb") as file:
             listed = sorted(manifest.weight_map(file.read(), path))
         for file in listed:
@@ -201,7 +202,7 @@ def required(folder: Path, kind: Kind, index: int, prefer: Layout | None, what: 
 def unreadable(folder: Path) -> list[str]:
     """Return a line for each file of a folder at which a reader would fail, as far as headers and ends tell. Any rank, alone."""
     found = []
-    for name in sorted(entry.name for entry in os.scandir(folder) if entry.is_file()):
+    for name in sorted(name for name in os.listdir(folder) if os.path.isfile(os.path.join(folder, name))):
         path = os.path.join(folder, name)
         try:
             if name.endswith(INDEX_SUFFIX):

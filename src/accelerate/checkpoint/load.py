@@ -52,13 +52,14 @@ def read_file(
     A file that is missing is None if `what`, whose state it is, is empty. `mapped` allows memory that is the file's.
     """
     path, device = os.path.join(folder, file), str(map_location or "cpu")
-    if not os.path.exists(path):
+    if not os.path.lexists(path):
         if not what:
             return None
         raise FileNotFoundError(
             f"{os.fspath(folder)!r} has no state for {what}: {file} is missing. Prepare what was saved, in the same "
             "order, or load another folder."
         )
+    durable.require_file(path)
     if path.endswith(".safetensors"):
         tensors = mapped_file(path)
         return tensors if device == "cpu" else {name: tensor.to(device) for name, tensor in tensors.items()}
@@ -82,6 +83,7 @@ def mapped_file(path: str) -> Any:
     """
     from safetensors import safe_open  # here: every import of the package passes this module
 
+    durable.require_file(path)
     try:
         # A process dies of a mapping whose file becomes shorter.
         maps = os.path.getsize(path) > LARGE

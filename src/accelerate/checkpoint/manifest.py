@@ -50,12 +50,14 @@ INCOMPLETE_MARKER = ".incomplete"
 # A file that a process holds locked while it saves there. One that no process holds means nothing.
 LOCK_PREFIX = ".lock_"
 
+# A number in a name, as Python writes it: no leading zeros, and no digits of other scripts. Another name is the user's own.
+NUMBER = "(?:0|[1-9][0-9]*)"
 _PARTS = re.compile(
-    r"(?:rank\d+_)?(?:pytorch_model|model|optimizer|scheduler|dl_state_dict)(?:_\d+)?\.(?:bin|safetensors)"
-    r"|scaler\.pt|(?:random_states|custom_checkpoint)_\d+\.pkl|generators_\d+\.safetensors|parameter_names\.json"
+    rf"(?:rank{NUMBER}_)?(?:pytorch_model|model|optimizer|scheduler|dl_state_dict)(?:_{NUMBER})?\.(?:bin|safetensors)"
+    rf"|scaler\.pt|(?:random_states|custom_checkpoint)_{NUMBER}\.pkl|generators_{NUMBER}\.safetensors|parameter_names\.json"
     # Of sharded layouts. A folder without a number is the user's own.
-    r"|(?:pytorch_model_fsdp|optimizer)_\d+|(?:pytorch_model_fsdp|optimizer)(?:_\d+)?(?:_rank\d+)?\.bin"
-    rf"|\.incomplete(?:_\d+)?|{PARTS_FOLDER}"
+    rf"|(?:pytorch_model_fsdp|optimizer)_{NUMBER}|(?:pytorch_model_fsdp|optimizer)(?:_{NUMBER})?(?:_rank{NUMBER})?\.bin"
+    rf"|\.incomplete(?:_{NUMBER})?|{PARTS_FOLDER}"
 )
 
 
@@ -111,13 +113,15 @@ def numbered_folder(number: int) -> str:
 
 def number_of(folder: Path) -> int | None:
     """Return the number of an automatically named checkpoint, by its name or path, or None for another name."""
-    match = re.fullmatch(r"checkpoint_(\d+)", os.path.basename(os.path.normpath(os.fspath(folder))))
+    match = re.fullmatch(f"checkpoint_({NUMBER})", os.path.basename(os.path.normpath(os.fspath(folder))))
     return int(match[1]) if match else None
 
 
 def is_ours_alone(name: str) -> bool:
     """Say whether an entry of a folder shows that `save_state` wrote it, with a manifest; format 1 had files of generators."""
-    return name in (PARTS_FOLDER, PARAMETER_NAMES) or re.fullmatch(r"generators_\d+\.safetensors", name) is not None
+    return (
+        name in (PARTS_FOLDER, PARAMETER_NAMES) or re.fullmatch(rf"generators_{NUMBER}\.safetensors", name) is not None
+    )
 
 
 def is_checkpoint_file(name: str) -> bool:
@@ -127,7 +131,7 @@ def is_checkpoint_file(name: str) -> bool:
 
 def is_shard_file(name: str) -> bool:
     """Say whether a file has a name that torch gives to the files of a folder of shards."""
-    return re.fullmatch(r"__\d+_\d+\.distcp|\.metadata", name) is not None
+    return re.fullmatch(rf"__{NUMBER}_{NUMBER}\.distcp|\.metadata", name) is not None
 
 
 # -- the manifest ------------------------------------------------------------------------------------------------------
@@ -296,9 +300,11 @@ class Manifest:
 
 def mark(folder: Path) -> tuple[int, ...]:
     """Return what tells the manifest in a local folder from that of another save, without reading it; nothing without one."""
-    # Opened: only then do network file systems look for what other machines have written.
-    with contextlib.suppress(OSError), open(os.path.join(folder, NAME), "rb") as file:
-        return _mark(file.fileno())
+    path = os.path.join(folder, NAME)
+    with contextlib.suppress(OSError):
+        durable.require_file(path)
+        with open(path, "rb") as file:  # only then do network file systems look for what other machines have written
+            return _mark(file.fileno())
     return ()
 
 
@@ -353,6 +359,7 @@ def read_part(folder: Path, rank: int, checksum: str | None = None) -> dict[str,
     """Return what a rank's part in a local folder says; DamagedCheckpoint if it is none, or does not have the checksum."""
     path = os.path.join(folder, part_file(rank))
     try:
+        durable.require_file(path)
         with open(path, "rb") as file:
             return parsed_part(file.read(), rank, checksum, path)
     except OSError as error:

@@ -12,7 +12,6 @@ import itertools
 import logging
 import os
 import posixpath
-import re
 import shutil
 import stat
 import time
@@ -22,7 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from accelerate.checkpoint import manifest
+from accelerate.checkpoint import folders, manifest
+from accelerate.checkpoint.folders import warned
 from accelerate.checkpoint.manifest import (
     LOCK_PREFIX,
     NAME,
@@ -210,6 +210,10 @@ class CheckpointStorage(ABC):
         entries = [*self.files(), *(entry.name for entry in self.entries())]
         return any(entry == NAME or manifest.is_checkpoint_file(entry) for entry in entries)
 
+    def is_empty(self) -> bool:
+        """Say whether neither a file nor a visible folder is here."""
+        return not (self.files() or self.entries())
+
     def counts(self, state: CheckpointStatus, foreign: bool = True) -> bool:
         """Say whether it is one of those of which pruning keeps some: complete or, with `foreign`, another library's, by its files."""
         return state.kind == "complete" or (foreign and state.kind == "foreign" and self.has_checkpoint_files())
@@ -259,21 +263,7 @@ def prune(
                 storage.remove()
 
 
-@contextlib.contextmanager
-def warned(what: str) -> Iterator[None]:
-    """Turn what goes wrong into a warning: the new checkpoint is whole all the same."""
-    try:
-        yield
-    except Exception as error:  # file systems and stores have errors of their own
-        logger.warning("%s: %s", what, error or type(error).__name__)
-
-
 # -- folders -----------------------------------------------------------------------------------------------------------
-
-# In a hidden folder of a save or a removal: the file that holds the name of the checkpoint, by which the folder is known to be one;
-# the former checkpoint, until what is the user's own in it is in the new one; and what is worth nothing any more.
-_PLACE, _FORMER, _GONE = ".accelerate_save", ".former", ".removed"
-_HIDDEN = re.compile(re.escape(STAGING_PREFIX) + "[0-9a-f]{16}")
 
 # A longer name is hashed for the name of its lock: a file's name has 255 bytes at most, and less on some systems.
 _LONGEST = 100
@@ -301,13 +291,22 @@ class LocalStorage(CheckpointStorage):
         self._aside = ""  # the hidden folder; also when what was staged in it has left it
         self._lock = contextlib.ExitStack()
 
+    def entry(self, name: str) -> "LocalStorage":
+        """Return the storage of an entry of this folder, not of what that leads to if it is a link."""
+        storage = LocalStorage(self.location)
+        storage.location = os.path.join(self.location, name)
+        return storage
+
     def _asides(self) -> list[str]:
         """Return the hidden folders of saves and removals of this checkpoint."""
-        return [path for path, name in _asides(os.path.dirname(self.location)) if name == self.name]
+        return [path for path, name in folders.asides(os.path.dirname(self.location)) if name == self.name]
 
     def _verified(self) -> tuple[Manifest | None, list[str]]:
         folder = self.fetch()
-        entries = os.listdir(folder)
+        try:
+            entries = os.listdir(folder)
+        except PermissionError as error:
+            raise UnreadableManifest(f"it cannot be read: {error.strerror}") from error
         if not entries:
             raise DamagedCheckpoint("the folder is empty")
         refuse_unfinished(entries)
@@ -318,15 +317,28 @@ class LocalStorage(CheckpointStorage):
 
     def entries(self) -> list[CheckpointStorage]:
         """Return the visible folders here, by name; of links those named as a checkpoint, with where they lead to."""
-        folders = [entry for entry in _scan(self.location) if entry.is_dir()]
-        shown = {entry.name for entry in folders if not entry.is_symlink() or number_of(entry.name) is not None}
-        shown |= {name for path, name in _asides(self.location) if os.path.isdir(os.path.join(path, _FORMER))}
+        visible = [entry for entry in folders.scan(self.location) if folders.leads_to_folder(entry)]
+        shown = {entry.name for entry in visible if not entry.is_symlink() or number_of(entry.name) is not None}
+        hidden = folders.asides(self.location)
+        shown |= {name for path, name in hidden if folders.is_folder(os.path.join(path, folders.FORMER))}
         return list(dict.fromkeys(self.child(name) for name in sorted(shown) if not name.startswith(".")))
+
+    def has_checkpoint_files(self) -> bool:
+        """Say whether something here has a name that a checkpoint's files have; not of a folder that cannot be read."""
+        with contextlib.suppress(PermissionError):
+            return super().has_checkpoint_files()
+        return False
+
+    def is_empty(self) -> bool:
+        """Say whether nothing is here."""
+        with contextlib.suppress(PermissionError):
+            return super().is_empty()
+        return False
 
     def files(self) -> dict[str, FileStat]:
         """Return the files that lie directly here, by name."""
         found = {}
-        for entry in _scan(self.fetch()):
+        for entry in folders.scan(self.fetch()):
             with contextlib.suppress(OSError):  # it was removed just now
                 if entry.is_file():
                     found[entry.name] = FileStat(entry.stat().st_size, entry.stat().st_mtime)
@@ -345,15 +357,18 @@ class LocalStorage(CheckpointStorage):
 
     def leftovers(self) -> dict[str, FileStat]:
         """Return the hidden folders of saves and removals in here, by path; not one in which the checkpoint itself still lies."""
-        asides = [path for path, name in _asides(self.location) if not self.child(name).fetch().startswith(f"{path}/")]
-        return {path: LocalStorage(path).stored() for path in asides}
+        hidden = []
+        with contextlib.suppress(PermissionError):
+            hidden = folders.asides(self.location)
+        unused = [path for path, name in hidden if not self.entry(name).fetch().startswith(f"{path}/")]
+        return {path: LocalStorage(path).stored() for path in unused}
 
     def fetch(self, wanted: Callable[[str], bool] | None = None) -> str:
         """Return the folder itself: the location, or where a publish that was killed between two renames left the checkpoint."""
         for aside in () if os.path.isdir(self.location) else self._asides():
-            if os.path.isdir(former := os.path.join(aside, _FORMER)):
+            if folders.is_folder(former := os.path.join(aside, folders.FORMER)):
                 new = os.path.join(aside, self.name)
-                return new if os.path.isdir(new) else former
+                return new if folders.is_folder(new) else former
         return self.location
 
     # -- publishing ----------------------------------------------------------------------------------------------------
@@ -364,7 +379,7 @@ class LocalStorage(CheckpointStorage):
             if not stat.S_ISDIR(os.stat(self.location).st_mode):  # which raises for a name that is too long
                 raise NotADirectoryError(f"A checkpoint cannot take the place of a file: {self.location!r} is one.")
             self._refuse_what_stays()
-        _make_folder(os.path.dirname(self.location))
+        folders.make_folder(os.path.dirname(self.location))
         self.discard()
         try:
             self._lock.enter_context(self.locked())
@@ -395,13 +410,13 @@ class LocalStorage(CheckpointStorage):
             path = os.path.join(os.path.dirname(self.location), STAGING_PREFIX + os.urandom(8).hex())
             os.mkdir(path)
             with contextlib.suppress(FileNotFoundError):  # another process took the empty folder for a left-over
-                Path(path, _PLACE).write_bytes(os.fsencode(self.name))
+                Path(path, folders.PLACE).write_bytes(os.fsencode(self.name))
                 return path
 
     def publish(self) -> None:
         """Let what was staged, whose files are on the disk, take the location. All in it but the parts of a checkpoint stays."""
         sync_tree(self._aside)
-        former = os.path.join(self._aside, _FORMER)
+        former = os.path.join(self._aside, folders.FORMER)
         if not (replaces := os.path.lexists(self.location)):
             os.rename(self._staged, self.location)
         else:
@@ -410,7 +425,7 @@ class LocalStorage(CheckpointStorage):
             os.rename(self._staged, former)  # the name of what lies there once the two are exchanged
             if not exchange(former, self.location):
                 os.rename(former, self._staged)
-                with open(os.path.join(self._aside, _PLACE), "rb") as file:
+                with open(os.path.join(self._aside, folders.PLACE), "rb") as file:
                     os.fsync(file.fileno())  # between the renames nothing else says where the checkpoint is
                 os.rename(self.location, former)
                 os.rename(self._staged, self.location)
@@ -423,10 +438,10 @@ class LocalStorage(CheckpointStorage):
         """Remove what was staged or, once that is published, what it replaced; then the lock is free."""
         if self._staged:
             with warned(f"{self._staged} could not be removed"):
-                os.rename(self._staged, os.path.join(self._aside, _GONE))
+                os.rename(self._staged, os.path.join(self._aside, folders.GONE))
                 self._complete_publish(self._aside)  # the former one may have left its location
         if self._aside:
-            _remove(self._aside)
+            folders.remove_aside(self._aside)
         self._staged = self._aside = ""
         self._lock.close()
 
@@ -434,40 +449,40 @@ class LocalStorage(CheckpointStorage):
         """Bring publishes to their end from whichever step they have come to, and remove what is worth nothing. Needs the lock."""
         for aside in self._asides():
             self._complete_publish(aside)
-            _remove(aside)
-        for entry in _scan(os.path.dirname(self.location)):
-            if _HIDDEN.fullmatch(entry.name):
-                with contextlib.suppress(OSError):  # not empty
-                    os.rmdir(entry.path)
+            folders.remove_aside(aside)
+        folders.remove_empty_asides(os.path.dirname(self.location))
 
     def _complete_publish(self, aside: str) -> None:
         """Complete the publish of a hidden folder: what is left in it then is worth nothing. Needs the lock."""
-        new, former = os.path.join(aside, self.name), os.path.join(aside, _FORMER)
+        new, former = os.path.join(aside, self.name), os.path.join(aside, folders.FORMER)
         with warned(f"What was at {self.location} before is still in {aside}"):  # the next save goes on with it
-            if os.path.isdir(former) and not os.path.lexists(self.location):
-                os.rename(new if os.path.isdir(new) else former, self.location)
+            if folders.is_folder(former) and not os.path.lexists(self.location):
+                os.rename(new if folders.is_folder(new) else former, self.location)
                 sync_folder(os.path.dirname(self.location))
-            if os.path.isdir(former):
-                _carry_over(former, self.location, _parts_of(former))
-            for worthless in filter(os.path.isdir, (former, new)):
-                os.rename(worthless, os.path.join(aside, _GONE))
+            if folders.is_folder(former):
+                if not folders.is_folder(self.location):
+                    raise NotADirectoryError(f"{self.location} is a link or a file")
+                folders.carry_over(former, self.location, folders.parts_of(former))
+            for worthless in filter(folders.is_folder, (former, new)):
+                os.rename(worthless, os.path.join(aside, folders.GONE))
 
     def remove(self) -> None:
         """Remove the checkpoint; it is out of sight before its first file goes."""
         with self.locked():
             aside = self._make_aside()
             try:
-                os.rename(self.location, os.path.join(aside, _GONE))
+                os.rename(self.location, os.path.join(aside, folders.GONE))
             finally:
-                _remove(aside)
+                folders.remove_aside(aside)
 
     def sweep(self, older_than_s: float = ABANDONED_S) -> None:
         """Remove what killed runs left among the checkpoints here, however old: no run has its lock."""
-        names = {name for _, name in _asides(self.location)}
-        names |= {one.name[len(LOCK_PREFIX) :] for one in _scan(self.location) if one.name.startswith(LOCK_PREFIX)}
-        for name in sorted(names - {""}):
+        names = {name for _, name in folders.asides(self.location)}
+        entries = [entry.name for entry in folders.scan(self.location)]
+        names |= {entry.removeprefix(LOCK_PREFIX) for entry in entries if entry.startswith(LOCK_PREFIX)}
+        for name in sorted(filter(folders.is_name, names)):
             with warned(f"What a save of {name!r} left in {self.location} could not be removed"):
-                with contextlib.suppress(Busy), self.child(name).locked(waits=False):
+                with contextlib.suppress(Busy), self.entry(name).locked(waits=False):
                     pass  # it has removed what it found
 
     # -- one writer at a time ------------------------------------------------------------------------------------------
@@ -479,8 +494,8 @@ class LocalStorage(CheckpointStorage):
         name = self.name if len(key) <= _LONGEST else hashlib.sha256(key).hexdigest()
         path = os.path.join(os.path.dirname(self.location), LOCK_PREFIX + name)
         for tenths in itertools.count():
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-            holds = _locks(descriptor, path)
+            descriptor = folders.open_lock(path)
+            holds = folders.lock(descriptor, path)
             if holds or (holds is None and waits):
                 break
             os.close(descriptor)
@@ -501,95 +516,3 @@ class LocalStorage(CheckpointStorage):
                 # A fork has the descriptor, too, and must not give up what is its parent's. A file with content is the user's own.
                 if os.getpid() == owner and os.fstat(descriptor).st_size == 0:
                     os.unlink(path)
-
-
-def _locks(descriptor: int, path: str) -> bool | None:
-    """Lock a file (flock) unless another process has; return whether that succeeded, None where there are no locks."""
-    try:
-        import fcntl
-
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return os.path.samestat(os.fstat(descriptor), os.stat(path))
-    except (BlockingIOError, PermissionError, FileNotFoundError):  # the last: the former holder has removed the file
-        return False
-    except (OSError, ImportError):  # a file system without locks, or Windows
-        return None
-
-
-def _asides(folder: str) -> list[tuple[str, str]]:
-    """Return the hidden folders of saves and removals in a folder, each with the name of its checkpoint; no others."""
-    found = []
-    for entry in _scan(folder):
-        place = Path(entry.path, _PLACE)
-        with contextlib.suppress(OSError):
-            if entry.name.startswith(STAGING_PREFIX) and entry.is_dir(follow_symlinks=False) and place.is_file():
-                name = os.fsdecode(place.read_bytes())
-                found += [(entry.path, name)] if os.path.basename(name) == name not in ("", ".", "..") else []
-    return found
-
-
-def _remove(aside: str) -> None:
-    """Remove what is worth nothing in a hidden folder; and the folder, once nothing else is in it, the file that marks it last."""
-    gone = os.path.join(aside, _GONE)
-    if os.path.isdir(gone):
-        with warned(f"{gone} could not be removed"):
-            try:
-                shutil.rmtree(gone)
-            except OSError:
-                shutil.rmtree(gone, ignore_errors=True)  # the rest of it
-                raise
-    with contextlib.suppress(OSError):
-        if os.listdir(aside) == [_PLACE]:
-            os.unlink(os.path.join(aside, _PLACE))
-        os.rmdir(aside)
-
-
-# -- files and folders -------------------------------------------------------------------------------------------------
-
-
-def _scan(folder: str) -> list[os.DirEntry[str]]:
-    """The entries of a folder, by name; nothing if there is no such folder."""
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
-        return sorted(entries, key=lambda entry: entry.name)
-    return []
-
-
-def _is_folder(path: str) -> bool:
-    return os.path.isdir(path) and not os.path.islink(path)
-
-
-def _make_folder(path: str) -> None:
-    """Make a folder and those above it, on the disk."""
-    if not os.path.isdir(path):
-        _make_folder(os.path.dirname(path))
-        Path(path).mkdir(exist_ok=True)
-        sync_folder(os.path.dirname(path))
-
-
-def _parts_of(folder: str) -> list[str]:
-    """Return the files of a checkpoint and, in the folder itself, what has a name of checkpoints alone; the rest is the user's own."""
-    listed: list[str] = []
-    with contextlib.suppress(FileNotFoundError, DamagedCheckpoint):
-        listed += Manifest.read(folder).files
-    unlisted = {*os.listdir(folder)} - {name.split("/")[0] for name in listed}
-    named = [entry for entry in unlisted if manifest.is_checkpoint_file(entry) or manifest.is_shard_file(entry)]
-    return [*listed, *named, NAME]
-
-
-def _carry_over(former: str, folder: str, parts: Collection[str]) -> None:
-    """Move all but the parts of a checkpoint from the folder that was replaced to the one that replaced it, and overwrite nothing."""
-    for entry in _scan(former):
-        if entry.name in parts:
-            continue
-        target, merges = os.path.join(folder, entry.name), _is_folder(entry.path)
-        if os.path.lexists(target) and not (merges and _is_folder(target)):
-            number = next(number for number in itertools.count(1) if not os.path.lexists(f"{target}.former_{number}"))
-            message = "%s was written to while a checkpoint took its folder; what it was before is %s.former_%d."
-            logger.warning(message, target, target, number)
-            target = f"{target}.former_{number}"
-        below = [name.partition("/")[2] for name in parts if name.startswith(f"{entry.name}/")] if merges else []
-        if below or _is_folder(target):
-            _carry_over(entry.path, target, below)
-        else:
-            os.makedirs(folder, exist_ok=True)
-            os.rename(entry.path, target)

@@ -21,6 +21,7 @@ import torch
 from accelerate.checkpoint import load
 from accelerate.checkpoint.state import Kind, mapped_leaves
 from accelerate.modules.unwrap import canonical_name
+from accelerate.runtime import durable
 
 if TYPE_CHECKING:
     from accelerate.checkpoint.dcp import CheckpointReader
@@ -34,7 +35,7 @@ CLASSES = (
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
     "deepspeed.utils.tensor_fragment.fragment_address",
 )
-_SHARD = r"(bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt"
+_SHARD = r"(bf16_)?zero_pp_rank_([0-9]+)_mp_rank_([0-9]+)_optim_states\.pt"
 
 Groups = list[Mapping[str, torch.Size]]
 # A rank that has a part of a parameter, where that begins in the rank's flat tensor and in the parameter, and its length.
@@ -51,6 +52,7 @@ class _Record:
 def read_file(path: str, weights_only: bool = True) -> dict[str, Any]:
     """Read a file of DeepSpeed's, whose tensors' memory is the file's. UnpicklingError for objects of other classes."""
     if not weights_only:
+        durable.require_file(path)
         return torch.load(path, "cpu", weights_only=False, mmap=True)
     with torch.serialization.safe_globals([(_Record, name) for name in CLASSES]):
         return load.mapped_file(path)
@@ -64,7 +66,7 @@ def model_files(folder: str) -> list[str]:
     """
     paths = glob.glob(os.path.join(glob.escape(folder), "*_model_states.pt"))
     names = {os.path.basename(path): path for path in paths}
-    pattern = r"(?:zero_pp_rank_(\d+)_)?mp_rank_00_model_states\.pt"
+    pattern = r"(?:zero_pp_rank_([0-9]+)_)?mp_rank_00_model_states\.pt"
     if strange := sorted(name for name in names if not re.fullmatch(pattern, name)):
         raise ValueError(
             f"{folder!r} has {strange[0]}: its layers or experts are split over ranks, which only DeepSpeed puts together. Load it on as many "

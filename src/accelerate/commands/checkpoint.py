@@ -174,7 +174,7 @@ def reshard_command(args: argparse.Namespace) -> int:
     from accelerate.checkpoint.convert import reshard
 
     out = storage_of(args.out)
-    if out.files() or out.entries():
+    if not out.is_empty():
         raise FileExistsError(f"{out.location!r} is not empty; name another folder.")
     reshard(args.checkpoint, args.out, args.layout, args.shards)
     print(f"{args.out}: {args.layout}{f', {args.shards} shards' if args.layout == 'sharded' else ''}")

@@ -19,6 +19,7 @@ import mmap
 import operator
 import os
 import re
+import stat
 import sys
 import threading
 import time
@@ -126,6 +127,7 @@ def combined(pieces: Iterable[bytes]) -> str:
 
 def digests(path: Path, starts: Iterable[int], size: int, threads: int = 2) -> list[bytes]:
     """Return the digests of pieces of a file of `size`, each of which starts at a multiple of ``CHUNK``."""
+    require_file(path)
     descriptor, name, starts = os.open(path, os.O_RDONLY), os.fspath(path), list(starts)
     try:
         if len(starts) == 1:  # most files are one piece
@@ -369,7 +371,7 @@ class _DiskSink(Sink):
     def finish(self) -> None:
         with self.naming():
             os.fsync(self._descriptor)
-            if not os.path.samestat(os.fstat(self._descriptor), os.stat(self._aside)):
+            if not os.path.samestat(os.fstat(self._descriptor), os.lstat(self._aside)):
                 raise OSError(errno.EBUSY, "Another process writes this file at the same time")
         self.close()
         os.replace(self._aside, self._path)
@@ -408,6 +410,8 @@ def written_whole(path: Path) -> Iterator[str]:
     """
     folder, name = os.path.split(os.fspath(path))
     temporary = os.path.join(folder, f".{name}.{os.getpid()}-{threading.get_ident()}")
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(temporary)  # a link that leads elsewhere would be written through
     try:
         yield temporary
         os.replace(temporary, path)
@@ -448,6 +452,20 @@ def is_inside(name: Any) -> bool:
 def outside(names: Iterable[Any]) -> list[Any]:
     """Return those of some paths that `is_inside` refuses."""
     return [name for name in names if not isinstance(name, str) or _LEADS_OUT.search(name) is not None]
+
+
+def require_file(path: Path) -> None:
+    """Raise OSError, which names it, for a path that is there and is no regular file: a reader would wait for a named pipe forever."""
+    mode = os.stat(path).st_mode
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+    if not stat.S_ISREG(mode):
+        kind = "a named pipe" if stat.S_ISFIFO(mode) else "a socket or a device"
+        raise OSError(
+            errno.EINVAL,
+            f"It must be a regular file, and is {kind}. Remove it, or put the file there",
+            os.fspath(path),
+        )
 
 
 # -- the file system ----------------------------------------------------------------------------------------------------

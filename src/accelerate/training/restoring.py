@@ -220,7 +220,7 @@ class Search:
             return None
         # After going back to an older one, the newer ones keep their numbers, and what comes next is the newest. Damaged ones
         # keep theirs, too: a user may want to look at them. An empty folder is of no use.
-        taken = [known for known, other in here.checkpoints() if other.files() or other.entries()]
+        taken = [known for known, other in here.checkpoints() if not other.is_empty()]
         return max(taken, default=number) + 1
 
 
@@ -339,10 +339,10 @@ def _local_rank_and_size(accelerator: Facade) -> tuple[int, int]:
 
 # The files of one rank each, with its number; and files of models and optimizers that ranks read in part, or not at all.
 _OF_RANK = re.compile(
-    r"(?:random_states|generators)_(\d+)\.\w+|rank(\d+)_dl_state_dict(?:_\d+)?\.bin"
-    r"|(?:pytorch_model_fsdp|optimizer)(?:_\d+)?_rank(\d+)\.bin"
+    r"(?:random_states|generators)_([0-9]+)\.\w+|rank([0-9]+)_dl_state_dict(?:_[0-9]+)?\.bin"
+    r"|(?:pytorch_model_fsdp|optimizer)(?:_[0-9]+)?_rank([0-9]+)\.bin"
 )
-_PARTS = re.compile(r"[^/]+/(?:__\d+_\d+\.distcp|[^/]*_states\.pt)")
+_PARTS = re.compile(r"[^/]+/(?:__[0-9]+_[0-9]+\.distcp|[^/]*_states\.pt)")
 # Whole models and optimizers.
 _WEIGHTS = re.compile(r"(?:model|pytorch_model|optimizer)(?:[_-].*)?\.(?:safetensors|bin)(?:\.index\.json)?")
 
@@ -484,7 +484,7 @@ def _read_contents(
 
 def _check_custom(folder: str, custom: Sequence[Any]) -> None:
     files = folder.listing.files if isinstance(folder, CheckpointFolder) else os.listdir(folder)
-    saved = len(re.findall(rf"^{manifest.CUSTOM_NAME}_\d+\.pkl$", "\n".join(files), re.MULTILINE))
+    saved = len(re.findall(rf"^{manifest.CUSTOM_NAME}_{manifest.NUMBER}\.pkl$", "\n".join(files), re.MULTILINE))
     if saved != len(custom):
         raise RuntimeError(
             f"{folder!r} has the states of {saved} registered objects, but {len(custom)} are registered. Register the "

@@ -22,8 +22,8 @@ logger = logging.getLogger(__name__)
 STATE = "trainer_state.json"
 # Lies in a folder that transformers' own preemption callback is writing to.
 _UNFINISHED = "checkpoint-is-incomplete.txt"
-_NAME = re.compile(r"checkpoint-(\d+)")
-_SHARDS = re.compile(r"(optimizer|pytorch_model_fsdp)_\d+")
+_NAME = re.compile(f"checkpoint-({manifest.NUMBER})")
+_SHARDS = re.compile(f"(optimizer|pytorch_model_fsdp)_{manifest.NUMBER}")
 
 
 def place_of(folder: str, number: int) -> str:
@@ -34,7 +34,7 @@ def place_of(folder: str, number: int) -> str:
 def numbers(folder: str) -> list[int]:
     """Return the steps of which a run has a folder, whole or not, newest first."""
     with os.scandir(folder) as entries:
-        found = [_NAME.fullmatch(entry.name) for entry in entries if entry.is_dir() or entry.is_symlink()]
+        found = [_NAME.fullmatch(entry.name) for entry in entries if entry.is_symlink() or entry.is_dir()]
     return sorted((int(match[1]) for match in found if match), reverse=True)
 
 

@@ -274,6 +274,7 @@ def _rotate(trainer: Any, run_dir: str, new: CheckpointStorage) -> None:
     def by_age() -> list[CheckpointStorage]:
         """Return whole ones by when they were made, if the file system tells: a run may begin anew below the numbers of others."""
         places = [choose.place_of(folder.location, number) for number in reversed(choose.numbers(folder.location))]
+        places = [place for place in places if not os.path.islink(place)]  # what a link leads to is not the run's
         times = {place: os.stat(place).st_mtime for place in places if not choose.flaw(place)}
         tells = max(times.values(), default=0) - min(times.values(), default=0) >= 1.0
         return [LocalStorage(place) for place in (sorted(times, key=times.__getitem__) if tells else times)]
