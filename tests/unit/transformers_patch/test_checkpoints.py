@@ -357,6 +357,25 @@ def test_what_a_killed_run_left_goes_and_is_not_chosen(tmp_path, kind, warned):
     assert not list((tmp_path / "checkpoint-8").glob("*.former*"))
 
 
+@pytest.mark.parametrize("inner", [".former", "checkpoint-8", ".removed"])
+def test_names_that_no_run_made_are_not_followed(tmp_path, kind, inner):
+    outside, run = tmp_path / "outside", tmp_path / "run"
+    outside.mkdir(), (outside / "mine.txt").touch()
+    build(run, kind, max_steps=4).train()
+    aside = run / ".saving_0123456789abcdef"
+    aside.mkdir(), (aside / inner).symlink_to(outside)
+    (aside / ".accelerate_save").write_text("checkpoint-8")
+    (run / "checkpoint-2").rename(run / "best"), (run / "checkpoint-2").symlink_to("best")
+    (run / "checkpoint-99").symlink_to("checkpoint-99")
+    shutil.copytree(run / "best", run / "checkpoint-\u0669"), shutil.copytree(run / "best", run / "checkpoint-012")
+    assert get_last_checkpoint(run) == str(run / "checkpoint-4")
+    build(run, kind, save_total_limit=1).train(resume_from_checkpoint=True)
+    assert names(outside) == ["mine.txt"] and names(aside) == sorted([".accelerate_save", inner])
+    left = ["best", "checkpoint-012", "checkpoint-2", "checkpoint-8", "checkpoint-99", "checkpoint-\u0669"]
+    assert names(run) == [aside.name, *left] and not choose.flaw(run / "best")
+    assert "mine.txt" not in names(run / "checkpoint-8")
+
+
 def test_a_stock_checkpoint_is_replaced_by_ours(tmp_path, kind):
     transformers_patch.revert()
     build(tmp_path).train()
