@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -536,5 +537,6 @@ def damaged(folder: Path, found: Iterable[str]) -> DamagedCheckpoint:
     listed = "\n  ".join(first_of(list(found)))
     return DamagedCheckpoint(
         f"The checkpoint {os.fspath(folder)!r} is damaged; nothing was loaded.\n  {listed}\n"
-        "Load another one: `accelerate checkpoint ls` lists them, `load_state(latest=True)` takes the newest whole one."
+        "Load another one: `accelerate checkpoint ls` lists them, `load_state(latest=True)` takes the newest whole one. If you changed "
+        f"the files on purpose, accept them: accelerate checkpoint accept {shlex.quote(os.fspath(folder))}"
     )

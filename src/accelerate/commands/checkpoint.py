@@ -1,6 +1,6 @@
-"""`accelerate checkpoint`: look at checkpoints, verify, convert and prune them, without the run that wrote them.
+"""`accelerate checkpoint`: look at checkpoints, verify, accept, convert and prune them, without the run that wrote them.
 
-It needs no GPU and no process group. Only `export` and `reshard` load torch, and what looks into shards.
+It needs no GPU and no process group. Only `accept`, `export` and `reshard` load torch, and what looks into shards.
 """
 
 import argparse
@@ -106,6 +106,21 @@ def verify_command(args: argparse.Namespace) -> int:
     if len(found) > 1:
         print(f"{whole} of {len(found)} checkpoints are whole.")
     return int(damaged > 0)
+
+
+# -- accept ------------------------------------------------------------------------------------------------------------
+
+
+def accept_command(args: argparse.Namespace) -> int:
+    """Write the manifest of a checkpoint again, for the files that were changed on purpose; return the exit status."""
+    from accelerate.checkpoint.accept import accept
+
+    storage = storage_of(args.checkpoint)
+    lines = accept(storage)
+    print(*lines or ["Nothing has changed."], sep="\n")
+    if lines:
+        print(f"{storage.location}: accepted. It loads with the files that are there.")
+    return 0
 
 
 # -- info --------------------------------------------------------------------------------------------------------------
@@ -257,7 +272,7 @@ def _remove(plan: Pruning) -> int:
 
 def checkpoint_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     """Return the parser of `accelerate checkpoint` and its subcommands."""
-    description = "List, verify, inspect, convert and prune checkpoints."
+    description = "List, verify, accept, inspect, convert and prune checkpoints."
     parser = make_parser("checkpoint", description, subparsers, checkpoint_command)
     commands = parser.add_subparsers(title="subcommands", required=True)
 
@@ -277,6 +292,9 @@ def checkpoint_command_parser(subparsers: Any = None) -> argparse.ArgumentParser
 
     text = "Read all files and compare their checksums; status 1 if something is wrong."
     add("verify", verify_command, text, checkpoint=f"A checkpoint, or a folder of checkpoints. {where}")
+
+    text = "Let the manifest match files that you changed on purpose."
+    add("accept", accept_command, text, checkpoint="A checkpoint: a local folder.")
 
     made = add("info", info_command, "Show what a checkpoint consists of.", checkpoint=f"A checkpoint. {where}")
     made.add_argument("--tensors", action="store_true", help="List every tensor.")

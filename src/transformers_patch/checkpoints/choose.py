@@ -7,6 +7,7 @@ its files show only: those that a reader would stumble over, and sets of which a
 import logging
 import os
 import re
+import shlex
 import sys
 from typing import Any
 
@@ -119,7 +120,8 @@ def resolved(trainer: Any, asked: Any) -> Any:
         elif leads and os.path.isdir(folder) and (reason := flaw(folder, deep=True)):
             raise DamagedCheckpoint(
                 f"The checkpoint {folder!r} is not whole: {reason}\nNothing was loaded. Name another one, or pass "
-                "resume_from_checkpoint=True, which takes the newest whole one."
+                "resume_from_checkpoint=True, which takes the newest whole one. If you changed its files on purpose, accept them: "
+                f"accelerate checkpoint accept {shlex.quote(folder)}"
             )
     except BaseException as error:  # the others hear of it
         problem = error

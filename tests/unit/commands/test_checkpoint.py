@@ -11,11 +11,15 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 import checkpoint_samples as samples
-from accelerate.checkpoint.manifest import INCOMPLETE_MARKER, NAME
+from accelerate import Accelerator
+from accelerate.checkpoint.manifest import INCOMPLETE_MARKER, NAME, DamagedCheckpoint
 from accelerate.checkpoint.object_store import storage_of
 from accelerate.checkpoint.storage import LocalStorage
+from cases import cases
 
 
 def run(accelerate, *words, status=0):
@@ -392,3 +396,42 @@ assert not {"torch", "numpy"} & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", program], check=True, cwd=project / "checkpoints", timeout=120)
     assert left_in(project) == ["checkpoint_3", "checkpoint_4"]
+
+
+def test_accept_lets_changed_files_load(accelerate, tmp_path):
+    accelerator, model = Accelerator(cpu=True), torch.nn.Linear(2, 2)
+    accelerator.prepare(model)
+    folder = accelerator.save_state(tmp_path / "c")
+    save_file({"weight": torch.ones(2, 2), "bias": torch.zeros(2)}, folder / "model.safetensors")
+    (folder / "scheduler_3.bin").write_bytes(b"half")
+    with pytest.raises(DamagedCheckpoint, match=re.escape(f"accelerate checkpoint accept {folder}")):
+        accelerator.load_state(folder)
+    assert "scheduler_3.bin cannot be read" in run(accelerate, "accept", folder, status=2)
+    run(accelerate, "verify", folder, status=1)
+    (folder / "scheduler_3.bin").unlink(), (folder / "random_states_0.pkl").unlink(), (folder / "notes.txt").touch()
+    printed = run(accelerate, "accept", folder)
+    assert "model.safetensors has 152 bytes" in printed and "random_states_0.pkl is missing" in printed
+    accelerator.load_state(folder)
+    assert model.weight.eq(1).all() and "2x2" in run(accelerate, "info", folder, "--tensors")
+    run(accelerate, "verify", folder)
+    assert "Nothing has changed." in run(accelerate, "accept", folder) and os.listdir(tmp_path) == ["c"]
+    (folder / "model.safetensors").write_bytes(b"short")
+    run(accelerate, "accept", folder, status=2)
+    assert "model.safetensors" in run(accelerate, "verify", folder, status=1)
+
+
+@cases(
+    "hurt, text",
+    (
+        lambda folder: (folder / NAME).write_text("{"),
+        f"delete {NAME}, accelerate_manifest_parts and parameter_names.json",
+    ),
+    (lambda folder: (folder / f"{INCOMPLETE_MARKER}_1").touch(), "did not come to its end"),
+    (lambda folder: (folder / NAME).unlink(), "nothing to accept"),
+    (lambda folder: folder.rename(folder.parent / "d"), "There is no checkpoint"),
+)
+def test_what_cannot_be_accepted_is_refused(accelerate, tmp_path, hurt, text):
+    samples.write(tmp_path / "c")
+    hurt(tmp_path / "c")
+    assert text in run(accelerate, "accept", tmp_path / "c", status=2)
+    assert "Copy the checkpoint" in run(accelerate, "accept", "memory://c", status=2)
