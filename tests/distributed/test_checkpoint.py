@@ -17,7 +17,7 @@ def test_saving_and_loading_together(launch, tmp_path, monkeypatch):
 
     places = {name: str(tmp_path / name) for name in ("OF_ONE", "OF_SEVERAL")}
     check_checkpoint.write(places["OF_ONE"])
-    launch("several.py", "check_checkpoint.py", "check_saving.py", environment=places)
+    launch("several.py", "check_checkpoint.py", "check_saving.py", "check_hostile_folders.py", environment=places)
     check_checkpoint.read(places["OF_SEVERAL"])
 
 
