@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from accelerate.checkpoint.inspect import header_of, tensors_of_shards
 from accelerate.checkpoint.manifest import INDEX_SUFFIX, METADATA, DamagedCheckpoint, TensorEntry, weight_map
+from accelerate.runtime.durable import require_file
 from accelerate.utils.constants import FSDP_MODEL_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 if TYPE_CHECKING:
@@ -208,6 +209,7 @@ def _files_of(path: str) -> list[str]:
     if path.endswith(_SUFFIX):
         return [path]
     if path.endswith(_SUFFIX + INDEX_SUFFIX):
+        require_file(path)
         with open(path, "rb") as index:
             names = weight_map(index.read(), "it")
         return [os.path.join(os.path.dirname(path), name) for name in sorted(names)]

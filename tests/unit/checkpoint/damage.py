@@ -110,6 +110,29 @@ def no_file(site: Site) -> None:
 
 
 @kind()
+def no_file_in_an_old_one(site: Site) -> None:
+    """Without a manifest only the reader itself finds a folder, a pipe, or a link to nowhere, to itself or to endless contents."""
+    site.seal(manifest=0)
+    path = site.pick(WEIGHTS, *PICKLED)
+    path.unlink()
+    links = [functools.partial(path.symlink_to, target) for target in ("nowhere", path.name, "/dev/zero", "notes/x")]
+    site.draw.choice([*links, path.mkdir, lambda: os.mkfifo(path)])()
+
+
+@kind(ACCEPTED)
+def names_that_cannot_be_examined(site: Site) -> None:
+    """Links, pipes and garbage in the folder and next to it are no part of a checkpoint."""
+    extra = site.draw.choice(["loop", ".loop", "random_states_\u0663.pkl", "optimizer_007.bin", "é"])
+    (site.folder / extra).symlink_to(extra)
+    os.mkfifo(site.folder / "pipe")
+    aside = site.folder.parent / ".saving_0123456789abcdef"
+    aside.mkdir()
+    (aside / ".accelerate_save").write_bytes(site.draw.choice([b"checkpoint", b"\0", b"..", site.draw.randbytes(300)]))
+    inner = site.draw.choice([".former", ".removed", "checkpoint"])
+    (aside / inner).symlink_to(site.other)
+
+
+@kind()
 def marked_as_incomplete(site: Site) -> None:
     (site.folder / site.draw.choice([".incomplete", ".incomplete_1"])).touch()
 
