@@ -20,7 +20,7 @@ import torch
 
 from accelerate.checkpoint.manifest import INDEX_SUFFIX, FileEntry, TensorEntry
 from accelerate.checkpoint.storage import LocalStorage
-from accelerate.runtime.durable import Path, durable, pieces_of_file, require_file, sync_folder
+from accelerate.runtime.durable import Path, durable, pieces_of_file, sync_folder
 
 # Gives the file of a path to write to, as `durable` and `CheckpointStorage.create` do.
 Create = Callable[[Path], contextlib.AbstractContextManager[Any]]
@@ -119,10 +119,10 @@ def write_bytes(path: Path, data: bytes, rank: int = 0, create: Create = durable
 
 def describe(path: Path, rank: int = 0, threads: int = 1) -> FileEntry:
     """Hash a file that other code wrote, and see to it that the disk has it. Any rank, alone."""
-    require_file(path)
+    size, pieces = pieces_of_file(path, threads)
     with open(path, "rb") as file:
         os.fsync(file.fileno())
-    return FileEntry.made(*pieces_of_file(path, threads), rank)
+    return FileEntry.made(size, pieces, rank)
 
 
 # -- weights alone, as Hugging Face's libraries read them: one file, or several with an index. One process. ------------

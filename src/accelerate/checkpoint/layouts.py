@@ -180,7 +180,7 @@ def find(folder: Path, kind: Kind, index: int = 0, prefer: Layout | None = None)
         name = shards if os.path.isdir(os.path.join(folder, shards)) else aside
         engines = (glob.glob(f"{start}*/*_model_states.pt", root_dir=folder) for start in (MODEL_NAME, "global_step"))
         files = {*os.listdir(folder), *itertools.chain(*engines)}
-        if os.path.isfile(os.path.join(folder, name, manifest.METADATA)):
+        if os.path.lexists(os.path.join(folder, name, manifest.METADATA)):  # whose reader names what is no file
             files.add(f"{shards}/{manifest.METADATA}")
     found = candidates(folder, files, kind, index)
     best = next((one for one in found if one.layout == prefer), found[0] if found else None)

@@ -239,7 +239,7 @@ class CheckpointFolder(str):
         for name, numbers in pieces.items():
             entry, path = self._entries[name], os.path.join(self, *name.split("/"))
             try:
-                if (size := os.stat(path).st_size) != entry.size:
+                if (size := durable.require_file(path)) != entry.size:
                     lines.append(manifest.difference(name, entry.size, size))
                 elif not entry.digests:
                     found = durable.digests(path, range(0, size, durable.CHUNK), size, threads)

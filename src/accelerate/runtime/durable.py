@@ -114,7 +114,7 @@ def of_file(path: Path, threads: int = 2) -> tuple[int, str]:
 
 def pieces_of_file(path: Path, threads: int = 2) -> tuple[int, list[bytes]]:
     """Return the size of a file, and the digests of its pieces. Any rank, alone."""
-    size = os.stat(path).st_size
+    size = require_file(path)
     return size, digests(path, range(0, size, CHUNK), size, threads)
 
 
@@ -127,7 +127,6 @@ def combined(pieces: Iterable[bytes]) -> str:
 
 def digests(path: Path, starts: Iterable[int], size: int, threads: int = 2) -> list[bytes]:
     """Return the digests of pieces of a file of `size`, each of which starts at a multiple of ``CHUNK``."""
-    require_file(path)
     descriptor, name, starts = os.open(path, os.O_RDONLY), os.fspath(path), list(starts)
     try:
         if len(starts) == 1:  # most files are one piece
@@ -454,18 +453,16 @@ def outside(names: Iterable[Any]) -> list[Any]:
     return [name for name in names if not isinstance(name, str) or _LEADS_OUT.search(name) is not None]
 
 
-def require_file(path: Path) -> None:
-    """Raise OSError, which names it, for a path that is there and is no regular file: a reader would wait for a named pipe forever."""
-    mode = os.stat(path).st_mode
-    if stat.S_ISDIR(mode):
+def require_file(path: Path) -> int:
+    """Return the size of a file; raise OSError, which names it, for what is no regular file: a reader would wait for a named pipe forever."""
+    about = os.stat(path)
+    if stat.S_ISDIR(about.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
-    if not stat.S_ISREG(mode):
-        kind = "a named pipe" if stat.S_ISFIFO(mode) else "a socket or a device"
-        raise OSError(
-            errno.EINVAL,
-            f"It must be a regular file, and is {kind}. Remove it, or put the file there",
-            os.fspath(path),
-        )
+    if not stat.S_ISREG(about.st_mode):
+        kind = "a named pipe" if stat.S_ISFIFO(about.st_mode) else "a socket or a device"
+        text = f"It must be a regular file, and is {kind}. Remove it, or put the file there"
+        raise OSError(errno.EINVAL, text, os.fspath(path))
+    return about.st_size
 
 
 # -- the file system ----------------------------------------------------------------------------------------------------
