@@ -73,6 +73,8 @@ STATEFUL = {
     "stateful, stream": {"data": "stream", "dispatch": False},
     "stateful, stream with a state": {"data": STATE, "dispatch": False},
     "stateful, interrupted twice": {**TWICE},
+    "stateful, interrupted twice, stream": {**TWICE, "data": "stream", "dispatch": False},
+    "stateful, interrupted twice, dispatched stream": {**TWICE, **WORKERS, "data": "stream"},
 }
 HUGGING_FACE = {
     "datasets": {"data": "datasets", "length": 24, "dispatch": False, "saves": ["1-3", "1-last"]},

@@ -65,7 +65,7 @@ class EpochIterator:
     def _begin_at(self, pending: Pending) -> None:
         behind, self.start = (pending.batches - self.start) * self.reads, pending.batches
         self.reread = pending.position.get("before_read") or []
-        if pending.position and self.loader._goes_on_by_itself():
+        if pending.loaded_by_torchdata:
             self.to_drop = 0
         elif is_stream(self.base):
             self.to_drop += behind

@@ -16,6 +16,8 @@ class Pending:
     batches: int
     extra_samples: int = 0
     resume_without_skip: bool = True
+    # Whether torchdata's loader has a state of its own from which it continues.
+    loaded_by_torchdata: bool = False
 
 
 @dataclass(frozen=True)

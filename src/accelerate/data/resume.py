@@ -89,17 +89,31 @@ class ResumableLoader(DataLoaderAdapter, DataLoaderStateMixin):
                 f"state_dict has no {KEY!r} entry (its keys: {sorted(state)}), so it is the state of a stateful "
                 "loader. Prepare this loader with use_stateful_dataloader=True to load it."
             )
-        # A caller of this function wants to go on there, whether or not the loader was being iterated.
+        continues = self._continues_by_itself(state)
+        if position is None and not continues:
+            position = self._position_of(state)
+        # A caller of this function wants to continue there, whether or not the loader was being iterated.
         batches = 0 if position is None else restore(self, {**position, "running": True})
         # At the beginning of an epoch only a dataset with a state of its own has something to restore; loading the
         # rest would make the wrapped loader run through the finished epoch's order once more.
-        # Nor is a place in a shuffling buffer of use without the buffer: then the epoch is read again from its start.
-        if self._goes_on_by_itself() and (position is None or batches or adapter.holds_dataset_state(state)):
+        if continues and (position is None or batches or adapter.holds_dataset_state(state)):
             super().load_state_dict(state)
+            if self._progress.pending is not None:
+                self._progress.pending = replace(self._progress.pending, loaded_by_torchdata=True)
 
-    def _goes_on_by_itself(self) -> bool:
-        """Whether the wrapped loader continues where its own `load_state_dict` puts it, with nothing lost."""
-        return is_stateful(self.base_dataloader) and not has_buffer(self.base_dataloader.dataset)
+    def _continues_by_itself(self, state: dict[str, Any]) -> bool:
+        """Whether the wrapped loader, given `state`, continues there with no sample lost."""
+        base = self.base_dataloader
+        # torchdata reads a stream without a state again from its beginning, and then counts those batches twice.
+        return is_stateful(base) and (not is_stream(base) or (adapter.holds_dataset_state(state) and not has_buffer(base.dataset)))
+
+    def _position_of(self, state: dict[str, Any]) -> dict[str, Any] | None:
+        """Return the position in a stream that a state of torchdata's loader has; None at the beginning of an epoch."""
+        snapshot = state.get("_snapshot", {})
+        read = state.get("_num_yielded", snapshot.get("_snapshot_step", 0) + state.get("_steps_since_snapshot", 0))
+        if not read or state.get("_iterator_finished"):
+            return None
+        return {**capture(self), "batches": read // self._reads_per_step(), "samples": None}
 
     def _left_out(self) -> int:
         """Number of steps that this loader leaves out at the beginning of every iteration."""
@@ -226,6 +240,7 @@ def restore(loader: ResumableLoader, position: dict[str, Any], continuing: bool 
     if continuing:
         check(loader, position)
     progress = loader._progress
+    _drop_loaded_state(loader)
     progress.epoch = position["epoch"]
     progress.batches = progress.extra_samples = 0
     progress.at_end = False
@@ -239,6 +254,13 @@ def restore(loader: ResumableLoader, position: dict[str, Any], continuing: bool 
     resume_without_skip = continuing and position.get("running", True)
     progress.pending = Pending(position, batches, extra, resume_without_skip) if in_epoch else None
     return batches
+
+
+def _drop_loaded_state(loader: ResumableLoader) -> None:
+    """Let torchdata's loader begin its next epoch at the first batch, whatever state it was given."""
+    origin = loader if loader._origin is None else loader._origin
+    if getattr(origin.base_dataloader, "next_iter_state", None) is not None:
+        origin.base_dataloader.next_iter_state = None
 
 
 def _restore_order(loader: ResumableLoader, order: dict[str, Any], in_epoch: bool) -> None:
@@ -328,6 +350,7 @@ def take_pending_position(loader: ResumableLoader) -> Pending | None:
                 "saved. DataLoaderConfiguration(continue_after_load=False) begins epochs anew."
             )
         return pending
+    _drop_loaded_state(loader)
     if left_out:
         return Pending({}, left_out)
     generator, sampler = shuffling_generator(loader), loader.get_sampler()

@@ -19,6 +19,25 @@ class Drawn(IterableDataset):
         return (float(torch.rand(())) for _ in range(22))
 
 
+class StreamWithPlace(IterableDataset):
+    """A stream that can save and restore its place."""
+
+    def __init__(self, length):
+        self.length, self.place = length, 0
+
+    def __iter__(self):
+        while self.place < self.length:
+            self.place += 1
+            yield self.place - 1
+        self.place = 0
+
+    def state_dict(self):
+        return {"place": self.place}
+
+    def load_state_dict(self, state):
+        self.place = state["place"]
+
+
 LOADERS = {
     "in order": (lambda: DataLoader(Numbers(22), 2), {}),
     "default shuffle": (lambda: DataLoader(Numbers(22), 2, shuffle=True), {}),
@@ -96,6 +115,68 @@ def test_a_state_of_torchdata_alone_can_be_loaded():
     loader = prepare_data_loader(DataLoader(Numbers(22), 2), use_stateful_dataloader=True)
     loader.load_state_dict(source.state_dict())
     assert next(iter(loader)).tolist() == [4, 5]
+
+
+@needs_torchdata
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dispatch", [None, False], ids=["dispatched", "sharded"])
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_repeated_resume_of_a_stateful_stream_loses_no_sample(workers, dispatch):
+    def make():
+        loader = DataLoader(Stream(40), 4, num_workers=workers)
+        return prepare_data_loader(loader, dispatch_batches=dispatch, put_on_device=True, use_stateful_dataloader=True)
+
+    want, got, state = [batch.tolist() for batch in make()], [], None
+    for stop in (2, 1, 3, 1, 99):
+        loader = make()
+        if state is not None:
+            loader.load_state_dict(state)
+        for number, batch in enumerate(loader, 1):
+            got.append(batch.tolist())
+            if number == stop:
+                state = through_json(loader)
+                break
+    assert got == want
+    assert next(iter(loader)).tolist() == want[0], "the next epoch begins at its first batch"
+
+
+@needs_torchdata
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_torchdata_state_of_a_stream_without_position_can_be_resumed_twice(workers):
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    want = [batch.tolist() for batch in DataLoader(Stream(40), 4, num_workers=workers)]
+    source = StatefulDataLoader(Stream(40), 4, num_workers=workers)
+    iterator = iter(source)
+    state, got = None, [next(iterator).tolist() for _ in range(3)]
+    for state in (source.state_dict(), None):
+        loader = prepare_data_loader(DataLoader(Stream(40), 4, num_workers=workers), use_stateful_dataloader=True)
+        loader.load_state_dict(saved if state is None else state)
+        batches = iter(loader)
+        got += [next(batches).tolist() for _ in range(2)]
+        saved = loader.state_dict()
+    assert got == want[:7]
+
+
+@needs_torchdata
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("make", [lambda: DataLoader(Numbers(22), 2), lambda: DataLoader(StreamWithPlace(22), 2)])
+def test_a_loaded_state_of_torchdata_is_replaced_by_what_comes_after_it(make):
+    def stopped_after(count):
+        loader = prepare_data_loader(make(), use_stateful_dataloader=True)
+        for _ in zip(range(count), loader, strict=False):
+            pass
+        return loader.state_dict()
+
+    loader = prepare_data_loader(make(), use_stateful_dataloader=True)
+    loader.load_state_dict(stopped_after(3))
+    loader.load_state_dict(stopped_after(0))
+    assert [batch[0].item() for batch in loader] == [*range(0, 22, 2)]
+    loader.load_state_dict(stopped_after(3))
+    view = skip_first_batches(loader, 2)
+    assert [batch[0].item() for batch in view] == [*range(4, 22, 2)]
+    assert [batch[0].item() for batch in loader] == [*range(0, 22, 2)]
 
 
 def test_a_state_that_does_not_fit_is_told():
