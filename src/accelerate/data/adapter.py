@@ -15,7 +15,7 @@ from accelerate.data import generators, samplers
 from accelerate.data.iterable import CountingCollate, IterableDatasetShard
 from accelerate.data.progress import Progress
 from accelerate.data.samplers import Part, ReplayableRandomSampler, SkipBatchSampler, innermost, unskipped
-from accelerate.data.workers import SeededDataset
+from accelerate.data.workers import WorkerDataset
 from accelerate.utils.imports import is_torchdata_stateful_dataloader_available
 from accelerate.utils.operations import send_to_device
 
@@ -157,14 +157,6 @@ def knows_end(loader: DataLoader) -> bool:
     return plain and not (loader.num_workers or is_stateful(loader) or is_stream(loader))
 
 
-def holds_dataset_state(state: Any) -> bool:
-    """Whether a state of a `StatefulDataLoader` contains one of its dataset or of the dataset's iterator."""
-    if not isinstance(state, dict):
-        return False
-    own = (state.get("dataset_state"), state.get("dataset_iter_state"))
-    return any(part is not None for part in own) or any(holds_dataset_state(part) for part in state.values())
-
-
 # Copies ----------------------------------------------------------------------------------------------------------------
 
 
@@ -302,7 +294,7 @@ class DataLoaderAdapter:
     def dataset(self) -> Any:
         """The dataset that the loader was given, or this process's part of a stream."""
         dataset = self.base_dataloader.dataset
-        return dataset._inner if type(dataset) is SeededDataset else dataset
+        return dataset._inner if issubclass(type(dataset), WorkerDataset) else dataset
 
     @property
     def collate_fn(self) -> Any:

@@ -24,7 +24,7 @@ from accelerate.data.loader import DataLoaderShard, PreparedLoader, SkipDataLoad
 from accelerate.data.plan import DataPlan, Division, ShardLayout
 from accelerate.data.progress import Pending
 from accelerate.data.samplers import BatchSamplerShard, SamplerShard, SeedableRandomSampler, check_split, draw_seed
-from accelerate.data.workers import SeededDataset
+from accelerate.data.workers import EpochStream, SeededDataset, WorkerDataset
 from accelerate.process import PartialState
 from accelerate.runtime import traits
 
@@ -317,8 +317,12 @@ def _changes(dataloader: DataLoader, division: Division) -> dict[str, Any]:
             changes["sampler" if dataloader.batch_sampler is None else "batch_sampler"] = shard
             if split_batches and dataloader.batch_size:
                 changes["batch_size"] = dataloader.batch_size // shards
-    if dataloader.num_workers and not stream and type(dataset) is not SeededDataset:
-        changes["dataset"] = SeededDataset(dataset)
+    if dataloader.num_workers and not issubclass(type(dataset), WorkerDataset):
+        read = changes.get("dataset", dataset)
+        if not stream:
+            changes["dataset"] = SeededDataset(dataset)
+        elif dataloader.persistent_workers and callable(getattr(read, "set_epoch", None)):
+            changes["dataset"] = EpochStream(read)
     return changes
 
 

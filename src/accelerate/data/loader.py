@@ -15,7 +15,8 @@ from accelerate.data.iterable import CountingCollate, restores, uncounted
 from accelerate.data.progress import Noted, Pending
 from accelerate.data.resume import ResumableLoader
 from accelerate.data.samplers import EndAhead, Part, layers
-from accelerate.data.workers import SeededDataset
+from accelerate.data.stateful import with_unread_workers
+from accelerate.data.workers import SeededDataset, WorkerDataset
 from accelerate.process import PartialState
 from accelerate.state import GradientState
 from accelerate.utils.random import synchronize_rng_states
@@ -37,6 +38,7 @@ class EpochIterator:
         start: steps of the epoch before the first that is read.
         to_drop: batches of a stream that are read and dropped first.
         reread: states of the generators before each step that the interrupted run had read ahead.
+        loaded: the state from which torchdata's loader continues, until each of its workers has read a batch.
         order: the sampler that knows the last batch, if the indices tell.
         drawn: states of the generators after the order was drawn again; None where nothing is repeated.
         noted: what a run that goes on after a step needs, by the step; of this loop, as a loader may be in several at once.
@@ -48,6 +50,7 @@ class EpochIterator:
         self.base, self.start = loader.base_dataloader, loader._left_out()
         self.to_drop = loader.skip_batches * self.reads
         self.reread: list[dict[str, Any]] = []
+        self.loaded: dict[str, Any] | None = None
         self.order: EndAhead | None = None
         self.drawn: dict[str, Any] | None = None
         self.noted: dict[int, Noted] = {}
@@ -65,8 +68,8 @@ class EpochIterator:
     def _begin_at(self, pending: Pending) -> None:
         behind, self.start = (pending.batches - self.start) * self.reads, pending.batches
         self.reread = pending.position.get("before_read") or []
-        if pending.loaded_by_torchdata:
-            self.to_drop = 0
+        if pending.loader_continues:
+            self.to_drop, self.loaded = 0, pending.loader_state
         elif is_stream(self.base):
             self.to_drop += behind
             state = pending.position.get("dataset_state")
@@ -113,14 +116,13 @@ class EpochIterator:
         return batches
 
     def _caught_up(self) -> Iterator[Any]:
-        """Leave out the beginning of the epoch, and read again what the interrupted run had read ahead."""
-        first: list[Any] = []
+        """Skip the beginning of the epoch, then read again, step by step, the batches that the interrupted run had read ahead."""
         with nullcontext() if self.drawn is None else generators.kept(self.drawn):
             self._drop()
-            for states in self.reread:
-                generators.set_states(states)
-                first += islice(self.batches, self.reads)
-        yield from first
+        for states in self.reread:
+            with generators.kept(states):
+                batches = list(islice(self.batches, self.reads))
+            yield from batches
 
     def _drop(self) -> None:
         from accelerate.utils.tqdm import tqdm
@@ -159,7 +161,11 @@ class EpochIterator:
         if not base.num_workers:
             random = self.reread[ahead] if ahead < len(self.reread) else generators.states()
         dataset = base.dataset.state_dict() if restores(base) else None
-        noted[step] = Noted(random, dataset, base.state_dict() if is_stateful(base) else None)
+        state = base.state_dict() if is_stateful(base) else None
+        if self.loaded is not None:
+            whole = with_unread_workers(state, self.loaded)
+            state, self.loaded = (state, None) if whole is None else (whole, self.loaded)
+        noted[step] = Noted(random, dataset, state)
         noted.pop(step - _AHEAD, None)
 
 
@@ -221,6 +227,8 @@ class PreparedLoader(ResumableLoader):
         dataset = self.base_dataloader.dataset
         if callable(getattr(dataset, "set_epoch", None)):
             dataset.set_epoch(epoch)
+            if issubclass(type(dataset), WorkerDataset):
+                dataset.announce(epoch)
 
     @property
     def batches_yielded(self) -> int:

@@ -16,8 +16,9 @@ class Pending:
     batches: int
     extra_samples: int = 0
     resume_without_skip: bool = True
-    # Whether torchdata's loader has a state of its own from which it continues.
-    loaded_by_torchdata: bool = False
+    # The state of torchdata's loader that was loaded with the position, and whether that loader continues from it.
+    loader_state: dict[str, Any] | None = None
+    loader_continues: bool = False
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from accelerate._warn import warn_user
-from accelerate.data import adapter, generators, samplers
+from accelerate.data import adapter, generators, samplers, stateful
 from accelerate.data.adapter import DataLoaderAdapter, DataLoaderStateMixin, is_stateful, is_stream, skipping
 from accelerate.data.iterable import has_buffer
 from accelerate.data.plan import DataPlan
@@ -70,8 +70,10 @@ class ResumableLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
         JSON can hold it, but for what a dataset or its sampler says of itself. A stateful loader's state is around it.
         """
-        noted = (self._progress.noted or {}).get(self._progress.batches + 1)
-        if noted is not None and noted.loader is not None:
+        noted, pending = (self._progress.noted or {}).get(self._progress.batches + 1), self._progress.pending
+        if pending is not None and pending.loader_state is not None:
+            state = pending.loader_state
+        elif noted is not None and noted.loader is not None:
             state = noted.loader
         else:
             state = super().state_dict() if is_stateful(self.base_dataloader) else {}
@@ -96,24 +98,27 @@ class ResumableLoader(DataLoaderAdapter, DataLoaderStateMixin):
         batches = 0 if position is None else restore(self, {**position, "running": True})
         # At the beginning of an epoch only a dataset with a state of its own has something to restore; loading the
         # rest would make the wrapped loader run through the finished epoch's order once more.
-        if continues and (position is None or batches or adapter.holds_dataset_state(state)):
+        # Nor does the state fit that counts the batches of another number of processes, or of a loader without its first ones.
+        if position is not None:
+            has_place = batches > 0 or stateful.holds_dataset_state(state)
+            fits = stateful.batches_read(state) in (None, batches * self._reads_per_step())
+            continues = continues and has_place and fits
+        if continues:
             super().load_state_dict(state)
-            if self._progress.pending is not None:
-                self._progress.pending = replace(self._progress.pending, loaded_by_torchdata=True)
+        if is_stateful(self.base_dataloader) and self._progress.pending is not None:
+            self._progress.pending = replace(self._progress.pending, loader_state=state, loader_continues=continues)
 
     def _continues_by_itself(self, state: dict[str, Any]) -> bool:
         """Whether the wrapped loader, given `state`, continues there with no sample lost."""
         base = self.base_dataloader
-        # torchdata reads a stream without a state again from its beginning, and then counts those batches twice.
-        return is_stateful(base) and (not is_stream(base) or (adapter.holds_dataset_state(state) and not has_buffer(base.dataset)))
+        if not is_stateful(base) or has_buffer(base.dataset):
+            return False
+        return not is_stream(base) or stateful.restores_stream(state)
 
     def _position_of(self, state: dict[str, Any]) -> dict[str, Any] | None:
         """Return the position in a stream that a state of torchdata's loader has; None at the beginning of an epoch."""
-        snapshot = state.get("_snapshot", {})
-        read = state.get("_num_yielded", snapshot.get("_snapshot_step", 0) + state.get("_steps_since_snapshot", 0))
-        if not read or state.get("_iterator_finished"):
-            return None
-        return {**capture(self), "batches": read // self._reads_per_step(), "samples": None}
+        steps = (stateful.batches_read(state) or 0) // self._reads_per_step()
+        return {**capture(self), "batches": steps, "samples": None} if steps else None
 
     def _left_out(self) -> int:
         """Number of steps that this loader leaves out at the beginning of every iteration."""

@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from accelerate.data.adapter import DataLoaderStateMixin
 from accelerate.data.build import prepare_data_loader, skip_first_batches
 from accelerate.data.loader import DataLoaderShard, SkipDataLoader
 from accelerate.state import GradientState
 from accelerate.utils.nested import leaves
-from loader_samples import Numbers, Stream, values
+from loader_samples import Numbers, Stream, needs_torchdata, values
 
 
 def test_epochs_count_up_and_reach_the_dataset():
@@ -28,6 +28,67 @@ def test_epochs_count_up_and_reach_the_dataset():
     loader.iteration = 9
     values(loader)
     assert data.epochs[-1] == 9
+
+
+class Curriculum(Numbers):
+    """Samples that depend on the epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __getitem__(self, index):
+        return 100 * self.epoch + index
+
+
+class CurriculumStream(IterableDataset):
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        yield from (100 * self.epoch + number for number in range(4))
+
+
+class ShuffledStream(IterableDataset):
+    """Shuffles with a generator, which its shard seeds from the epoch."""
+
+    def __init__(self):
+        self.generator = torch.Generator()
+
+    def __iter__(self):
+        yield from torch.randperm(64, generator=self.generator).tolist()
+
+
+@pytest.mark.parametrize("data", [Curriculum(4), CurriculumStream()], ids=["map", "stream"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"dispatch_batches": False}, pytest.param({"use_stateful_dataloader": True}, marks=needs_torchdata)],
+    ids=["dispatched streams", "no dispatch", "torchdata"],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_set_epoch_reaches_persistent_workers(data, options):
+    loader = DataLoader(data, 2, num_workers=1, persistent_workers=True)
+    loader = prepare_data_loader(loader, put_on_device=True, **options)
+    assert loader.dataset is data
+    read = [values(loader), values(loader)]
+    loader.set_epoch(7)
+    next(iter(loader))  # a loop that is left early
+    loader.set_epoch(9)
+    read.append(values(loader))
+    assert read == [[[100 * epoch, 100 * epoch + 1], [100 * epoch + 2, 100 * epoch + 3]] for epoch in (0, 1, 9)]
+
+
+def test_persistent_workers_shuffle_a_sharded_stream_anew_in_each_epoch():
+    def orders(**workers):
+        loader = DataLoader(ShuffledStream(), 2, **workers)
+        loader = prepare_data_loader(loader, num_processes=2, process_index=0, dispatch_batches=False)
+        return [values(loader), values(loader)]
+
+    first, second = orders(num_workers=1, persistent_workers=True)
+    assert [first, second] == orders(num_workers=1) and first != second
 
 
 def test_a_loader_may_be_in_two_loops_at_once():

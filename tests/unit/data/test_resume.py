@@ -38,6 +38,22 @@ class StreamWithPlace(IterableDataset):
         self.place = state["place"]
 
 
+class PlaceOfGenerator(StreamWithPlace):
+    """One that knows its place only once its generator has started, and whose first worker ends early."""
+
+    start = 0
+
+    def __iter__(self):
+        self.place, self.start = self.start, 0
+        while self.place < (self.length if torch.utils.data.get_worker_info().id else 7):
+            self.place += 1
+            yield self.place - 1
+        self.place = 0
+
+    def load_state_dict(self, state):
+        self.start = state["place"]
+
+
 LOADERS = {
     "in order": (lambda: DataLoader(Numbers(22), 2), {}),
     "default shuffle": (lambda: DataLoader(Numbers(22), 2, shuffle=True), {}),
@@ -177,6 +193,52 @@ def test_a_loaded_state_of_torchdata_is_replaced_by_what_comes_after_it(make):
     view = skip_first_batches(loader, 2)
     assert [batch[0].item() for batch in view] == [*range(4, 22, 2)]
     assert [batch[0].item() for batch in loader] == [*range(0, 22, 2)]
+
+
+@needs_torchdata
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("before, after", [(2, 1), (1, 2)])
+def test_a_stateful_loader_resumes_on_another_number_of_processes(before, after):
+    def make(processes):
+        return prepare_data_loader(
+            DataLoader(Numbers(32), 2), num_processes=processes, process_index=0, use_stateful_dataloader=True
+        )
+
+    loader = make(before)
+    for number, _ in enumerate(loader, 1):
+        if number == 8 // before:
+            state = through_json(loader)
+    for already in (0, 1):  # the second resume is that of a loader which skipped by indices
+        loader = make(after)
+        loader.load_state_dict(state)
+        want = [[first, first + 1] for first in range(16 + 2 * after * already, 32, 2 * after)]
+        got = []
+        for batch in loader:
+            got.append(batch.tolist())
+            if len(got) == 1:
+                state = loader.state_dict()
+        assert got == want
+
+
+@needs_torchdata
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("saved", [1, 2, 3], ids="after {} batches".format)
+def test_workers_that_have_read_nothing_since_a_resume_keep_their_place(saved):
+    def make():
+        return prepare_data_loader(DataLoader(PlaceOfGenerator(24), 2, num_workers=2), use_stateful_dataloader=True)
+
+    want, state, got = [batch.tolist() for batch in make()], None, []
+    for stop in (4, saved, 0, 99):
+        loader = make()
+        if state is not None:
+            loader.load_state_dict(state)
+            state = loader.state_dict()
+        for number, batch in enumerate(loader if stop else (), 1):
+            got.append(batch.tolist())
+            if number == stop:
+                state = loader.state_dict()
+                break
+    assert got == want
 
 
 def test_a_state_that_does_not_fit_is_told():
