@@ -146,8 +146,14 @@ def samples_per_epoch(loader: DataLoader) -> int | None:
 
 def iterates_plainly(loader: DataLoader) -> bool:
     """Whether a loader yields what its `collate_fn` returns: its class has no iteration of its own on top."""
-    kind = type(loader)
-    return kind.__iter__ is DataLoader.__iter__ or kind.__module__.partition(".")[0] == "torchdata"
+    iteration = type(loader).__iter__
+    return iteration is DataLoader.__iter__ or iteration.__module__.partition(".")[0] == "torchdata"
+
+
+def skips_by_index(loader: DataLoader) -> bool:
+    """Whether a resumed epoch skips batches by their indices; otherwise it reads and drops them."""
+    # A class with its own iteration may read more or fewer batches than it yields.
+    return not is_stream(loader) and (iterates_plainly(loader) or not is_stateful(loader))
 
 
 def knows_end(loader: DataLoader) -> bool:
@@ -178,10 +184,15 @@ def variant(loader: DataLoader, **changes: Any) -> DataLoader:
 
 
 def as_stateful(loader: DataLoader, **changes: Any) -> DataLoader:
-    """Return a torchdata `StatefulDataLoader` with the settings of `loader`; see `variant` for `changes`."""
-    stateful = stateful_loader_class()
-    if isinstance(loader, stateful):
-        return variant(loader, next_iter_state=None, **changes)
+    """Return a loader that saves its position, of the class and with the settings of `loader`; see `variant` for `changes`.
+
+    Raises:
+        ImportError: torchdata is missing.
+        TypeError: The class of `loader` cannot be combined with torchdata's.
+    """
+    if is_stateful(loader):
+        return variant(loader, **({"next_iter_state": None} if hasattr(loader, "next_iter_state") else {}), **changes)
+    kind = stateful_class(type(loader))
     given = {name: getattr(loader, name, None) for name in _LOADER_PARAMETERS} | changes
     # torch warns about an empty pin_memory_device, too.
     settings = {name: value for name, value in given.items() if value is not None and value != ""}
@@ -191,7 +202,37 @@ def as_stateful(loader: DataLoader, **changes: Any) -> DataLoader:
         unused = {"batch_size", "sampler", "drop_last"}
     else:
         settings["batch_size"], unused = None, {"drop_last"}
-    return stateful(**{name: value for name, value in settings.items() if name not in unused})
+    stateful = stateful_loader_class()(**{name: value for name, value in settings.items() if name not in unused})
+    if type(loader) is DataLoader:
+        return stateful
+    # The constructor of the subclass may take other arguments, so it is not called again.
+    twin = object.__new__(kind)
+    vars(twin).update(vars(loader) | vars(stateful))
+    return twin
+
+
+@functools.cache
+def stateful_class(kind: type[DataLoader]) -> type[DataLoader]:
+    """Return torchdata's loader with the methods of a subclass of torch's loader in front; TypeError if that is impossible."""
+    stateful = stateful_loader_class()
+    if kind is DataLoader:
+        return stateful
+    if kind._get_iterator is not DataLoader._get_iterator:
+        raise TypeError(
+            f"use_stateful_dataloader=True cannot keep {kind.__name__}._get_iterator, which replaces the iterator that has the "
+            "position. Override __iter__ instead, or prepare this loader with use_stateful_dataloader=False."
+        )
+    members = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__reduce_ex__": _reduce_stateful}
+    return type(kind)(kind.__name__, (kind, stateful), members)
+
+
+def _reduce_stateful(loader: DataLoader, protocol: int) -> Any:
+    # The class is made at run time and cannot be found by its name.
+    return _new_stateful, (type(loader).__bases__[0],), dict(vars(loader))
+
+
+def _new_stateful(kind: type[DataLoader]) -> DataLoader:
+    return object.__new__(stateful_class(kind))
 
 
 def iterating(loader: DataLoader, sampler: Any) -> DataLoader:

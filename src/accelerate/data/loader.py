@@ -70,7 +70,7 @@ class EpochIterator:
         self.reread = pending.position.get("before_read") or []
         if pending.loader_continues:
             self.to_drop, self.loaded = 0, pending.loader_state
-        elif is_stream(self.base):
+        elif not adapter.skips_by_index(self.base):
             self.to_drop += behind
             state = pending.position.get("dataset_state")
             if state is not None and restores(self.base):

@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils.data import IterableDataset
 
 from accelerate._warn import warn_user
 from accelerate.data import adapter, generators, samplers, stateful
@@ -305,7 +304,7 @@ def _behind(loader: ResumableLoader, position: dict[str, Any]) -> tuple[int, int
             f"The interrupted epoch had steps of {before} batches, and its sampler divides the data among {parts} processes now: "
             "some samples will be seen again and others left out, unless it deals them out in turn."
         )
-    if rest and parts == 1 and unit == "samples" and not isinstance(base.dataset, IterableDataset):
+    if rest and parts == 1 and unit == "samples" and adapter.skips_by_index(base):
         if samplers.skips_samples(adapter.batching_sampler(base)):
             return steps, rest
     if rest:

@@ -19,6 +19,8 @@ def restores_stream(state: dict[str, Any]) -> bool:
     It reads a stream without a state again from the beginning, and then counts those batches twice. A worker that has
     reached the end is asked again, and its stream may have returned to the beginning.
     """
+    if batches_read(state) is None:
+        return True  # of a loader that is not torchdata's
     workers = _workers(state).values()
     ended = any((worker.get("fetcher_state") or {}).get("fetcher_ended") for worker in workers)
     return holds_dataset_state(state) and not ended
