@@ -2,12 +2,18 @@
 
 This file is a facade. Each method is a guard and one call into ``accelerate.training`` or into the backend that serves
 the state; the one thing that is decided here is whether an object was prepared before (``_prepare_one``).
+
+Libraries compile the source of its methods again, in a copy of this namespace or in their own. So no method uses a global
+with the name of a method.
 """
 
 import contextlib
+import copy
 import functools
+import inspect
 import operator
 import os
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -31,7 +37,7 @@ from accelerate.config.handlers import (
     TorchDynamoPlugin,
 )
 from accelerate.config.project import DataLoaderConfiguration, ProjectConfiguration
-from accelerate.data.build import plan_of, prepare_data_loader, skip_first_batches
+from accelerate.data.build import plan_of, prepare_data_loader, skip_first_batches  # noqa: F401 - see `_replaceable`
 from accelerate.data.plan import DataPlan
 from accelerate.diagnostics import memory
 from accelerate.diagnostics.table import Report
@@ -47,15 +53,15 @@ from accelerate.trackers.base import GeneralTracker
 from accelerate.trackers.registry import filter_trackers
 from accelerate.training import (
     averages,
-    conditional,
     gradients,
     metrics,
     preemption,
-    prepare,
     restoring,
     saving,
     setup,
 )
+from accelerate.training import conditional as conditionals
+from accelerate.training import prepare as preparation
 from accelerate.training.prepared import PreparedObjects
 from accelerate.utils import operations, other
 from accelerate.utils.ao import convert_model_to_fp8_ao
@@ -81,9 +87,9 @@ logger = get_logger(__name__)
 _split_batches = object()
 
 
-def _in_record(name: str) -> property:
-    """Return an attribute that libraries read and assign, and that the record of prepared objects holds."""
-    return property(lambda self: getattr(self.prepared, name), lambda self, value: setattr(self.prepared, name, value))
+def _derived(make: Callable[["Accelerator"], Any]) -> Any:
+    """Return an attribute that is made when it is first read, and may be assigned and deleted like any other."""
+    return functools.cached_property(make)
 
 
 def _read(path: str) -> Any:
@@ -96,6 +102,11 @@ def _mesh_rank(dimension: str, what: str) -> Any:
     return property(lambda self: mesh.dimension_rank(self, dimension, what))
 
 
+def _replaceable(name: str) -> Callable:
+    """Return a function of this module that libraries replace here, and that has the name of a method."""
+    return getattr(sys.modules[__name__], name)
+
+
 def _from_main_process(method: Callable) -> Callable:
     """Make a method run on the main process alone, unless one of the trackers works on every rank."""
 
@@ -105,9 +116,10 @@ def _from_main_process(method: Callable) -> Callable:
             return method(*args, **kwargs)
         return None
 
-    # The recorded signature is (*args, **kwargs), so `__wrapped__`, which would show the method's own, is left out.
+    # The recorded signature is (*args, **kwargs); the source is that of the method.
+    signature = inspect.signature(run)
     functools.update_wrapper(run, method)
-    del run.__wrapped__
+    run.__signature__ = signature
     return run
 
 
@@ -201,12 +213,18 @@ class Accelerator(Processes):
     data_parallel_rank: int = _mesh_rank("dp_replicate", "Data parallelism")
     data_parallel_shard_rank: int = _mesh_rank("dp_shard", "Shard-based data parallelism")
 
-    _models = _in_record("models")
-    _optimizers = _in_record("optimizers")
-    _schedulers = _in_record("schedulers")
-    _dataloaders = _in_record("dataloaders")
-    _custom_objects = _in_record("custom_objects")
-    _cp_context = _in_record("sequence_context")
+    # Subclasses of libraries set what the constructor sets, and do not call it; these are the attributes that they do not know.
+    prepared: PreparedObjects = _derived(lambda self: PreparedObjects())
+    fp8_enabled: bool = _derived(lambda self: precision(self.state.mixed_precision).needs_engine)
+    _backend = _derived(lambda self: backends.resolve(self.state))
+    _fp8_backend = _derived(lambda self: fp8.setup(self, {}))
+    _scales_loss = _derived(lambda self: traits.of(self.state.distributed_type).scales_loss)
+    _window = _derived(lambda self: gradients.Window())
+    _background = _derived(lambda self: Background())
+    _finished_trackers = _derived(lambda self: [])
+    _exact_accumulation = _derived(lambda self: self.gradient_state.plugin_kwargs.get("exact", False))
+    _sync_each_batch = _derived(lambda self: self.gradient_state.plugin_kwargs.get("sync_each_batch", False))
+    _cp_context = _meter = _loaded_checkpoint = _unfinished_save = _replica_check = _replay_check = None
 
     def __init__(
         self,
@@ -234,7 +252,6 @@ class Accelerator(Processes):
     ) -> None:
         # 1. Arguments and environment become settings.
         self.trackers: list[GeneralTracker] = []
-        self._finished_trackers: list[GeneralTracker] = []
         self.project_configuration = setup.project(project_config, project_dir)
         if deepspeed_plugin is not None and deepspeed_plugins is not None:
             raise ValueError("Pass either deepspeed_plugin or deepspeed_plugins, not both.")
@@ -261,8 +278,6 @@ class Accelerator(Processes):
                 **plugins,
                 **options,
             )
-            self._backend = backends.resolve(self.state)
-            self.fp8_enabled = precision(self.state.mixed_precision).needs_engine
             self._fp8_backend = fp8.setup(self, handlers)
             apply_downcast(self.device.type, self.state.mixed_precision)
             self.scaler = self._backend.make_scaler(self, self.scaler_handler)
@@ -280,18 +295,16 @@ class Accelerator(Processes):
         self.gradient_state = GradientState(gradient_accumulation_plugin=accumulation)
         self._exact_accumulation = accumulation.exact
         self._sync_each_batch = accumulation.sync_each_batch
-        self._scales_loss = traits.of(self.state.distributed_type).scales_loss
-        self._window = gradients.Window()
         self.has_lomo_optimizer = False
         self.step = 0
-        self.prepared = PreparedObjects()
+        self._models: list[nn.Module] = []
+        self._optimizers: list[Any] = []
+        self._schedulers: list[Any] = []
+        self._dataloaders: list[Any] = []
+        self._custom_objects: list[Any] = []
         self.deepspeed_engine_wrapped: Any = None
-        self._background = Background()
-        self._loaded_checkpoint: str | None = None
-        self._unfinished_save: str | None = None
         self._load_model_state_pre_hook: OrderedDict[int, Callable] = OrderedDict()
         self._save_model_state_pre_hook: OrderedDict[int, Callable] = OrderedDict()
-        self._meter: Any = None
         self.flag_tensor: torch.Tensor | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Accelerator":
@@ -305,7 +318,8 @@ class Accelerator(Processes):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        prepare.restore_registry(self)
+        self.prepared = copy.copy(self.prepared)
+        preparation.restore_registry(self)
 
     @property
     def multi_device(self) -> bool:
@@ -330,7 +344,7 @@ class Accelerator(Processes):
     @property
     def optimizer_step_was_skipped(self) -> bool:
         """Whether the last step of any prepared optimizer was left out because gradients overflowed."""
-        return any(optimizer.step_was_skipped for optimizer in self.prepared.optimizers)
+        return any(optimizer.step_was_skipped for optimizer in self._optimizers)
 
     @property
     def parallelism_config(self) -> ParallelismConfig | None:
@@ -412,7 +426,7 @@ class Accelerator(Processes):
             >>> type(optimizer).__name__
             'AcceleratedOptimizer'
         """
-        return prepare.prepare(self, args, device_placement)
+        return preparation.prepare(self, args, device_placement)
 
     def _prepare_one(self, obj: Any, first_pass: bool = False, device_placement: bool | None = None) -> Any:
         """Prepare one object of the pass it belongs to, unless it was prepared before.
@@ -424,10 +438,10 @@ class Accelerator(Processes):
             first_pass: Whether this is the pass of models, optimizers and loaders, before that of schedulers.
             device_placement: Whether it moves to the device.
         """
-        kind = prepare.kind_of(obj)
+        kind = preparation.kind_of(obj)
         if kind is None or (kind == "scheduler") is first_pass:
             return obj
-        if (known := prepare.find_prepared(self, obj, kind)) is not None:
+        if (known := preparation.find_prepared(self, obj, kind)) is not None:
             return known
         # Looked up on the instance, because libraries replace these methods there.
         if kind == "loader":
@@ -438,7 +452,7 @@ class Accelerator(Processes):
             result = self.prepare_optimizer(obj, device_placement=device_placement)
         else:
             result = self.prepare_scheduler(obj)
-        return prepare.ensure_registered(self, kind, result, obj)
+        return preparation.ensure_registered(self, kind, result, obj)
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -458,7 +472,7 @@ class Accelerator(Processes):
             >>> accelerator = Accelerator(cpu=True)
             >>> model = accelerator.prepare_model(torch.nn.Linear(2, 1))
         """
-        return prepare.prepare_model(self, model, device_placement, evaluation_mode)
+        return preparation.prepare_model(self, model, device_placement, evaluation_mode)
 
     def prepare_pipeline(
         self,
@@ -535,7 +549,7 @@ class Accelerator(Processes):
             >>> Accelerator(cpu=True).conditional(model["pictures"], given="pictures", inputs=torch.zeros(1, 4))
         """
         ready = inputs if isinstance(inputs, tuple) else (inputs,)
-        conditional.declare(self, conditional.Conditional(module, given, ready))
+        conditionals.declare(self, conditionals.Conditional(module, given, ready))
 
     def ema(self, model: nn.Module, decay: float = 0.999) -> averages.Ema:
         """Keep a moving average of a model's weights from now on, as shards where the weights are shards. All ranks.
@@ -575,7 +589,7 @@ class Accelerator(Processes):
             >>> type(optimizer).__name__
             'AcceleratedOptimizer'
         """
-        result = prepare.prepare_optimizer(self, optimizer, device_placement)
+        result = preparation.prepare_optimizer(self, optimizer, device_placement)
         self.has_lomo_optimizer = bool(gradients.lomo_optimizers(self))
         return result
 
@@ -595,7 +609,7 @@ class Accelerator(Processes):
             >>> schedule.get_last_lr()
             [0.1]
         """
-        return prepare.prepare_scheduler(self, scheduler)
+        return preparation.prepare_scheduler(self, scheduler)
 
     def prepare_data_loader(
         self,
@@ -618,9 +632,8 @@ class Accelerator(Processes):
             >>> len(Accelerator(cpu=True).prepare_data_loader(loader))
             2
         """
-        return prepare.prepare_data_loader(
-            self, data_loader, device_placement, prepare_data_loader, slice_fn_for_dispatch
-        )
+        build = _replaceable("prepare_data_loader")
+        return preparation.prepare_data_loader(self, data_loader, device_placement, build, slice_fn_for_dispatch)
 
     def _prepare_device_mesh(self) -> None:
         """Build the device mesh that ``parallelism_config`` describes."""
@@ -640,7 +653,7 @@ class Accelerator(Processes):
 
     def _prepare_fsdp2(self, *args: Any) -> tuple[Any, ...]:
         """Prepare objects for FSDP2."""
-        return prepare.in_order(self, args)
+        return preparation.in_order(self, args)
 
     def shard_model(self, model: nn.Module) -> nn.Module:
         """Shard a model in place with FSDP2, which `prepare` calls, by the function that libraries replace in this module. All ranks.
@@ -738,7 +751,7 @@ class Accelerator(Processes):
             >>> model = accelerator.prepare(torch.nn.Linear(2, 1))
             >>> model, = accelerator.free_memory(model)
         """
-        return prepare.release(self, objects)
+        return preparation.release(self, objects)
 
     def clear(self, *objects: Any) -> list[Any]:
         """Do the same as ``free_memory``."""
@@ -763,9 +776,7 @@ class Accelerator(Processes):
         from accelerate.diagnostics import precision
 
         hook = getattr(self.ddp_handler, "comm_hook", None)
-        return precision.precision_report(
-            model, self.prepared.optimizers, self.mixed_precision, self.fp8_backend, hook
-        )
+        return precision.precision_report(model, self._optimizers, self.mixed_precision, self.fp8_backend, hook)
 
     def memory_report(self) -> Report:
         """Return how much memory each rank's parameters, gradients and optimizer states take, and its peak. All ranks.
@@ -779,7 +790,7 @@ class Accelerator(Processes):
             >>> accelerator.memory_report().rows[0].parameters
             12
         """
-        held = self.prepared.models, self.prepared.optimizers
+        held = self._models, self._optimizers
         return memory.memory_report(*held, self.device, self.gather)
 
     def throughput(
@@ -1174,7 +1185,7 @@ class Accelerator(Processes):
             ...     ids.shape[1]  # a part of it where context parallelism is on
             8
         """
-        context = self.prepared.sequence_context
+        context = self._cp_context
         if context is None:
             return contextlib.nullcontext()
         return context(buffers=buffers, buffer_seq_dims=buffer_seq_dims, no_restore_buffers=no_restore_buffers)
@@ -1510,7 +1521,7 @@ class Accelerator(Processes):
             >>> [batch.item() for batch in accelerator.skip_first_batches(loader, 2)]
             [2, 3]
         """
-        return skip_first_batches(dataloader, num_batches=num_batches)
+        return _replaceable("skip_first_batches")(dataloader, num_batches=num_batches)
 
     # -- tracking ------------------------------------------------------------------------------------------------
 

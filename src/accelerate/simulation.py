@@ -124,9 +124,9 @@ class SimulatedRank(CollectiveRecorder):
         """Add what was seen to the facts, as a step of this number, or as a run without steps."""
         if (accelerator := memory.newest()) is not None:
             self.name(accelerator.torch_device_mesh)
-            label(self.memory, accelerator.prepared.models, accelerator.prepared.optimizers)
+            label(self.memory, accelerator._models, accelerator._optimizers)
             self.facts.look(
-                accelerator, max((self.memory.forwards[id(each)] for each in accelerator.prepared.models), default=0)
+                accelerator, max((self.memory.forwards[id(each)] for each in accelerator._models), default=0)
             )
         self.facts.step(step, self.take(), *self.memory.peak(self.facts.names.get))
         self.facts.estimate(self._flops, self.extents())

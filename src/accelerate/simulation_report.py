@@ -43,24 +43,24 @@ class Facts:
 
     def look(self, accelerator: Run, forwards: int) -> None:
         """Learn what an Accelerator has prepared, where that is new, and from forward passes of a step how many accumulate."""
-        prepared = accelerator.prepared
-        seen = tuple(map(id, (*prepared.models, *prepared.dataloaders)))
+        models, loaders = accelerator._models, accelerator._dataloaders
+        seen = tuple(map(id, (*models, *loaders)))
         if seen == self._seen:
             return
         self._seen = seen
-        self.names = {module: name for model in prepared.models for name, module in model.named_modules()}
+        self.names = {module: name for model in models for name, module in model.named_modules()}
         accumulation = forwards or accelerator.gradient_accumulation_steps  # a program may accumulate by itself
         self._setting = {
             "strategy": resolve(accelerator.state).name,
             "mixed_precision": accelerator.mixed_precision,
             "batches_a_step": accumulation,
-            "models": [type(model).__name__ for model in prepared.models],
+            "models": [type(model).__name__ for model in models],
         }
-        plans = [loader.plan for loader in prepared.dataloaders if isinstance(getattr(loader, "plan", None), DataPlan)]
+        plans = [loader.plan for loader in loaders if isinstance(getattr(loader, "plan", None), DataPlan)]
         self._prepared = {
             "layout": list(_groups(accelerator.torch_device_mesh)),
             "data": [_data(plan, accumulation) for plan in plans],
-            "uneven": [found for model in prepared.models for found in _uneven(model)],
+            "uneven": [found for model in models for found in _uneven(model)],
         }
 
     def step(self, number: int, calls: Sequence[Collective], kinds: dict[str, int], modules: dict[str, int]) -> None:

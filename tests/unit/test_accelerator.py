@@ -1,8 +1,15 @@
 """The facade: construction, settings, and one-process behaviour of its methods."""
 
+import builtins
+import copy
+import dis
+import inspect
 import logging
 import pickle
+import textwrap
+from collections import OrderedDict
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -10,14 +17,16 @@ from torch import nn
 
 import accelerate.accelerator as home
 from accelerate import Accelerator, DistributedDataParallelKwargs, GradScalerKwargs, ParallelismConfig, ProfileKwargs
-from accelerate.state import AcceleratorState, PartialState, is_initialized
+from accelerate.state import AcceleratorState, GradientState, PartialState, is_initialized
 from accelerate.utils import (
+    DataLoaderConfiguration,
     GradientAccumulationPlugin,
     KwargsHandler,
     MegatronLMPlugin,
     ProjectConfiguration,
     TorchDynamoPlugin,
     TorchTensorParallelPlugin,
+    operations,
 )
 from cases import cases
 
@@ -219,3 +228,136 @@ def test_the_cpu_is_not_ignored_when_the_process_has_another_device():
     PartialState().device = torch.device("cuda", 0)
     with pytest.raises(ValueError, match="cpu=True cannot take effect.*cuda:0"):
         Accelerator(cpu=True)
+
+
+# What libraries do with the class ----------------------------------------------------------------------------------------
+
+
+class WithoutConstructor(Accelerator):
+    """Sets what the constructor of the public class sets, as some libraries do, and does not call it."""
+
+    def __init__(self, steps):
+        self.trackers, self.log_with = [], []
+        self.project_configuration = ProjectConfiguration(project_dir=None)
+        for name in (
+            "ddp",
+            "scaler",
+            "init",
+            "autocast",
+            "profile",
+            "fp8_recipe",
+            "ao_recipe",
+            "te_recipe",
+            "msamp_recipe",
+        ):
+            setattr(self, f"{name}_handler", None)
+        self.state = AcceleratorState(mixed_precision=None, cpu=True, _from_accelerator=True)
+        self.gradient_state = GradientState(GradientAccumulationPlugin(num_steps=steps))
+        self.dataloader_config = DataLoaderConfiguration()
+        self.device_placement = self.step_scheduler_with_optimizer = True
+        self.has_lomo_optimizer = self.delayed_fp8_autocast = self.native_amp = False
+        self.scaler, self.step, self.rng_types, self.flag_tensor = None, 0, ["generator"], None
+        self._models, self._optimizers, self._schedulers, self._dataloaders, self._custom_objects = [], [], [], [], []
+        self._load_model_state_pre_hook, self._save_model_state_pre_hook = OrderedDict(), OrderedDict()
+
+
+def test_subclass_that_does_not_call_the_constructor_trains_and_saves(tmp_path):
+    accelerator = WithoutConstructor(steps=2)
+    model, data = nn.Linear(2, 2), torch.utils.data.TensorDataset(torch.ones(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loader = torch.utils.data.DataLoader(data, batch_size=2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    steps = 0
+    for (batch,) in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(batch).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+            steps += accelerator.sync_gradients
+    accelerator.save_state(tmp_path / "saved")
+    weight = model.weight.detach().clone()
+    model.weight.data.zero_()
+    accelerator.load_state(tmp_path / "saved")
+    assert steps == 2 and torch.equal(model.weight, weight)
+    accelerator.free_memory()
+    accelerator.end_training()
+    assert accelerator._models == [] and isinstance(accelerator.prepare(nn.Linear(1, 1)), nn.Module)
+
+
+@pytest.mark.parametrize(
+    "name", ["_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_objects", "_cp_context"]
+)
+def test_registries_are_attributes_of_one_accelerator(name):
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(nn.Linear(1, 1))
+    former = getattr(accelerator, name)
+    with mock.patch.object(accelerator, name, ["patched"]):
+        assert getattr(accelerator, name) == ["patched"]
+    assert getattr(accelerator, name) is former
+    twin = copy.copy(accelerator)
+    setattr(twin, name, ["other"])
+    assert getattr(accelerator, name) is former
+    if name != "_cp_context":  # which most runs do not have
+        assert vars(accelerator)[name] is former
+        delattr(accelerator, name)
+        assert name not in vars(accelerator)
+
+
+def test_copy_does_not_release_what_the_original_has_prepared():
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Linear(1, 1))
+    twin = copy.copy(accelerator)
+    with pytest.warns(UserWarning, match="already prepared by this Accelerator"):
+        assert twin.prepare(model) is model
+    twin.free_memory()
+    assert accelerator._models == [model] and twin._models == []
+    with pytest.warns(UserWarning, match="already prepared by this Accelerator"):
+        assert accelerator.prepare(model) is model
+
+
+def recompiled(functions, namespace):
+    """Compile the source of functions in one namespace, as libraries do that change a line in it; return the names they miss."""
+    missing = {}
+    for function in functions:
+        code = compile(textwrap.dedent(inspect.getsource(function)), function.__name__, "exec")
+        exec(code, namespace)
+        codes = [code]
+        for part in codes:
+            codes += [constant for constant in part.co_consts if isinstance(constant, type(code))]
+        used = {name.argval for part in codes for name in dis.get_instructions(part) if name.opname == "LOAD_GLOBAL"}
+        missing[function.__name__] = [name for name in used if name not in namespace and not hasattr(builtins, name)]
+    return {name: names for name, names in missing.items() if names}
+
+
+def test_source_of_methods_can_be_compiled_again(monkeypatch):
+    methods = {}
+    for name, member in vars(Accelerator).items():
+        function = getattr(member, "fget", None) or getattr(member, "__func__", member)
+        if inspect.isfunction(function) and function.__name__ == name and name != "__init__":
+            methods[name] = member
+    namespace = dict(vars(home))
+    functions = [getattr(member, "fget", None) or getattr(member, "__func__", member) for member in methods.values()]
+    assert len(functions) > 60 and recompiled(functions, namespace) == {}
+    for name, member in methods.items():
+        if inspect.isfunction(member):
+            monkeypatch.setattr(Accelerator, name, namespace[name])
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(2, 1)
+    data = torch.utils.data.DataLoader(torch.ones(8, 2), batch_size=2)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1), data)
+    for batch in accelerator.skip_first_batches(loader, 1):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(batch).sum())
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+    accelerator.conditional(nn.Linear(1, 1), given="x", inputs=torch.ones(1, 1))
+    accelerator.log({"loss": 1.0})
+    accelerator.free_memory()
+
+
+@pytest.mark.parametrize(
+    "name", ["send_to_device", "recursively_apply", "gather", "convert_to_fp32", "find_batch_size"]
+)
+def test_source_of_operations_can_be_compiled_again(name):
+    namespace = dict(vars(operations))
+    assert recompiled([getattr(operations, name)], namespace) == {}

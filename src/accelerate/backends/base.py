@@ -146,11 +146,11 @@ class Backend:
 
     def load_optimizer(self, accelerator: Run, optimizer: Any, folder: str, index: int, **options: Any) -> Any:
         """Read an optimizer's state from a checkpoint folder. All ranks."""
-        return optimizers.read_full_optimizer(optimizer, accelerator.prepared.models, folder, index, **options)
+        return optimizers.read_full_optimizer(optimizer, accelerator._models, folder, index, **options)
 
     def checkpointed_schedulers(self, accelerator: Run) -> list[Any]:
         """Return the schedulers whose state is saved with a checkpoint."""
-        return list(accelerator.prepared.schedulers)
+        return list(accelerator._schedulers)
 
     # -- end -----------------------------------------------------------------------------------------------------
 

@@ -73,7 +73,7 @@ class XLA(Backend):
     @staticmethod
     def _reduce(accelerator: Run) -> None:
         if not accelerator.gradient_state.is_xla_gradients_synced:
-            for optimizer in accelerator.prepared.optimizers:
+            for optimizer in accelerator._optimizers:
                 optimizer._reduce_gradients()
 
     def make_scaler(self, accelerator: Run, handler: Any) -> Any | None:

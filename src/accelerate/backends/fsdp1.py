@@ -142,7 +142,7 @@ class FSDP1(Sharded):
         """Clip to the norm of the whole tensors; ValueError for a part of a model's. All ranks."""
         given = {id(p): p for p in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)}
         roots = []
-        for model in accelerator.prepared.models:
+        for model in accelerator._models:
             root = model._orig_mod if is_compiled_module(model) else model
             own = {id(parameter) for parameter in root.parameters()}
             if not isinstance(root, loaded_wrappers()) or not own & given.keys():
@@ -303,5 +303,5 @@ def _repoint_flat(accelerator: Run, model: nn.Module, before: dict[str, nn.Param
             if old is not None and old is not flat and id(old) not in seen:
                 seen.add(id(old))
                 moved.record(full, old, flat)
-    for optimizer in accelerator.prepared.optimizers:
+    for optimizer in accelerator._optimizers:
         moved.follow(optimizer.optimizer)

@@ -26,7 +26,7 @@ _NOT_OF_STAGES = (
 
 
 def _pipelines(accelerator: Run) -> list[nn.Module]:
-    return [model for model in accelerator.prepared.models if hasattr(model, "holdings")]
+    return [model for model in accelerator._models if hasattr(model, "holdings")]
 
 
 class PipelineParallel(Sharded):
@@ -135,7 +135,7 @@ class PipelineParallel(Sharded):
 
     def save_optimizer(self, accelerator: Run, optimizer: Any, folder: str, index: int, **options: Any) -> None:
         """Write what this rank has of an optimizer's state, and the groups with the parameters of all stages. All ranks."""
-        model, _ = model_of(optimizer, accelerator.prepared.models)
+        model, _ = model_of(optimizer, accelerator._models)
         state = states.optimizer_state(optimizer, model)
         if hasattr(model, "holdings"):
             state["param_groups"] = _joined(state["param_groups"], model.holdings)

@@ -127,9 +127,7 @@ class Sharded(Backend):
 
     def save_model(self, accelerator: Run, state: dict[str, Any], folder: str, index: int, **options: Any) -> None:
         """Write the shards of a model. All ranks."""
-        values = states.model_state(
-            accelerator.prepared.models[index], _getter(options.get("adapter_only", False))
-        ).values
+        values = states.model_state(accelerator._models[index], _getter(options.get("adapter_only", False))).values
         layouts.write(values, folder, "model", index, self.layout(accelerator, options.get("use_dcp", True)))
 
     def load_model(
@@ -146,13 +144,13 @@ class Sharded(Backend):
 
     def save_optimizer(self, accelerator: Run, optimizer: Any, folder: str, index: int, **options: Any) -> None:
         """Write the shards of an optimizer's state, by the names of parameters. All ranks."""
-        model, _ = model_of(optimizer, accelerator.prepared.models)
+        model, _ = model_of(optimizer, accelerator._models)
         state = states.optimizer_state(optimizer, model)
         layouts.write(state, folder, "optimizer", index, self.layout(accelerator))
 
     def load_optimizer(self, accelerator: Run, optimizer: Any, folder: str, index: int, **options: Any) -> Deferred:
         """Read this rank's shards of an optimizer's state, whichever ranks wrote it. All ranks."""
-        model, groups = model_of(optimizer, accelerator.prepared.models)
+        model, groups = model_of(optimizer, accelerator._models)
         over = uses_torch_load(states.inner_optimizer(optimizer))
         return optimizers.read_for_optimizer(
             optimizer, model, folder, index, self.layout(accelerator), over=over, groups=groups

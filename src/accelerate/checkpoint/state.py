@@ -192,8 +192,8 @@ class Common:
     @classmethod
     def of(cls, accelerator: Run, schedulers: Sequence[Any]) -> "Common":
         """Return those of an Accelerator, with the schedulers that its strategy saves."""
-        made, rank = accelerator.prepared, accelerator.process_index
-        return cls(schedulers, made.dataloaders, made.custom_objects, accelerator.scaler, rank, accelerator.device)
+        loaders, custom, rank = accelerator._dataloaders, accelerator._custom_objects, accelerator.process_index
+        return cls(schedulers, loaders, custom, accelerator.scaler, rank, accelerator.device)
 
     def shared(self) -> list[tuple[Any, str, str]]:
         """Return the objects whose state one rank writes, their files, and what an error calls one that has none."""

@@ -163,8 +163,8 @@ def explain(error: BaseException) -> str:
     if not runs or not isinstance(error, Exception) or not should_reduce_batch_size(error):
         return ""
     run = runs[-1]
-    models = [model for each in runs for model in each.prepared.models]
-    optimizers = [optimizer for each in runs for optimizer in each.prepared.optimizers]
+    models = [model for each in runs for model in each._models]
+    optimizers = [optimizer for each in runs for optimizer in each._optimizers]
     report = memory_report(models, optimizers, run.device, None, run.process_index)
     kept = _CACHED.format(size(cache)) if (cache := cached(run.device)) else ""
     return f"\n{report}\n{kept}\n{_ADVICE}{_with_shards(run, models)}"

@@ -126,7 +126,7 @@ class Meter:
     _stamp: Callable[[], Any] = staticmethod(time.perf_counter)
 
     def __init__(self, accelerator: Run) -> None:
-        if not accelerator.prepared.models:
+        if not accelerator._models:
             raise ValueError("throughput() found no prepared model to measure. Call it after `prepare`.")
         row = traits.of(accelerator.distributed_type)
         # Whether what the ranks wait for is inside the passes, where it is not distinguished.
@@ -136,12 +136,12 @@ class Meter:
             stream, event = torch.cuda.current_stream, partial(torch.cuda.Event, enable_timing=True)
             self._stamp = lambda: stream().record_event(event())
         self._hooks = []
-        for model in accelerator.prepared.models:
+        for model in accelerator._models:
             # Before the strategy's own hooks, which gather parameters, and after them.
             self._hooks.append(model.register_forward_pre_hook(partial(self.enter, "forward"), prepend=True))
             self._hooks.append(model.register_forward_hook(partial(self.enter, "rest")))
             torch_private.wrap_exchanges(model, lambda method: partial(self._timed, "communication", method))
-        for optimizer in (getattr(outer, "optimizer", None) for outer in accelerator.prepared.optimizers):
+        for optimizer in (getattr(outer, "optimizer", None) for outer in accelerator._optimizers):
             if isinstance(optimizer, torch.optim.Optimizer):
                 self._hooks.append(optimizer.register_step_pre_hook(partial(self.enter, "optimizer")))
                 self._hooks.append(optimizer.register_step_post_hook(partial(self.enter, "rest")))
@@ -207,7 +207,7 @@ class Meter:
             self._steps.append(([*stamps, self._open[0]], counts))
         if flops is None and self._flops_each is None:
             # torch.compile runs uncompiled, or not at all, under a mode that looks at each operation.
-            modules = [module for model in self._accelerator.prepared.models for module in model.modules()]
+            modules = [module for model in self._accelerator._models for module in model.modules()]
             if any(is_compiled_module(module) or torch_private.is_compiled_in_place(module) for module in modules):
                 self._flops_each = math.nan
             else:

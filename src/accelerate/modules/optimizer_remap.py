@@ -161,5 +161,5 @@ def remap_optimizers(
             moved.record(name, old, new, same_elements)
         elif new is None and old.requires_grad and id(old) not in kept:
             _REPLACED[old] = name
-    for optimizer in accelerator.prepared.optimizers:
+    for optimizer in accelerator._optimizers:
         moved.follow(optimizer.optimizer)

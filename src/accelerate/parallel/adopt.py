@@ -60,7 +60,7 @@ def adopt(accelerator: Run, models: Sequence[nn.Module]) -> None:
         if derived := layout is None or layout.total_size == 1:
             layout = ParallelismConfig(**{f"{axis}_size": sizes[axis] for axis in sizes if axis != "efsdp"})
         layout._validate_accelerator(accelerator)
-        if derived and layout.tp_enabled and accelerator.prepared.dataloaders:
+        if derived and layout.tp_enabled and accelerator._dataloaders:
             raise ValueError(
                 f"{type(model).__name__} arrives with layers that {layout.tp_size} ranks share, and a loader was prepared before, which gives "
                 f"each of them other batches. Prepare the model first, or pass parallelism_config=ParallelismConfig(tp_size={layout.tp_size})."

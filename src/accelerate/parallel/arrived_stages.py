@@ -49,7 +49,7 @@ def adopt(accelerator: Run, model: nn.Module) -> None:
             f"{name} arrives as a pipeline of {size} stages, and ACCELERATE_CHECK_EVERY and ACCELERATE_REPLAY_EVERY check what ranks share or "
             "compute alone. Unset them."
         )
-    if derived and accelerator.prepared.dataloaders:
+    if derived and accelerator._dataloaders:
         raise ValueError(
             f"{name} arrives as a pipeline of {size} stages, and a loader was prepared before, which gives each of them other batches. "
             f"Prepare the model first, or pass parallelism_config=ParallelismConfig(pp_size={size})."

@@ -41,21 +41,21 @@ def prepare(accelerator: Run, axis: str, objects: Sequence[Any]) -> tuple[Any, .
         if axis == "sp":
             for inner in models.outermost(model):
                 _check_config(inner, layout.sp_size)
-    if not isinstance(accelerator.prepared.sequence_context, Region):
+    if not isinstance(accelerator._cp_context, Region):
         part = mesh.submesh(accelerator.torch_device_mesh, axis)
         if part is None:
             raise ValueError(f"The device mesh has no dimension {axis!r}. Set {axis}_size above 1.")
         if axis == "sp":
-            accelerator.prepared.sequence_context = SequenceRegion(part, _fixed_length(layout.sp_handler))
+            accelerator._cp_context = SequenceRegion(part, _fixed_length(layout.sp_handler))
         elif accelerator.device.type == "cpu":
             if layout.cp_handler.cp_comm_strategy != "allgather":
                 logger.warning("On CPU context parallelism gathers keys and values: cp_comm_strategy has no effect.")
             # torch deals out two parts to each rank; a length that would fail on an accelerator shall fail on a laptop, too.
-            accelerator.prepared.sequence_context = GatheringRegion("cp", part, cuts=2)
+            accelerator._cp_context = GatheringRegion("cp", part, cuts=2)
         else:
-            accelerator.prepared.sequence_context = TorchRegion(part, layout.cp_handler.cp_comm_strategy)
+            accelerator._cp_context = TorchRegion(part, layout.cp_handler.cp_comm_strategy)
     for model in found:
-        models.attach(model, accelerator.prepared.sequence_context)
+        models.attach(model, accelerator._cp_context)
     return tuple(objects)
 
 

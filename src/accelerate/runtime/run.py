@@ -14,23 +14,15 @@ class Prepared(Protocol):
     """What an Accelerator has prepared and registered; `training.prepared.PreparedObjects` is it.
 
     Attributes:
-        custom_objects: Those of ``register_for_checkpointing``.
         engines: Wrappers of engines that train: of DeepSpeed.
         moved: The `modules.optimizer_remap.MovedParameters`: what became of parameters that preparing replaced.
-        sequence_context: Makes the context in which a sequence is shared by ranks; None without such a strategy.
         logged: Messages that were logged, and are logged once.
         replicated: Models with the trainable parameters that ranks have whole beside shards, and those ranks' process group (None: all);
             see `parallel.consistency`.
     """
 
-    models: list[nn.Module]
-    optimizers: list[Any]
-    schedulers: list[Any]
-    dataloaders: list[Any]
-    custom_objects: list[Any]
     engines: list[Any]
     moved: Any
-    sequence_context: Any
     logged: set[str]
     replicated: list[tuple[nn.Module, list[nn.Parameter], Any]]
 
@@ -39,7 +31,16 @@ class Prepared(Protocol):
 
 
 class Run(Protocol):
-    """An Accelerator, as far as strategies, overlays and checkpoints know it."""
+    """An Accelerator, as far as strategies, overlays and checkpoints know it.
+
+    Attributes:
+        _models: Prepared models; libraries read and replace this list and the next ones.
+        _optimizers: Prepared optimizers.
+        _schedulers: Prepared schedulers.
+        _dataloaders: Prepared loaders.
+        _custom_objects: Those of ``register_for_checkpointing``.
+        _cp_context: Makes the context in which a sequence is shared by ranks; None without such a strategy.
+    """
 
     state: Any
     distributed_type: DistributedType
@@ -63,6 +64,12 @@ class Run(Protocol):
     torch_device_mesh: Any
     project_configuration: ProjectConfiguration
     prepared: Prepared
+    _models: list[nn.Module]
+    _optimizers: list[Any]
+    _schedulers: list[Any]
+    _dataloaders: list[Any]
+    _custom_objects: list[Any]
+    _cp_context: Any
 
     def verify_device_map(self, model: nn.Module) -> bool:
         """Say whether a device map has placed a model on several devices."""

@@ -140,7 +140,7 @@ def average(accelerator: Facade, model: nn.Module, decay: float) -> Ema:
         raise ValueError(f"decay is {decay}; it must lie between 0 and 1, such as 0.999.")
     _reshard(model)
     held = {id(parameter): parameter for parameter in model.parameters()}
-    optimizers = (outer.optimizer for outer in accelerator.prepared.optimizers)
+    optimizers = (outer.optimizer for outer in accelerator._optimizers)
     trained = {one: [p for group in one.param_groups for p in group["params"] if id(p) in held] for one in optimizers}
     if not any(trained.values()):
         raise ValueError("ema() got a model of which no prepared optimizer has a parameter. Prepare both first.")

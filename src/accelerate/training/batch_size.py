@@ -20,6 +20,9 @@ from accelerate.runtime.run import Run
 
 logger = logging.getLogger("accelerate.utils.memory")  # the public path
 
+# An Accelerator's lists that a failed try may have added to.
+_REGISTRIES = ("_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_objects")
+
 
 def find_executable_batch_size(
     function: Callable | None = None,
@@ -164,10 +167,11 @@ def _registered(accelerator: Any) -> Callable[[], None]:
     from accelerate.training import gradients  # is there where an Accelerator is
 
     prepared, step = accelerator.prepared, accelerator.step
-    lists = [*prepared.lists(), prepared.custom_objects, prepared.hooks]
+    registries = {name: list(getattr(accelerator, name)) for name in _REGISTRIES}
+    lists = [*prepared.lists(), prepared.hooks]
     before = [list(registered) for registered in lists]
-    loaders = [resume.kept(loader) for loader in prepared.dataloaders]
-    context, check = prepared.sequence_context, accelerator._replay_check
+    loaders = [resume.kept(loader) for loader in accelerator._dataloaders]
+    context, check = accelerator._cp_context, accelerator._replay_check
     averages, hooks, counted = len(prepared.averages), len(prepared.hooks), 0 if check is None else len(check._steps)
 
     def put_back() -> None:
@@ -175,11 +179,12 @@ def _registered(accelerator: Any) -> Callable[[], None]:
             average.close()
         for hook in prepared.hooks[hooks:]:
             hook.remove()
+        vars(accelerator).update({name: list(former) for name, former in registries.items()})
         for registered, former in zip(lists, before, strict=True):
             registered[:] = former
         for put_loader_back in loaders:
             put_loader_back()
-        prepared.sequence_context = context  # that of the failed try holds a process group
+        accelerator._cp_context = context  # that of the failed try holds a process group
         gradients.reset(accelerator)
         accelerator.step = step
         if check is not None:

@@ -38,7 +38,7 @@ class Conditional:
 def declare(accelerator: Facade, one: Conditional) -> None:
     """Remember a module for the models that are prepared from now on; ValueError for a strategy that cannot leave it out."""
     kind, known = accelerator.distributed_type, traits.of(accelerator.distributed_type)
-    if any(one.module in model.modules() for model in accelerator.prepared.models):
+    if any(one.module in model.modules() for model in accelerator._models):
         raise ValueError("conditional() got a part of a model that is prepared already. Call it before `prepare`.")
     if not any(True for _ in one.module.parameters()):
         raise ValueError(

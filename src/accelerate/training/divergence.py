@@ -127,7 +127,7 @@ class ReplicaCheck:
         ranks, sharded = self.accelerator.num_processes, traits.of(self.accelerator.distributed_type).sharded
         alone = self._part()[1] == ranks or (self.accelerator.torch_device_mesh is None and sharded)
         compared, zero = ranks > 1 and not alone, torch.zeros_like(self._first)
-        models = [self.accelerator.unwrap_model(model) for model in self.accelerator.prepared.models]
+        models = [self.accelerator.unwrap_model(model) for model in self.accelerator._models]
         names = {id(one): canonical_name(name) for model in models for name, one in model.named_parameters()}
         for index, group in enumerate(optimizer.param_groups):
             numbers[f"learning rate of group {index}"] = float(group["lr"])

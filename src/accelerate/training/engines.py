@@ -67,7 +67,7 @@ def _built(accelerator: Facade, objects: Sequence[Any], kind: str) -> tuple[list
     model, optimizer, scheduler = (
         objects[new[part]] if part in new else None for part in ("model", "optimizer", "scheduler")
     )
-    loaders = [item for item in made if isinstance(item, DataLoader)] or accelerator.prepared.dataloaders
+    loaders = [item for item in made if isinstance(item, DataLoader)] or accelerator._dataloaders
     inside = [model, *chain(model)]
     with own_states(accelerator):
         engine, wrapped, stepped = accelerator._backend.engine(accelerator, model, optimizer, scheduler, loaders)

@@ -152,7 +152,7 @@ def advance(accelerator: Facade) -> None:
 
 
 def _rescale(accelerator: Facade, models: Sequence[nn.Module], factor: float) -> None:
-    parameters = {id(p): p for model in models or accelerator.prepared.models for p in model.parameters()}
+    parameters = {id(p): p for model in models or accelerator._models for p in model.parameters()}
     # By their local parts, because torch takes no list of both sharded and plain ones.
     gradients = [master.local_part(p.grad) for p in parameters.values() if p.grad is not None]
     if gradients and factor != 1.0:
@@ -294,7 +294,7 @@ def unscale(accelerator: Facade, optimizer: Any | None) -> None:
     scaler = accelerator.scaler
     if scaler is None or not scaler.is_enabled():
         return
-    optimizers = accelerator.prepared.optimizers if optimizer is None else optimizer
+    optimizers = accelerator._optimizers if optimizer is None else optimizer
     for item in optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]:
         while isinstance(item, AcceleratedOptimizer):
             item = item.optimizer
@@ -357,7 +357,7 @@ def join_uneven(accelerator: Facade, joinables: Sequence[Any], even_batches: boo
         return
     overridden: list[tuple[Any, bool]] = []
     if even_batches is not None:
-        for loader in accelerator.prepared.dataloaders:
+        for loader in accelerator._dataloaders:
             sampler = getattr(loader, "batch_sampler", None)
             if sampler is None or not hasattr(sampler, "even_batches"):
                 warn_user(
@@ -391,5 +391,5 @@ def lomo_backward(accelerator: Facade, loss: torch.Tensor, learning_rate: float 
 
 def lomo_optimizers(accelerator: Facade) -> list[Any]:
     """Return the LOMO optimizers inside the prepared ones."""
-    inner = [item.optimizer for item in accelerator.prepared.optimizers]
+    inner = [item.optimizer for item in accelerator._optimizers]
     return [item for item in inner if hasattr(item, "fused_backward")]

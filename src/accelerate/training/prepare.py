@@ -43,7 +43,7 @@ _CLASSES = {
     "optimizer": (torch.optim.Optimizer, DummyOptim),
     "scheduler": (LRScheduler, AcceleratedScheduler, DummyScheduler, MegatronLMDummyScheduler),
 }
-_LISTS = {"model": "models", "optimizer": "optimizers", "scheduler": "schedulers", "loader": "dataloaders"}
+_LISTS = {"model": "_models", "optimizer": "_optimizers", "scheduler": "_schedulers", "loader": "_dataloaders"}
 _WOULD_HAVE = {
     "model": (
         "Wrapping it again would have nested one distributed wrapper in another (`module.module.` keys), doubled the cost "
@@ -187,7 +187,7 @@ def _overlay_mesh(accelerator: Facade, model: nn.Module, evaluation: bool) -> nn
         else:
             sequence.prepare(accelerator, "sp", trained)
         if evaluation:
-            models.join(model, accelerator.prepared.sequence_context)
+            models.join(model, accelerator._cp_context)
     return model
 
 
@@ -267,13 +267,13 @@ def _upgrade(accelerator: Facade, entry: Entry) -> nn.Module:
         wrapped = outer
     elif bare is not outer:
         wrapped = compile_model(accelerator, wrapped)
-    models = accelerator.prepared.models
+    models = accelerator._models
     models[:] = [wrapped if known is outer else known for known in models]
     return register(accelerator, "model", wrapped, outer, *inners, *chain(wrapped))
 
 
 def _enlist(accelerator: Facade, kind: str, obj: Any) -> None:
-    known = getattr(accelerator.prepared, _LISTS[kind])
+    known = getattr(accelerator, _LISTS[kind])
     if not any(obj is item for item in known):
         known.append(obj)
 
@@ -353,7 +353,7 @@ def prepare_model(accelerator: Facade, model: nn.Module, device_placement: bool 
     registry = accelerator.prepared
     for optimizer in prepared.optimizers():
         registry.moved.follow(optimizer)
-    for optimizer in registry.optimizers:
+    for optimizer in accelerator._optimizers:
         remap_optimizer(optimizer.optimizer, prepared.histories(registry))
     inners = [*chain(wrapped), *given]
     return register(accelerator, "model", wrapped, *inners, evaluation=evaluation_mode, frozen=frozen)
@@ -442,7 +442,7 @@ def prepare_scheduler(accelerator: Facade, scheduler: Any) -> AcceleratedSchedul
         return known
     if isinstance(scheduler, AcceleratedScheduler):
         scheduler = scheduler.scheduler
-    driven, optimizers = getattr(scheduler, "optimizer", None), accelerator.prepared.optimizers
+    driven, optimizers = getattr(scheduler, "optimizer", None), accelerator._optimizers
     own = [item for item in optimizers if driven is item or driven is getattr(item, "optimizer", None)]
     with own_states(accelerator):
         wrapped = AcceleratedScheduler(
@@ -504,7 +504,7 @@ def _check_schedules(accelerator: Facade, objects: Sequence[Any]) -> None:
     """Warn of schedules whose length does not fit the first prepared loader."""
     schedulers = [item for item in objects if isinstance(item, AcceleratedScheduler)]
     try:
-        batches = len(accelerator.prepared.dataloaders[0]) if schedulers else 0
+        batches = len(accelerator._dataloaders[0]) if schedulers else 0
         layout = accelerator.parallelism_config
         if layout is not None and layout._sp_by_deepspeed:
             batches *= layout.sp_size
@@ -528,7 +528,7 @@ def ensure_registered(accelerator: Facade, kind: str, result: Any, given: Any) -
 def restore_registry(accelerator: Facade) -> None:
     """Register what an unpickled Accelerator's own lists hold."""
     for kind, name in _LISTS.items():
-        for item in getattr(accelerator.prepared, name):
+        for item in getattr(accelerator, name):
             inside = chain(item) if kind == "model" else [] if kind == "loader" else [getattr(item, kind)]
             accelerator.prepared.record(kind, item, inside, settings=settings_of(accelerator))
 
@@ -539,6 +539,9 @@ def release(accelerator: Facade, objects: tuple[Any, ...]) -> list[Any]:
     for average in accelerator.prepared.averages:
         average.close()
     accelerator.prepared.clear()
+    # New lists, because a copy of the Accelerator may hold the former ones.
+    for name in _LISTS.values():
+        setattr(accelerator, name, [])
     for hook in accelerator.prepared.hooks:
         hook.remove()
     accelerator.prepared.hooks.clear()

@@ -7,7 +7,7 @@ alone: tensors, modules and lists define ``==`` as they like, and two models wit
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -61,19 +61,13 @@ class Entry:
 
 
 class PreparedObjects:
-    """The `runtime.run.Prepared` of one Accelerator: objects in lists and by identity, and replaced parameters."""
+    """The `runtime.run.Prepared` of one Accelerator: its objects by identity, and replaced parameters."""
 
     def __init__(self) -> None:
-        self.models: list[nn.Module] = []
-        self.optimizers: list[Any] = []
-        self.schedulers: list[Any] = []
-        self.dataloaders: list[Any] = []
-        self.custom_objects: list[Any] = []
         self.conditional: list[Any] = []
         self.averages: list[Any] = []
         self.hooks: list[Any] = []
         self.engines: list[Any] = []
-        self.sequence_context: Callable | None = None
         self.logged: set[str] = set()
         self.replicated: list[tuple[nn.Module, list[nn.Parameter], Any]] = []
         self.moved = MovedParameters()
@@ -82,8 +76,9 @@ class PreparedObjects:
         _LIVE.add(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Weak references and hooks belong to this process; a copy starts with what its own lists hold.
-        return {key: value for key, value in self.__dict__.items() if key not in ("_entries", "moved", "hooks")}
+        # Weak references and hooks belong to this process; a copy starts with what the Accelerator's lists hold.
+        kept = {key: value for key, value in self.__dict__.items() if key not in ("_entries", "moved", "hooks")}
+        return {key: list(value) if isinstance(value, list) else value for key, value in kept.items()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__()
@@ -113,8 +108,7 @@ class PreparedObjects:
 
     def lists(self) -> list[list[Any]]:
         """Return the lists of what `prepare` and what follows it have put here."""
-        objects = [self.models, self.optimizers, self.schedulers, self.dataloaders]
-        return [*objects, self.engines, self.replicated, self.conditional, self.averages]
+        return [self.engines, self.replicated, self.conditional, self.averages]
 
     def clear(self) -> None:
         """Drop every prepared object: the next ``prepare`` of any object is a first one."""

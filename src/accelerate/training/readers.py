@@ -59,7 +59,7 @@ def _file_system(folder: str) -> str:
 
 def _obstacle(accelerator: Facade, listing: Manifest | None, options: dict[str, Any]) -> str:
     """Return why each rank has to read for itself, the same on all of them; an empty text if none has to."""
-    made, layout = accelerator.prepared, accelerator.parallelism_config
+    layout = accelerator.parallelism_config
     if not accelerator._backend.replicates or (layout is not None and layout.total_size != layout.dp_replicate_size):
         return f"ranks of the strategy {accelerator._backend.name!r} do not have the same whole weights"
     if listing is None or any(
@@ -68,11 +68,11 @@ def _obstacle(accelerator: Facade, listing: Manifest | None, options: dict[str, 
         return "the checkpoint has no manifest, or shards"
     if accelerator._load_model_state_pre_hook or any(options.values()):
         return "hooks or options of load_state decide what is read"
-    models = [accelerator._backend.unwrap_model(model, keep_torch_compile=False) for model in made.models]
+    models = [accelerator._backend.unwrap_model(model, keep_torch_compile=False) for model in accelerator._models]
     if any(weight.is_meta for model in models for weight in model.parameters()):
         return "some weights are not in memory"
     if not all(map(load.loads_by_name, models)) or not all(
-        load.uses_torch_load(inner_optimizer(optimizer)) for optimizer in made.optimizers
+        load.uses_torch_load(inner_optimizer(optimizer)) for optimizer in accelerator._optimizers
     ):
         return "a model or an optimizer has its own way of loading"
     return ""
@@ -128,8 +128,7 @@ class Readers:
     def fit(self, accelerator: Facade, contents: Contents) -> None:
         """Let models and optimizers of a rank that has read nothing take what is broadcast. Any rank, alone."""
         models, optimizers = self._outline
-        made = accelerator.prepared
-        for model, state in zip(made.models, models, strict=True):
+        for model, state in zip(accelerator._models, models, strict=True):
             model = accelerator._backend.unwrap_model(model, keep_torch_compile=False)
             own = model.state_dict()
             wrong = [
@@ -139,18 +138,18 @@ class Readers:
             ]
             load.refuse_misfit(contents.folder, type(model).__name__, wrong)
         if not self.reads:
-            for optimizer, (state, file) in zip(made.optimizers, optimizers, strict=True):
+            for optimizer, (state, file) in zip(accelerator._optimizers, optimizers, strict=True):
                 device = next((p.device for g in optimizer.param_groups for p in g["params"]), accelerator.device)
                 contents.optimizers.append((optimizer, formats.rebuilt(state, partial(_empty, device=device)), file))
 
     def broadcast(self, accelerator: Facade) -> None:
         """Give all ranks of the group the values that one of them has. All ranks."""
-        made, models = accelerator.prepared, self._outline[0]
+        models = self._outline[0]
         tensors: list[torch.Tensor] = []
-        for model, state in zip(made.models, models, strict=True):
+        for model, state in zip(accelerator._models, models, strict=True):
             own = accelerator._backend.unwrap_model(model, keep_torch_compile=False).state_dict()
             tensors += [own[name] for name in state]
-        for optimizer in made.optimizers:
+        for optimizer in accelerator._optimizers:
             inner = inner_optimizer(optimizer)
             for parameter in (parameter for group in inner.param_groups for parameter in group["params"]):
                 values = inner.state.get(parameter, {})

@@ -462,7 +462,7 @@ def _read_contents(
         with noted():
             _check_custom(folder, common.custom)
             contents = read_common(common, folder, options["load_kwargs"])
-        for index, optimizer in enumerate(accelerator.prepared.optimizers if reads else ()):
+        for index, optimizer in enumerate(accelerator._optimizers if reads else ()):
             with noted():
                 state = backend.load_optimizer(accelerator, optimizer, folder, index, **options)
                 if isinstance(state, Deferred):
@@ -500,9 +500,9 @@ def _read_models(
     options = {**options, "strict": model_options.get("strict", True)}
     if backend.saves_shards and "adapter_only" in model_options:
         options["adapter_only"] = model_options["adapter_only"]
-    inner = [backend.unwrap_model(model, keep_torch_compile=False) for model in accelerator.prepared.models]
+    inner = [backend.unwrap_model(model, keep_torch_compile=False) for model in accelerator._models]
     hooks = list(accelerator._load_model_state_pre_hook.values())
-    pairs = list(zip(accelerator.prepared.models, inner, strict=True))
+    pairs = list(zip(accelerator._models, inner, strict=True))
     left = [model for outer, model in pairs if not backend.owns_state(outer)]
     for model in left if hooks else []:
         contents.keep(model)

@@ -191,10 +191,10 @@ def _collect(
     backend = accelerator._backend
     schedulers = backend.checkpointed_schedulers(accelerator)
     # Through the method, because libraries replace it. Hooks of strategies that save shards see no weights.
-    whole = [] if backend.saves_shards else accelerator.prepared.models
+    whole = [] if backend.saves_shards else accelerator._models
     states = [plain_names(accelerator.get_state_dict(model)) for model in whole]
     hooks = list(accelerator._save_model_state_pre_hook.values())
-    models = accelerator.prepared.models if hooks else []
+    models = accelerator._models if hooks else []
     models = [model if backend.owns_state(model) else backend.unwrap_model(model) for model in models]
     for hook in hooks:
         hook(models, states, plan.folder)
@@ -203,12 +203,12 @@ def _collect(
     options = {name: value for name, value in model_options.items() if name in backend.save_options}
     options.update(safe_serialization=safe_serialization, save_on_each_node=each_node)
     if backend.saves_shards:
-        states = [{} for _ in accelerator.prepared.models]
+        states = [{} for _ in accelerator._models]
     for index, state in enumerate(states):
         backend.save_model(accelerator, state, plan, index, **options)
-    for index, optimizer in enumerate(accelerator.prepared.optimizers):
+    for index, optimizer in enumerate(accelerator._optimizers):
         backend.save_optimizer(accelerator, optimizer, plan, index, save_on_each_node=each_node)
-    known = names_file(accelerator.prepared.optimizers, accelerator.prepared.models)
+    known = names_file(accelerator._optimizers, accelerator._models)
     if known is not None and plan.writes_shared:
         plan.add_bytes(PARAMETER_NAMES, known)
     if accelerator.scaler is not None:
@@ -228,7 +228,7 @@ def register_for_checkpointing(accelerator: Facade, *objects: Any) -> None:
             "All `objects` must include a `state_dict` and `load_state_dict` function to be stored. Those that do not: "
             + ", ".join(bad)
         )
-    accelerator.prepared.custom_objects.extend(objects)
+    accelerator._custom_objects.extend(objects)
 
 
 def register_hook(hooks: "OrderedDict[int, Callable[..., None]]", hook: Callable[..., None]) -> RemovableHandle:

@@ -8,7 +8,7 @@ import contextlib
 import functools
 import pickle
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence  # noqa: F401
 from typing import Any
 
 import torch
@@ -18,15 +18,38 @@ from accelerate._lazy import front
 from accelerate.comm.base import Communicator
 from accelerate.comm.check import Call, DistributedOperationException
 from accelerate.runtime import storage
-from accelerate.utils.nested import filled, outline, over_leaves, padded, rebuild, recursively_apply
+
+# Libraries compile the source of these functions in this namespace, so it has all names that they use.
+from accelerate.utils.nested import (  # noqa: F401
+    TENSOR,
+    TensorInformation,
+    concatenate,
+    filled,
+    find_batch_size,
+    find_device,
+    get_data_structure,
+    get_shape,
+    honor_type,
+    ignorant_find_batch_size,
+    initialize_tensors,
+    is_namedtuple,
+    is_tensor_information,
+    is_torch_tensor,
+    leaves,
+    like_mapping,
+    listify,
+    outline,
+    over_leaves,
+    pad_input_tensors,
+    padded,
+    rebuild,
+    recursively_apply,
+    send_to_device,
+    slice_tensors,
+)
 
 # What this module gives and does not hold itself.
 _HOMES = {
-    "accelerate.utils.nested": (
-        "concatenate find_batch_size find_device get_data_structure get_shape honor_type ignorant_find_batch_size "
-        "initialize_tensors is_namedtuple is_tensor_information is_torch_tensor listify pad_input_tensors "
-        "send_to_device slice_tensors"
-    ),
     "accelerate.utils.constants": "TORCH_DISTRIBUTED_OPERATION_TYPES",
 }
 __getattr__, __dir__, _ = front(__name__, _HOMES, [])

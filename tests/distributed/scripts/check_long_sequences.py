@@ -308,7 +308,7 @@ def trained_packed(model, axis, sharded, torchs_own=False, checkpointed=False):
     if torchs_own:
         accelerator._prepare_device_mesh()
         part = mesh.submesh(accelerator.torch_device_mesh, axis)
-        accelerator.prepared.sequence_context = sequence.TorchRegion(part, "allgather")
+        accelerator._cp_context = sequence.TorchRegion(part, "allgather")
     shared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     group, losses = accelerator.torch_device_mesh[axis].get_group(), []
     for row, _ in packed_rows():

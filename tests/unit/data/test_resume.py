@@ -165,13 +165,14 @@ def test_torchdata_state_of_a_stream_without_position_can_be_resumed_twice(worke
     want = [batch.tolist() for batch in DataLoader(Stream(40), 4, num_workers=workers)]
     source = StatefulDataLoader(Stream(40), 4, num_workers=workers)
     iterator = iter(source)
-    state, got = None, [next(iterator).tolist() for _ in range(3)]
-    for state in (source.state_dict(), None):
+    got = [next(iterator).tolist() for _ in range(3)]
+    state = source.state_dict()
+    for _ in range(2):
         loader = prepare_data_loader(DataLoader(Stream(40), 4, num_workers=workers), use_stateful_dataloader=True)
-        loader.load_state_dict(saved if state is None else state)
+        loader.load_state_dict(state)
         batches = iter(loader)
         got += [next(batches).tolist() for _ in range(2)]
-        saved = loader.state_dict()
+        state = loader.state_dict()
     assert got == want[:7]
 
 

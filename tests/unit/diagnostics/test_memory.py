@@ -30,7 +30,7 @@ rank  parameters  buffers  gradients  optimizer   activations
 gradient_accumulation_steps, mixed_precision='bf16', an 8-bit optimizer, and on a GPU offload to the host.
 """
 HOOK = "import sys; sys.excepthook = lambda kind, error, trace: print('mine', file=sys.stderr)"
-FAILS = "accelerator.prepared.models = 3"
+FAILS = "accelerator._models = 3"
 
 
 @pytest.mark.parametrize("how, launched", [("", False), (FAILS, False), ("", True), (HOOK, True)])

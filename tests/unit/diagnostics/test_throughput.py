@@ -144,8 +144,8 @@ def test_compiled_models_are_not_counted_and_copies_are_not_measured(training):
     assert accelerator.throughput_report().values()["throughput/flops_per_second"] > 0
     copy = pickle.loads(pickle.dumps(accelerator))
     assert copy._meter is None
-    copy.backward(copy.prepared.models[0](torch.ones(1, 256)).sum())
-    pickle.loads(pickle.dumps(accelerator.prepared.models[0]))(torch.ones(1, 256))
+    copy.backward(copy._models[0](torch.ones(1, 256)).sum())
+    pickle.loads(pickle.dumps(accelerator._models[0]))(torch.ones(1, 256))
     accelerator.free_memory()
     model = accelerator.prepare(torch.compile(nn.Linear(2, 2), backend="eager"))
     for _ in range(3):

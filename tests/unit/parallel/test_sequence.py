@@ -102,7 +102,7 @@ def stub(device, strategy="allgather"):
 def test_an_accelerator_gets_torchs_own(torch_calls, strategy):
     accelerator = stub("cuda", strategy)
     assert sequence.prepare(accelerator, "cp", ("other", 3)) == ("other", 3)
-    region = accelerator.prepared.sequence_context
+    region = accelerator._cp_context
     assert isinstance(region, sequence.TorchRegion)
     base = torch.arange(24.0).reshape(8, 3)
     ids, view, gone = torch.arange(16).reshape(2, 8), base[:, 1], torch.arange(8)
@@ -146,7 +146,7 @@ def test_only_causal_attention_is_balanced(torch_calls, said, balanced):
     accelerator = stub("cuda")
     for one in said:  # prepared one after the other
         sequence.prepare(accelerator, "cp", (nn.Sequential(Attending(one)).eval(),))
-    region = accelerator.prepared.sequence_context
+    region = accelerator._cp_context
     x = torch.randn(1, 2, 8, 4)
     with region([x], [2]):
         assert torch_calls[-1] == ("balanced", balanced)
@@ -168,10 +168,10 @@ def test_torch_has_what_the_region_sets():
 def test_torchs_own_needs_a_buffer_and_balances(torch_calls):
     accelerator = stub("cuda")
     sequence.prepare(accelerator, "cp", ())
-    with pytest.raises(ValueError, match="no buffers"), accelerator.prepared.sequence_context():
+    with pytest.raises(ValueError, match="no buffers"), accelerator._cp_context():
         pass
     message = r"10 tokens.*by 4, 2 x cp_size=2 \(.*10 = 2 x 4 \+ 2. Pad it by 2 to 12, or cut it to 8"
-    with pytest.raises(ValueError, match=message), accelerator.prepared.sequence_context([torch.arange(10)], [0]):
+    with pytest.raises(ValueError, match=message), accelerator._cp_context([torch.arange(10)], [0]):
         pass
     assert torch_calls == []
 
@@ -179,9 +179,9 @@ def test_torchs_own_needs_a_buffer_and_balances(torch_calls):
 def test_cpu_gets_the_reference_path_once():
     accelerator = stub("cpu", "alltoall")
     sequence.prepare(accelerator, "cp", ())
-    kept = accelerator.prepared.sequence_context
+    kept = accelerator._cp_context
     sequence.prepare(accelerator, "cp", ())
-    assert type(kept) is sequence.GatheringRegion and accelerator.prepared.sequence_context is kept
+    assert type(kept) is sequence.GatheringRegion and accelerator._cp_context is kept
     copied = pickle.loads(pickle.dumps(kept))  # without its group
     assert copied.group is None and copied.size == 2
     with pytest.raises(RuntimeError, match="Call `prepare` again"), copied():
@@ -404,7 +404,7 @@ def test_prepare_asks_the_configuration():
     accelerator = ulysses()
     fits = PreTrainedModel(num_attention_heads=8, num_key_value_heads=2)
     assert sequence.prepare(accelerator, "sp", (fits, "loader")) == (fits, "loader")
-    assert isinstance(accelerator.prepared.sequence_context, sequence.SequenceRegion)
+    assert isinstance(accelerator._cp_context, sequence.SequenceRegion)
     assert len(fits._forward_pre_hooks) == 2
     with pytest.raises(ValueError, match="PreTrainedModel has 6 heads"):
         sequence.prepare(ulysses(), "sp", (nn.Sequential(PreTrainedModel(num_attention_heads=6)),))
@@ -425,7 +425,7 @@ def test_settings_without_use_here():
         warnings.simplefilter("error")
         accelerator = ulysses(DeepSpeedSequenceParallelConfig(sp_seq_length=64, sp_seq_length_is_variable=False))
         sequence.prepare(accelerator, "sp", ())
-    region = accelerator.prepared.sequence_context
+    region = accelerator._cp_context
     assert region._odd_length(64) is None and "sp_seq_length=64" in region._odd_length(32)
     free = sequence.SequenceRegion(Mesh("sp", 4))
     assert free._odd_length(12) is None

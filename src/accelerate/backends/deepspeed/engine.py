@@ -388,7 +388,7 @@ class DeepSpeed(Backend):
 
     def save_model(self, accelerator: Run, state: dict[str, Any], folder: Any, index: int, **options: Any) -> None:
         """Put what the engine has into a `SavePlan`, its optimizer included; the weights of a model without optimizer. All ranks."""
-        model = accelerator.prepared.models[index]
+        model = accelerator._models[index]
         own = {name: options.pop(name) for name in self.save_options if name in options}
         if is_engine(model) and model.basic_optimizer is not None:
             checkpoint.save(model, folder, index, **own)
@@ -419,13 +419,13 @@ class DeepSpeed(Backend):
 
     def checkpointed_schedulers(self, accelerator: Run) -> list[Any]:
         """Return the schedulers that no engine saves."""
-        return [item for item in accelerator.prepared.schedulers if not isinstance(item, DeepSpeedSchedulerWrapper)]
+        return [item for item in accelerator._schedulers if not isinstance(item, DeepSpeedSchedulerWrapper)]
 
     # -- end -----------------------------------------------------------------------------------------------------
 
     def release(self, accelerator: Run) -> None:
         """Let the engines go of their hooks and buffers."""
-        for engine in filter(is_engine, accelerator.prepared.models):
+        for engine in filter(is_engine, accelerator._models):
             ulysses.release(engine.module)
             engine.destroy()
             _forget(engine.module)

@@ -163,7 +163,7 @@ class MegatronLM(Backend):
     ) -> torch.Tensor:
         """Return the norm of the last step's gradients, which core has clipped to the plugin's `gradient_clipping`. Any rank."""
         given = {id(one) for one in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)}
-        for model in accelerator.prepared.models:
+        for model in accelerator._models:
             if self.owns_state(model) and any(id(one) in given for one in model.parameters()):
                 return torch.tensor(float("nan") if model.grad_norm is None else float(model.grad_norm))
         raise ValueError("clip_grad_norm_ got parameters of no prepared model. Pass model.parameters().")
@@ -188,7 +188,7 @@ class MegatronLM(Backend):
         place = os.path.join(folder.folder, _folder(index))
         os.makedirs(place, exist_ok=True)
         accelerator.wait_for_everyone()
-        accelerator.prepared.models[index].save(place)
+        accelerator._models[index].save(place)
         states = {name: torch.as_tensor(value) for name, value in get_cuda_rng_tracker().get_states().items()}
         folder.add_object(f"{_folder(index)}/rng_{accelerator.process_index}_states.pt", states)
 
@@ -226,7 +226,7 @@ class MegatronLM(Backend):
 
     def checkpointed_schedulers(self, accelerator: Run) -> list[Any]:
         """Return the schedulers that no engine saves."""
-        return [item for item in accelerator.prepared.schedulers if not isinstance(item, MegatronLMSchedulerWrapper)]
+        return [item for item in accelerator._schedulers if not isinstance(item, MegatronLMSchedulerWrapper)]
 
 
 def _folder(index: int) -> str:
