@@ -103,8 +103,9 @@ class MultiProcessAdapter(logging.LoggerAdapter):
     def _emit(self, level: int, msg: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.isEnabledFor(level):
             msg, kwargs = self.process(msg, kwargs)
-            # Two frames lie between the caller and the logger, and must not pass for the caller.
-            kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 2
+            # A level counts `log` itself, as that of the upstream package does; 2 is the caller. The logger counts `_emit`, too.
+            frames = 2 if isinstance(self.logger, MultiProcessAdapter) else 1
+            kwargs["stacklevel"] = max(kwargs.get("stacklevel", 2), 2) + frames
             self.logger.log(level, msg, *args, **kwargs)
 
     @staticmethod
@@ -121,7 +122,7 @@ class MultiProcessAdapter(logging.LoggerAdapter):
     @functools.lru_cache(maxsize=1024)  # noqa: B019 - loggers live as long as the process
     def warning_once(self, *args: Any, **kwargs: Any) -> None:
         """Warn, but only the first time that these arguments are given."""
-        self.warning(*args, **{"stacklevel": 2, **kwargs})  # past this frame
+        self.warning(*args, **{"stacklevel": 3, **kwargs})  # past this frame
 
 
 def get_logger(name: str, log_level: str | int | None = None) -> MultiProcessAdapter:

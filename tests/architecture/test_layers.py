@@ -5,6 +5,7 @@ from graphlib import TopologicalSorter
 
 import pytest
 
+from accelerate.runtime.run import Run
 from architecture import source
 
 # A unit is a module or a package with everything below it. A unit imports from lower layers, from itself, and from units
@@ -97,7 +98,7 @@ def test_private_attributes_of_the_accelerator_are_used_by_the_facade_and_traini
         if not name.startswith(("accelerate.accelerator", "accelerate.training"))
         for node in ast.walk(source.tree(path))
         if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__")
-        if ast.unparse(node.value).rpartition(".")[2] == "accelerator"
+        if ast.unparse(node.value).rpartition(".")[2] == "accelerator" and node.attr not in Run.__annotations__
     ]
     assert not wrong, "what rooms below need is in runtime.run.Run:\n" + "\n".join(wrong)
 

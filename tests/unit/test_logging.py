@@ -51,6 +51,13 @@ def test_exceptions_and_extra_pass_through(caplog):
     assert record.exc_info[0] is KeyError and (record.run, record.step) == (7, 1)
 
 
+class OwnAdapter(logging.LoggerAdapter):
+    """Names its caller, by the count of the upstream package."""
+
+    def log(self, level, msg, *args, **kwargs):
+        self.logger.log(level, msg, *args, stacklevel=3, **kwargs)
+
+
 def line():
     """Return the line that calls this."""
     return inspect.currentframe().f_back.f_lineno
@@ -68,8 +75,16 @@ def test_every_way_to_log_names_the_line_that_logs(caplog):
     logger.exception("5", exc_info=False)
     logger.critical("6", stacklevel=1)
     on_top.debug("not shown")
-    (lambda: logger.warning("8", stacklevel=2))()
-    assert [record.lineno - start for record in caplog.records] == [1, 2, 3, 4, 5, 6, 8]
+    logger.warning("8", stacklevel=2)
+    one = lambda: logger.warning("9", stacklevel=3)  # noqa: E731
+    one()
+    two = lambda: on_top.warning("11", stacklevel=3)  # noqa: E731
+    two()
+    on_top.warning("13")
+    OwnAdapter(logger, {}).warning("14")
+    OwnAdapter(on_top, {}).warning("15")
+    logging.LoggerAdapter(logger, {}).warning("16")
+    assert [record.lineno - start for record in caplog.records] == [1, 2, 3, 4, 5, 6, 8, 10, 12, 13, 14, 15, 16]
     assert {record.pathname for record in caplog.records} == {__file__}
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from accelerate._lazy import front
-from accelerate.modules.unwrap import clean_state_dict_for_safetensors
+from accelerate.modules.unwrap import clean_state_dict_for_safetensors, shared_tensor_names
 from accelerate.process import PartialState
 from accelerate.runtime.durable import written_whole
 from accelerate.runtime.ranks import DEFAULT_PORT
@@ -156,7 +156,10 @@ def save(obj: Any, f: Path | BinaryIO, save_on_each_node: bool = False, safe_ser
     if safe_serialization:
         from safetensors.torch import save_file
 
-        tensors = clean_state_dict_for_safetensors(obj) if isinstance(obj, Mapping) else obj
+        tensors = obj
+        if isinstance(obj, Mapping):
+            tensors = clean_state_dict_for_safetensors(obj)
+            _warn_of_shared_tensors(obj, tensors)
         with written_whole(f) as temporary:
             save_file(tensors, temporary, metadata={"format": "pt"})
     elif isinstance(f, (str, os.PathLike)):
@@ -164,6 +167,17 @@ def save(obj: Any, f: Path | BinaryIO, save_on_each_node: bool = False, safe_ser
             torch.save(obj, temporary)
     else:
         torch.save(obj, f)
+
+
+def _warn_of_shared_tensors(state: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    removed = [name for name in state if name not in saved]
+    copied = [name for names in shared_tensor_names({name: state[name] for name in saved}) for name in names[1:]]
+    text = [f"Removed shared tensor {', '.join(removed)}, which the file has under its first name."] if removed else []
+    text += [f"Copied shared tensor {', '.join(copied)}, which is another part of the same memory."] if copied else []
+    if text:
+        logger.warning(
+            "%s Tensors that share memory are separate after loading, unless a model ties them.", " ".join(text)
+        )
 
 
 def load(f: Path | BinaryIO, map_location: Any = None, **kwargs: Any) -> Any:

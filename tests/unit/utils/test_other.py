@@ -1,5 +1,6 @@
 """Saving, loading, and small helpers."""
 
+import logging
 import os
 import pickle
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from accelerate.state import PartialState
 from accelerate.utils import other
 
 
@@ -68,3 +70,15 @@ def test_arrays_are_numpys_own_wherever_they_stand_in_a_file(tmp_path):
     assert found["ring"][1] is arrays[0] and found["ring"][0][0]["with"][0] is arrays[0]
     assert found["itself"] is found and found["plain"] == (1, 2) and deep[1][1][1] == "x"
     assert again["state"][1] is not arrays[0] and type(again["state"][1]) is np.ndarray
+
+
+def test_save_warns_once_of_tensors_that_share_memory(tmp_path, caplog):
+    PartialState(cpu=True)
+    weight = torch.arange(4.0)
+    state = {"first": weight, "tied": weight, "part": weight[:2], "other": torch.ones(1)}
+    other.save(state, tmp_path / "shared.safetensors", safe_serialization=True)
+    (record,) = caplog.records
+    assert record.name == "accelerate.utils.other" and record.levelno == logging.WARNING
+    assert "Removed shared tensor tied, " in record.message and "Copied shared tensor part, " in record.message
+    other.save({"first": weight}, tmp_path / "plain.safetensors", safe_serialization=True)
+    assert len(caplog.records) == 1
