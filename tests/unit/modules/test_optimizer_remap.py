@@ -64,7 +64,7 @@ def test_a_refusal_leaves_the_replacements_known():
     model(torch.ones(2)).sum().backward()
     stepped.step()
     before, optimizers = named(model), [SimpleNamespace(optimizer=optimizer) for optimizer in (stepped, fresh)]
-    owner = SimpleNamespace(prepared=SimpleNamespace(moved=MovedParameters(), optimizers=optimizers))
+    owner = SimpleNamespace(prepared=SimpleNamespace(moved=MovedParameters()), _optimizers=optimizers)
     model.weight = nn.Parameter(model.weight.detach().clone())
     with pytest.raises(ValueError, match="has a state"):
         remap_optimizers(owner, model, before)

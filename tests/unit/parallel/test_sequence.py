@@ -388,7 +388,7 @@ def test_padding_under_attention_that_looks_ahead(first_rank, causal):
 def ulysses(handler=None):
     layout = SimpleNamespace(sp_size=4, sp_handler=handler)
     return SimpleNamespace(
-        parallelism_config=layout, torch_device_mesh=Mesh("sp", 4), prepared=SimpleNamespace(sequence_context=None)
+        parallelism_config=layout, torch_device_mesh=Mesh("sp", 4), prepared=SimpleNamespace(), _cp_context=None
     )
 
 

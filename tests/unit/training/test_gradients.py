@@ -182,6 +182,6 @@ def test_a_try_after_one_that_ran_out_of_memory_begins_as_the_first(halves):
 
     train()
     assert failed[0]() is None
-    registered = accelerator.prepared
-    assert [len(one) for one in (registered.models, registered.averages, registered.custom_objects)] == [1, 1, 1]
+    registries = accelerator._models, accelerator.prepared.averages, accelerator._custom_objects
+    assert [len(registry) for registry in registries] == [1, 1, 1]
     accelerator.free_memory()  # which ends the measurement
