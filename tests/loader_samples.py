@@ -68,7 +68,8 @@ class Line:
 
 def dispatched(loader, sent, world, rank, **options):
     """A dispatching loader of a rank; rank 0 has to be run to its end before another one begins."""
-    loader = prepare_data_loader(loader, put_on_device=True, device=CPU, dispatch_batches=True, **options)
+    options |= {"num_processes": world, "process_index": rank, "dispatch_batches": True}
+    loader = prepare_data_loader(loader, put_on_device=True, device=CPU, **options)
     loader.state = SimpleNamespace(num_processes=world, process_index=rank, device=CPU)
     loader._connection = BatchScatter(Line(sent, rank), None, None, CPU, range(world))
     return loader

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler
 
 from accelerate.data import generators, samplers
-from accelerate.data.iterable import CountingCollate, IterableDatasetShard
+from accelerate.data.iterable import CollateWrapper, IterableDatasetShard
 from accelerate.data.progress import Progress
 from accelerate.data.samplers import Part, ReplayableRandomSampler, SkipBatchSampler, innermost, unskipped
 from accelerate.data.workers import WorkerDataset
@@ -341,7 +341,7 @@ class DataLoaderAdapter:
     def collate_fn(self) -> Any:
         """The function that makes a batch of samples, as it was given to the loader."""
         own = self.base_dataloader.collate_fn
-        return own.collate_fn if isinstance(own, CountingCollate) else own
+        return own.collate_fn if isinstance(own, CollateWrapper) else own
 
     def get_sampler(self) -> Any | None:
         """Return the sampler that decides the order of the samples; see `accelerate.data_loader.get_sampler`."""

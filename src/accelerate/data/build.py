@@ -19,7 +19,7 @@ from accelerate.data import adapter, iterable, plan
 from accelerate.data.adapter import as_stateful, batching_sampler, is_stateful, is_stream, skipping, variant
 from accelerate.data.budget import TokenBudgetSampler
 from accelerate.data.dispatcher import DataLoaderDispatcher
-from accelerate.data.iterable import CountingCollate, IterableDatasetShard
+from accelerate.data.iterable import CountingCollate, IterableDatasetShard, SizingCollate
 from accelerate.data.loader import DataLoaderShard, PreparedLoader, SkipDataLoader
 from accelerate.data.plan import DataPlan, Division, ShardLayout
 from accelerate.data.progress import Pending
@@ -323,6 +323,9 @@ def _changes(dataloader: DataLoader, division: Division) -> dict[str, Any]:
             changes["dataset"] = SeededDataset(dataset)
         elif dataloader.persistent_workers and callable(getattr(read, "set_epoch", None)):
             changes["dataset"] = EpochStream(read)
+    batches = dataloader.batch_sampler is not None and adapter.iterates_plainly(dataloader)
+    if batches and reading in (plan.DISPATCHED, plan.PER_NODE) and division.layouts[0].num_shards > 1:
+        changes["collate_fn"] = SizingCollate(dataloader.collate_fn)
     return changes
 
 

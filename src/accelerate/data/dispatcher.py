@@ -12,90 +12,28 @@ import io
 import logging
 import math
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice, pairwise, takewhile
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
+from torch.utils.data import default_collate
 
 from accelerate import comm
 from accelerate.comm.base import Communicator
 from accelerate.data import generators, resume
 from accelerate.data.adapter import CPU, DataLoaderAdapter, is_stateful, placer, variant
+from accelerate.data.dividing import Divider, agreed_length, lengths
+from accelerate.data.iterable import SizingCollate
 from accelerate.data.loader import EpochIterator, PreparedLoader
 from accelerate.data.plan import ShardLayout
 from accelerate.data.progress import Pending
 from accelerate.data.samplers import EndAhead, ReplayableRandomSampler, Rounds, unskipped
 from accelerate.process import PartialState
 from accelerate.runtime import simulated
-from accelerate.utils.nested import leaves, over_leaves
 
 logger = logging.getLogger(__name__)
-
-# Batches: nested structures whose leaves have the samples along their first dimension. A leaf is a tensor, an array of NumPy, or a
-# list without tensors inside (`default_collate` leaves strings as such a list), whose items are one sample each.
-
-
-def is_column(value: Any) -> bool:
-    """Whether a list or tuple holds plain values, one per sample."""
-    if not isinstance(value, (list, tuple)) or hasattr(value, "_fields") or not value:
-        return False
-    return not any(isinstance(item, (torch.Tensor, Mapping, list, tuple)) for item in value)
-
-
-def samples_of(leaf: Any) -> int | None:
-    """Number of samples in a leaf; None if it belongs to the batch as a whole."""
-    if isinstance(leaf, (torch.Tensor, np.ndarray)):
-        return leaf.shape[0] if leaf.ndim else None
-    return len(leaf) if is_column(leaf) else None
-
-
-def batch_length(batch: Any) -> int | None:
-    """Number of samples in a batch, from its first leaf that has samples; None if there is none."""
-    return next((length for length in map(samples_of, leaves(batch, is_column)) if length is not None), None)
-
-
-def take(batch: Any, start: int, stop: int) -> Any:
-    """The samples from `start` to `stop`; leaves that hold no samples stay whole."""
-    return over_leaves(lambda leaf: leaf if samples_of(leaf) is None else leaf[start:stop], batch, is_leaf=is_column)
-
-
-def join(batches: Sequence[Any], filling: bool = False) -> Any:
-    """Put batches one after the other, or fill up the first one, whose leaves without samples stay then.
-
-    ValueError: their structures differ, or leaves without samples do where nothing is filled up.
-    """
-    if len(batches) == 1:
-        return batches[0]
-    try:
-        return over_leaves(functools.partial(_join_leaves, filling), *batches, is_leaf=is_column)
-    except (AttributeError, TypeError, RuntimeError, ValueError) as error:
-        raise ValueError(
-            "Batches cannot be joined for dispatching, because they differ in structure or in the shape of a sample "
-            f"({error}). Let the collate_fn pad them to one shape, or use split_batches=True or dispatch_batches=False."
-        ) from error
-
-
-def _join_leaves(filling: bool, *leaves: Any) -> Any:
-    first = leaves[0]
-    if samples_of(first) is None:
-        if not (filling or all(leaf is first or leaf == first for leaf in leaves[1:])):
-            raise ValueError(f"{first!r} is the same for all samples of a batch, and the next batch has {leaves[1]!r}")
-        return first
-    if isinstance(first, torch.Tensor):
-        return torch.cat(leaves)
-    if isinstance(first, np.ndarray):
-        return np.concatenate(leaves)
-    return type(first)(item for leaf in leaves for item in leaf)
-
-
-def padded(batch: Any, length: int, head: Any, size: int) -> Any:
-    """Lengthen a batch of `length` samples to `size` with the samples of `head`, over and over."""
-    copies, rest = divmod(size - length, batch_length(head))
-    return join([batch, *[head] * copies, *([take(head, 0, rest)] if rest else [])], filling=True)
-
 
 # Messages --------------------------------------------------------------------------------------------------------------
 
@@ -107,30 +45,70 @@ ALIGNMENT = 64
 class Round(NamedTuple):
     """The samples of all shards in one step, `real` ones first: `width` for each shard, one less from shard `longer` on.
 
-    With `ENDED` or `FAILED` for `real` it is none: `batch` says why. Of a round on its way, `batch` is a function that waits for this process's part, and for `counts`: the real samples of each
-    shard of all processes, if not all are.
+    `real` is `ENDED` or `FAILED` in a message without samples, and 0 if the number of samples is not known.
+
+    Attributes:
+        parts: what each shard gets, on the reader; or only one, which all of them get.
+        counts: the real samples of each shard of all processes; None if all samples are real.
+        batch: waits for this process's part, and returns it with `counts`; once the round is on its way.
     """
 
-    batch: Any
+    parts: Sequence[Any]
     counts: tuple[int, ...] | None = None
     real: int = 0
     width: int = 0
     longer: int = 0
-
-    @classmethod
-    def of(cls, batch: Any, real: int, shards: int) -> Round:
-        """A batch as it is, in shares that differ by one sample at most."""
-        return cls(batch, None, real, -(-real // shards), real % shards or shards)
-
-    def completed(self, head: Any, shards: int, of_readers: Sequence[int]) -> Round:
-        """The same, filled with the samples of `head` to the width that the reader with the most samples needs."""
-        rounds = Rounds(-(-max(of_readers) // shards), shards)
-        counts = sum(map(rounds.real, of_readers), ())
-        return Round(padded(self.batch, self.real, head, rounds.total), counts, self.real, rounds.size, shards)
+    batch: Callable[[], tuple[Any, tuple[int, ...] | None]] | None = None
 
     def start(self, shard: int) -> int:
         """Number of samples before a shard."""
-        return shard * self.width - max(0, shard - self.longer)
+        return _start(shard, self.width, self.longer)
+
+
+def _start(shard: int, width: int, longer: int) -> int:
+    return shard * width - max(0, shard - longer)
+
+
+class Group(NamedTuple):
+    """The batches that are read for one step, and the number of samples of each, 0 if it is not known."""
+
+    batches: Sequence[Any]
+    sizes: Sequence[int]
+
+    @property
+    def real(self) -> int:
+        """Number of samples."""
+        return sum(self.sizes)
+
+    def round(self, divider: Divider, shards: int, whole: bool) -> Round:
+        """Give each shard its batch as it is, or divide all samples into shares that differ by one sample at most."""
+        width, longer = -(-self.real // shards), self.real % shards or shards
+        numbers = (None, self.real, width, longer)
+        if whole:
+            return Round(divider.divide(*self, [(0, self.real)]), *numbers)
+        if len(self.batches) == shards and len(set(self.sizes)) == 1:
+            return Round(self.batches, *numbers)
+        return Round(divider.divide(*self, _bounds(shards, width, longer)), *numbers)
+
+    def completed(self, head: Group, divider: Divider, shards: int, of_readers: Sequence[int], whole: bool) -> Round:
+        """The same, filled with the samples of `head` to the width that the reader with the most samples needs."""
+        rounds = Rounds(-(-max(of_readers) // shards), shards)
+        counts = sum(map(rounds.real, of_readers), ())
+        if rounds.total > self.real and 0 in (head.real, *of_readers):
+            raise divider.refusal(
+                "it has to be filled up, and batches of this epoch have an uncertain number of samples"
+            )
+        if rounds.total == self.real:
+            return self.round(divider, shards, whole)._replace(counts=counts)
+        copies = -(-(rounds.total - self.real) // head.real)
+        batches, sizes = [*self.batches, *head.batches * copies], [*self.sizes, *head.sizes * copies]
+        bounds = [(0, rounds.total)] if whole else _bounds(shards, rounds.size, shards)
+        parts = divider.divide(batches, sizes, bounds, len(self.batches))
+        return Round(parts, counts, self.real, rounds.size, shards)
+
+
+def _bounds(shards: int, width: int, longer: int) -> list[tuple[int, int]]:
+    return list(pairwise(_start(shard, width, longer) for shard in range(shards + 1)))
 
 
 def aligned(size: int) -> int:
@@ -149,7 +127,8 @@ class _Pickler(pickle.Pickler):
         self.description = file.getvalue()
 
     def persistent_id(self, obj: Any) -> Any:
-        if not isinstance(obj, torch.Tensor):
+        # Sparse, nested and other special tensors pickle themselves, from tensors that come here.
+        if type(obj) not in (torch.Tensor, torch.nn.Parameter) or obj.layout != torch.strided or obj.is_nested:
             return None
         self.tensors.append(obj.detach().cpu().contiguous().view(-1).view(torch.uint8))
         return obj.dtype, tuple(obj.shape)
@@ -192,18 +171,17 @@ class BatchScatter:
     def send(self, message: Round) -> Round:
         """Send a round, or what stands in its place; return what `receive` returns on the others."""
         # Everything is laid out before anything is sent: the others hear of what fails here.
-        starts = [message.start(part) for part in range(self.parts + 1)]
-        whole = self.places is None or message.real < 0
-        parts = [message.batch if whole else take(message.batch, *bounds) for bounds in pairwise(starts)]
+        parts = message.parts if len(message.parts) == self.parts else [*message.parts] * self.parts
         described = [_Pickler((part, message.counts)) for part in parts]
         body = _rows([each.tensors for each in described], pinned=self.device.type == "cuda")
         before, self.descriptions = self.descriptions, [each.description for each in described]
         news = _rows([[torch.frombuffer(bytearray(text), dtype=torch.uint8)] for text in self.descriptions])
         size = 0 if self.descriptions == before else news.shape[1]
-        self._on_host(torch.tensor([self.sequence, *message[2:], size, body.shape[1]]))
+        self._on_host(torch.tensor([self.sequence, *message[2:5], size, body.shape[1]]))
         self.sequence += 1
         waits = [self._share(size, CPU, news)[1], self._share(body.shape[1], self.device, body)[1]]
-        return message._replace(batch=lambda: ([wait() for wait in waits], (parts[0], message.counts))[1])
+        own = parts[0], message.counts
+        return message._replace(parts=(), batch=lambda: ([wait() for wait in waits], own)[1])
 
     def receive(self) -> Round:
         """Wait for the next header and begin to receive; RuntimeError if the sender failed or is ahead."""
@@ -219,7 +197,8 @@ class BatchScatter:
             wait()
             self.descriptions = [row.numpy().tobytes()]
         [description], (body, wait) = self.descriptions, self._share(size, self.device)
-        message = Round(lambda: (wait(), _Unpickler(description, body).load())[1], None, *numbers)
+        part = lambda: (wait(), _Unpickler(description, body).load())[1]  # noqa: E731
+        message = Round((), None, *numbers, part)
         if message.real == FAILED:
             raise RuntimeError(f"The dispatching process could not read its next batch: {message.batch()[0]}")
         return message
@@ -333,8 +312,13 @@ class DataLoaderDispatcher(PreparedLoader):
             return
         for batch in self._run(pending, place):
             if self.end_of_dataloader:
-                self.remainder = batch_length(batch) or -1
+                self.remainder = agreed_length(batch) or -1
             yield batch
+
+    @property
+    def _may_fill_uncounted(self) -> bool:
+        # Among several processes `batch_counts` tells of every filled round. One process may get batches filled by the caller.
+        return self.state.num_processes == 1
 
     @property
     def _reads_ahead(self) -> bool:
@@ -388,16 +372,16 @@ class DataLoaderDispatcher(PreparedLoader):
         alone = self.state.num_processes == 1
         send = _kept if alone else self._connection.send
         try:
-            head = self._head() if start and self._layouts[0].num_shards > 1 and not self._drop_last else []
+            first = self._head() if start and self._layouts[0].num_shards > 1 and not self._drop_last else []
             batches = iter(EpochIterator(self, pending))
-            for message in self._form_rounds(batches, self._shards(), head):
+            for message in self._form_rounds(batches, self._shards(), first):
                 yield send(message)
         except Exception as error:
             if not isinstance(error, _OtherFailed):
                 self._exchange(FAILED)
-            send(Round(f"{type(error).__name__}: {error}", real=FAILED))
+            send(Round([f"{type(error).__name__}: {error}"], real=FAILED))
             raise
-        yield send(Round(None, real=ENDED))
+        yield send(Round([None], real=ENDED))
 
     def _head(self) -> list[Any]:
         """Read the first round of the epoch, of which the beginning is left out, without a trace in any generator."""
@@ -412,38 +396,74 @@ class DataLoaderDispatcher(PreparedLoader):
         return head
 
     def _form_rounds(self, batches: Iterator[Any], shards: int, first: Sequence[Any] = ()) -> Iterator[Round]:
-        """Join, complete and divide batches into rounds; `first` are those of the epoch's first round.
+        """Form rounds of the batches read; `first` are those of the epoch's first round.
 
         The division of a round that the shards cannot share equally depends on whether it is the last.
         """
-        per_round = self._reads_per_step()
+        per_round, whole = self._reads_per_step(), self.slice_fn is not None
         groups: Iterator[list[Any]] = iter(lambda: list(islice(batches, per_round)), [])
         if self._drop_last:
             groups = (group for group in groups if len(group) == per_round)
-        head = held = None
-        for group in chain(groups, [()]):
-            real = sum(map(_length, group)) if group else ENDED
+        divider, held = self._divider(), None
+        head = self._group(divider, first, shards) if first else None
+        for reads in chain(groups, [()]):
+            group = self._group(divider, reads, shards) if reads else None
+            real = ENDED if group is None else group.real
             of_readers = self._exchange(real)
             if held is not None:
                 # A sampler whose batches vary in size: no shard gets duplicates in the middle of an epoch.
-                yield held if group and held.real >= shards else held.completed(head, shards, [held.real])
+                middle = group is not None and held.real >= shards
+                yield (
+                    held.round(divider, shards, whole)
+                    if middle
+                    else held.completed(head, divider, shards, [held.real], whole)
+                )
                 held = None
             if ENDED in of_readers:
-                if group:
+                if group is not None:
                     logger.warning(
                         f"Rank {self.state.process_index} reads for its node and had at least one step more, which this epoch "
                         "leaves out: all processes stop when the first node has no more."
                     )
                 return
-            whole = Round.of(join(group), real, shards)
             if head is None:
-                head = take(join(first) if first else whole.batch, 0, shards)
-            if real % shards == 0 and all(each == real for each in of_readers):
-                yield whole
+                head = group
+            divider.witness = (head.batches[0], head.sizes[0]) if head.real else None
+            if 0 in of_readers and len(group.batches) == shards and not whole:
+                yield Round(group.batches)
+            elif real % shards == 0 and all(each == real for each in of_readers):
+                yield group.round(divider, shards, whole)
             elif len(of_readers) == 1:
-                held = whole
+                held = group
             else:
-                yield whole.completed(head, shards, of_readers)
+                yield group.completed(head, divider, shards, of_readers, whole)
+
+    def _group(self, divider: Divider, reads: Sequence[Any], shards: int) -> Group:
+        """Count the samples of the batches of a step; ValueError if they are not known and the step has to be divided."""
+        counted = isinstance(self.base_dataloader.collate_fn, SizingCollate)
+        batches, samples = zip(*reads, strict=True) if counted else (reads, [None] * len(reads))
+        if self.slice_fn is not None:
+            sizes = [
+                _first_length(batch) if size is None else size for batch, size in zip(batches, samples, strict=True)
+            ]
+            return Group(batches, sizes)
+        full = len(batches) == shards
+        if full and not counted:
+            samples = [agreed_length(batch) for batch in batches]
+            if None in samples:
+                return Group(batches, [0] * shards)
+        if not full or len(set(samples)) > 1:
+            samples = [divider.size(batch, size) for batch, size in zip(batches, samples, strict=True)]
+        return Group(batches, samples)
+
+    def _divider(self) -> Divider:
+        base, remedies = self.base_dataloader, ["a collate_fn that returns one row or list item per sample"]
+        collate_fn = self.collate_fn if base.batch_sampler is not None else None
+        if base.batch_size is not None:
+            skip = "drop_last=True in the DataLoader, which skips an incomplete last step"
+            remedies.append(f"split_batches=False and {skip}" if self.split_batches else skip)
+        remedies.append("DataLoaderConfiguration(dispatch_batches=False), which lets each rank read its own batches")
+        return Divider(collate_fn is not default_collate, f"Use {'; or '.join(remedies)}.", self.slice_fn is None)
 
     def _exchange(self, real: int) -> list[int]:
         """The samples that each reader has for a round, or how it ended; where another one failed, this one does, too."""
@@ -482,21 +502,14 @@ class DataLoaderDispatcher(PreparedLoader):
 
 
 def _kept(message: Round) -> Round:
-    return message._replace(batch=lambda: (message.batch, message.counts))
+    return message._replace(batch=lambda: (message.parts[0], message.counts))
 
 
-def _length(batch: Any) -> int:
-    length = batch_length(batch)
+def _first_length(batch: Any) -> int:
+    length = next((length for _, length in lengths(batch, lambda value: False)), None)
     if length is None:
         raise ValueError(
-            f"A batch of type {type(batch).__name__} has no tensor or list with a first dimension of samples, so it "
-            "cannot be divided among processes. Let the collate_fn return one, or use dispatch_batches=False."
+            f"slice_fn_for_dispatch cannot divide a {type(batch).__name__} without a tensor, array or list: it has no samples. Let "
+            "the collate_fn return one, or use dispatch_batches=False."
         )
-    for leaf in leaves(batch, is_column):
-        # Tensors of another length are cut as upstream cuts them.
-        if not isinstance(leaf, torch.Tensor) and samples_of(leaf) not in (None, length):
-            raise ValueError(
-                f"A batch of {length} samples has {len(leaf)} values in {leaf!r}, so it cannot be divided among processes. Let the collate_fn "
-                "return tensors, or arrays or lists of one value a sample, or use dispatch_batches=False."
-            )
     return length

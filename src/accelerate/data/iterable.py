@@ -82,11 +82,25 @@ class IterableDatasetShard(Part, IterableDataset):
         yield from chain.from_iterable(self._shares(samples, head))
 
 
-class CountingCollate:
+class CollateWrapper:
+    """Calls the user's `collate_fn` and adds what the loader has to know of the batch."""
+
+    def __init__(self, collate_fn: Callable[[Any], Any]) -> None:
+        self.collate_fn = collate_fn
+
+
+class SizingCollate(CollateWrapper):
+    """Pairs each batch with the number of samples that it was made of."""
+
+    def __call__(self, samples: Any) -> tuple[Any, int]:
+        return self.collate_fn(samples), len(samples)
+
+
+class CountingCollate(CollateWrapper):
     """Pairs each batch with the real samples in each shard's batch of its round; None if all are real."""
 
     def __init__(self, collate_fn: Callable[[Any], Any], shard: IterableDatasetShard) -> None:
-        self.collate_fn = collate_fn
+        super().__init__(collate_fn)
         self.shard = shard
 
     def __call__(self, samples: Any) -> tuple[Any, tuple[int, ...] | None]:

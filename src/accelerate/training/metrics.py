@@ -33,7 +33,8 @@ def gather_for_metrics(accelerator: Facade, data: Any, use_gather_object: bool) 
     layout = accelerator.parallelism_config
     # A stream that several worker processes share out may have a completed round before the last one.
     counts = getattr(state.active_dataloader, "batch_counts", None)
-    whole = counts is None and (not state.end_of_dataloader or state.remainder == 0)
+    filled = state.end_of_dataloader and state.remainder != 0
+    whole = counts is None and not (filled and getattr(state.active_dataloader, "_may_fill_uncounted", True))
     keep = state.remainder if counts is None else sum(counts)
     spread = layout is not None and layout.non_data_parallel_size > 1 and accelerator.torch_device_mesh is not None
     # A sampler of the user's own fills up each part at its own end, and a reader of a node the parts of its node.

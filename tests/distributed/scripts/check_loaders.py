@@ -187,6 +187,13 @@ def check_ranks_of_one_replica_share_their_data():
             assert rest == whole[1:], (case, rest, whole)
 
 
+def check_metrics_of_dispatched_batches_with_several_rows_per_sample_are_complete():
+    accelerator = fresh_accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
+    loader = DataLoader(list(range(4 * world())), 2, collate_fn=lambda samples: torch.tensor(samples * 2))
+    found = [accelerator.gather_for_metrics(batch) for batch in accelerator.prepare(loader)]
+    assert sorted(torch.cat(found).tolist()) == sorted([*range(4 * world())] * 2)
+
+
 def check_a_slice_function_cuts_the_parts():
     accelerator = fresh_accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
     calls = []

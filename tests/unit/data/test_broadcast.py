@@ -6,9 +6,15 @@ import numpy
 import pytest
 import torch
 
-from accelerate.data import dispatcher
-from accelerate.data.dispatcher import BatchScatter, Round
+from accelerate.data.dispatcher import BatchScatter, Group, Round
+from accelerate.data.dividing import Divider, agreed_length
 from loader_samples import CPU, Line
+
+DIVIDER = Divider(lists_are_samples=True, remedy="Do something else.")
+
+
+def round_of(batch, size, shards=2, whole=False):
+    return Group([batch], [size]).round(DIVIDER, shards, whole)
 
 
 class Connection:
@@ -20,7 +26,7 @@ class Connection:
         self.line = Line([], 1)
         self.receiver = BatchScatter(self.line, None, None, CPU, places)
 
-    def pass_on(self, message):
+    def pass_on(self, message: Round):
         """Send and receive; returns what arrived on rank 1, and what the sender keeps."""
         self.sent.clear()
         kept = self.sender.send(message)
@@ -40,7 +46,7 @@ def test_parts_arrive_as_they_were_sent():
         "weight": torch.ones(2, requires_grad=True),
     }
     for number in range(3):
-        arrived, kept = connection.pass_on(Round(batch, (1, 0), 1, 1, 2))
+        arrived, kept = connection.pass_on(round_of(batch, 2)._replace(counts=(1, 0), real=1))
         got, counts = arrived.batch()
         assert counts == (1, 0)
         assert (arrived.real, arrived.width, arrived.longer) == (1, 1, 2)
@@ -57,32 +63,32 @@ def test_parts_arrive_as_they_were_sent():
 def test_a_part_of_another_form_is_described_anew():
     connection = Connection()
     for width in (1, 1, 3):
-        [arrived, _] = connection.pass_on(Round({"x": torch.zeros(2, width), "n": ["a", "b"]}, None, 2, 1, 2))
+        [arrived, _] = connection.pass_on(round_of({"x": torch.zeros(2, width), "n": ["a", "b"]}, 2))
         assert arrived.batch()[0]["x"].shape == (1, width)
 
 
 def test_parts_may_differ_in_length_and_be_shared():
     connection = Connection(places=(0, 2))
-    [arrived, kept] = connection.pass_on(Round({"x": torch.arange(8)}, None, 8, 3, 2))
+    [arrived, kept] = connection.pass_on(round_of({"x": torch.arange(8)}, 8, 3))
     assert (kept.batch()[0]["x"].tolist(), arrived.batch()[0]["x"].tolist()) == ([0, 1, 2], [6, 7])
-    [arrived, _] = Connection(places=(0, 0)).pass_on(Round(torch.arange(3), None, 3, 3, 1))
+    [arrived, _] = Connection(places=(0, 0)).pass_on(round_of(torch.arange(3), 3, 1))
     assert arrived.batch()[0].tolist() == [0, 1, 2]
-    [arrived, _] = Connection(places=None).pass_on(Round(torch.arange(4), None, 4, 2, 2))
+    [arrived, _] = Connection(places=None).pass_on(round_of(torch.arange(4), 4, whole=True))
     assert arrived.batch()[0].tolist() == [0, 1, 2, 3]
 
 
 def test_received_batches_do_not_share_memory():
     connection = Connection()
-    batches = [connection.pass_on(Round(torch.full((2,), n), None, 2, 1, 2))[0].batch()[0] for n in range(4)]
+    batches = [connection.pass_on(round_of(torch.full((2,), n), 2))[0].batch()[0] for n in range(4)]
     assert [batch.tolist() for batch in batches] == [[n] for n in range(4)]
 
 
 def test_processes_that_are_not_in_step_are_told():
     connection = Connection()
-    connection.pass_on(Round(torch.zeros(2), None, 2, 1, 2))
+    connection.pass_on(round_of(torch.zeros(2), 2))
     connection.receiver.sequence += 1
     with pytest.raises(RuntimeError, match="not in step"):
-        connection.pass_on(Round(torch.zeros(2), None, 2, 1, 2))
+        connection.pass_on(round_of(torch.zeros(2), 2))
 
 
 # -- cutting and joining batches ----------------------------------------------------------------------------------------
@@ -101,16 +107,63 @@ def batch_of(start, stop):
     )
 
 
-def test_cut_and_join_are_inverse():
-    whole = dispatcher.join([batch_of(0, 2), batch_of(2, 3), batch_of(3, 7)])
+def test_consecutive_batches_are_divided_as_one():
+    batches, sizes = [batch_of(0, 2), batch_of(2, 3), batch_of(3, 7)], [2, 1, 4]
+    whole, part = DIVIDER.divide(batches, sizes, [(0, 7), (2, 5)])
     assert type(whole) is OrderedDict and type(whole["pair"]) is Pair
-    assert str(whole) == str(batch_of(0, 7))
-    assert dispatcher.batch_length(whole) == 7
-    assert str(dispatcher.take(whole, 2, 5)) == str(batch_of(2, 5))
+    assert str(whole) == str(batch_of(0, 7)) and str(part) == str(batch_of(2, 5))
+    assert agreed_length(whole) == 7 and agreed_length({**whole, "other": torch.zeros(3)}) is None
 
 
-def test_batches_that_differ_are_refused():
-    row = torch.zeros(2)
-    for batches in ([torch.zeros(2, 3), torch.zeros(2, 4)], [[row], [row, row]]):
-        with pytest.raises(ValueError, match="cannot be joined"):
-            dispatcher.join(batches)
+ROWS, ODD = torch.zeros(2, 3), torch.zeros(3, 3)
+
+
+@pytest.mark.parametrize(
+    ("batches", "message"),
+    [
+        ([ROWS, torch.zeros(2, 4)], "batch differs between batches"),
+        ([[ROWS], [ROWS, ROWS]], "batch differs between batches .*keys .0."),
+        ([{"x": ROWS, "name": "a"}, {"x": ROWS, "name": "b"}], r"batch\['name'\] .*'a' is the same .* 'b'"),
+        ([{"x": ROWS, "image": (ODD,)}], r"batch\['image'\]\[0\] has 3 rows, and the batch has 2 samples"),
+        ([{"x": ROWS, "words": ["a"]}], r"batch\['words'\] has 1 items"),
+        ([{"x": ROWS.to_sparse()}], r"batch\['x'\] is a sparse tensor"),
+        ([Pair(ROWS, [{"a": ROWS}, {"a": ROWS}])], r"batch\.y has 2 items with 2 rows each"),
+        ([[ROWS, ROWS]], "batch has 2 items with 2 rows each"),
+    ],
+)
+def test_batches_that_cannot_be_divided_are_refused(batches, message):
+    with pytest.raises(ValueError, match=f"cannot be divided among the ranks: {message}.*Do something else."):
+        DIVIDER.divide(batches, [2] * len(batches), [(0, 1), (1, 2)])
+
+
+@pytest.mark.parametrize(
+    ("batch", "second"),
+    [
+        ((ROWS, ROWS + 1), (ROWS[1:], ROWS[1:] + 1)),  # as (inputs, targets) are collated
+        ([ROWS, torch.arange(2)], [ROWS[1:], torch.tensor([1])]),
+        ([ROWS, ODD], [ODD]),  # images of different sizes
+        ([[1, 2, 3], [4]], [[4]]),
+        ((ROWS, [{"boxes": ROWS}, {"boxes": ODD}]), (ROWS[1:], [{"boxes": ODD}])),
+        ({"x": ROWS, "labels": ({"name": "a"}, {"name": "b"})}, {"x": ROWS[1:], "labels": ({"name": "b"},)}),
+    ],
+)
+def test_a_list_with_an_item_per_sample_is_divided(batch, second):
+    assert repr(DIVIDER.divide([batch], [2], [(0, 1), (1, 2)])[1]) == repr(second)
+
+
+def test_another_batch_tells_structure_from_samples():
+    for witness, second in (([torch.zeros(4, 3)] * 2, [ROWS[1:]] * 2), ([torch.zeros(2, 3)] * 4, [ROWS])):
+        divider = Divider(lists_are_samples=True, remedy="")
+        divider.witness = witness, 4
+        assert repr(divider.divide([[ROWS, ROWS]], [2], [(0, 1), (1, 2)])[1]) == repr(second)
+    assert len(Divider(False, "").divide([[ROWS, ROWS]], [2], [(0, 1), (1, 2)])[1]) == 2
+
+
+def test_the_size_of_a_batch():
+    assert DIVIDER.size({"x": ODD}, None) == DIVIDER.size((ODD, [{"a": ROWS}] * 3), None) == 3
+    assert DIVIDER.size({"x": ODD, "y": ODD}, 4) == 3, "a collate_fn has skipped one"
+    assert DIVIDER.size({"x": ODD[:1]}, 4) == DIVIDER.size({"x": torch.zeros(9)}, 4) == 4, "packed"
+    assert DIVIDER.size([ODD] * 4, 4) == 4 and DIVIDER.size([ODD] * 3, 4) == 4, "a list of images"
+    for batch, message in (({"n": 3}, "without a tensor"), ({"x": ODD, "y": ROWS}, "'x'. has 3, .*'y'. has 2")):
+        with pytest.raises(ValueError, match=message):
+            DIVIDER.size(batch, None)
