@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from accelerate.hooks import (
     AlignDevicesHook,
@@ -93,7 +94,12 @@ def init_on_device(device: int | str | torch.device, include_buffers: bool | Non
     def register_on_device(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         register(module, name, param)
         if param is not None:
-            if param.device != torch.device(device):
+            if is_lazy(param):
+                # It has no data yet; its module makes them at its first forward, on the parameter's device.
+                moved = type(param)(requires_grad=param.requires_grad, device=device, dtype=param.dtype)
+                vars(moved).update(vars(param))
+                param = moved
+            elif param.device != torch.device(device):
                 # Out of the meta device there is nothing to copy: such a parameter is still to be initialised.
                 made = torch.empty_like(param, device=device) if param.is_meta else param.detach().to(device)
                 param = as_parameter(param, made.detach())

@@ -173,6 +173,21 @@ def test_parameters_take_no_memory_and_buffers_on_request_and_by_environment(mon
         assert _devices(nn.BatchNorm1d(3)) == {"meta", "cpu"}
 
 
+@pytest.mark.parametrize("make", [lambda: nn.LazyLinear(4, dtype=torch.float64), nn.LazyBatchNorm1d])
+def test_lazy_parameters_are_made_on_the_device(make):
+    with init_empty_weights():
+        layer = make()
+        layer.weight.note = "kept"
+        with init_on_device("cpu"):
+            assert _devices(make()) == {"cpu"}
+        layer.register_parameter("weight", layer.weight)
+    kinds = {name: (type(tensor), tensor.dtype) for name, tensor in make().named_parameters()}
+    assert {name: (type(tensor), tensor.dtype) for name, tensor in layer.named_parameters()} == kinds
+    assert layer.weight.note == "kept" and {parameter.device.type for parameter in layer.parameters()} == {"meta"}
+    layer.initialize_parameters(torch.zeros(2, 3))
+    assert layer.weight.device.type == "meta" and layer.weight.shape[-1] == 3
+
+
 def test_nesting_decorating_and_errors_restore_torch():
     register = nn.Module.register_parameter
     build = init_on_device("meta")(lambda: nn.Linear(1, 1))
