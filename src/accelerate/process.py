@@ -88,7 +88,7 @@ class Processes:
 
         Args:
             inputs: a list, tuple, tensor (cut along its first dimension), `datasets.Dataset`, or a dictionary of such
-                values of one length. Everything else, such as a string, goes to every process whole.
+                values of one length, also nested. Everything else, such as a string, goes to every process whole.
             apply_padding: repeat the last element until every piece is as long as the longest, so that results can be
                 gathered; drop the surplus afterwards.
 

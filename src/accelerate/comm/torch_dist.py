@@ -124,6 +124,10 @@ class TorchCommunicator(Communicator):
     ) -> list[torch.Tensor]:
         """Do one operation with all tensors, on their devices: as expected, or after the ranks compared what they call."""
         for tensor in tensors:
+            if tensor.is_nested:
+                raise TypeError(
+                    f"Cannot exchange a nested tensor of layout {tensor.layout}; convert it with `to_padded_tensor(0.0)`."
+                )
             if tensor.layout is not torch.strided:
                 raise TypeError(f"Cannot exchange a tensor of layout {tensor.layout}; convert it with `to_dense()`.")
         ready = [tensor.resolve_conj().resolve_neg() for tensor in tensors]

@@ -5,10 +5,11 @@ starts is an error, because then nothing is lost yet.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from accelerate.config.enums import LoggerType
@@ -16,6 +17,7 @@ from accelerate.trackers.base import GeneralTracker
 from accelerate.trackers.registry import LOGGER_TYPE_TO_CLASS
 from accelerate.training.prepared import Facade
 from accelerate.utils import operations
+from accelerate.utils.nested import honor_type, like_mapping
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +49,7 @@ def gather_for_metrics(accelerator: Facade, data: Any, use_gather_object: bool) 
         pick = partial(
             _of_distinct, inner=inner, copies=copies, stages=stages, ranks=accelerator.num_processes, keep=limit
         )
-        return operations.recursively_apply(pick, gathered) if by_tensor else pick(gathered)
+        return operations.recursively_apply(pick, gathered) if by_tensor else _over_columns(pick, gathered)
     if whole:
         return gathered
     if keep < 0:
@@ -82,9 +84,27 @@ def _first(gathered: Any, keep: int, by_tensor: bool) -> Any:
     """Return the first samples of what was gathered; on one process too, where a caller may have filled it up himself."""
     if by_tensor:
         return operations.recursively_apply(lambda tensor: tensor[:keep] if tensor.ndim else tensor, gathered)
-    # One process gets its own object back, which may be anything: a number or a dict has no first samples.
-    has_samples = isinstance(gathered, Sequence) or (isinstance(gathered, torch.Tensor) and gathered.ndim > 0)
-    return gathered[:keep] if has_samples else gathered
+    return _over_columns(lambda column: column[:keep] if _has_samples(column) else column, gathered)
+
+
+def _has_samples(column: Any) -> bool:
+    # One process gets its own object back, which may be anything: a number or a string has no first samples.
+    if isinstance(column, (torch.Tensor, np.ndarray)):
+        return column.ndim > 0
+    return isinstance(column, Sequence) and not isinstance(column, (str, bytes))
+
+
+def _over_columns(function: Any, gathered: Any, inside: bool = False) -> Any:
+    """Apply a function to each column of a structure that `gather_object` has gathered, but not to single values of ranks."""
+    if operations.holds_columns(gathered):
+        items = gathered.items() if isinstance(gathered, Mapping) else enumerate(gathered)
+        results = {key: _over_columns(function, item, True) for key, item in items}
+        return (
+            like_mapping(gathered, results)
+            if isinstance(gathered, Mapping)
+            else honor_type(gathered, results.values())
+        )
+    return gathered if inside and isinstance(gathered, tuple) else function(gathered)
 
 
 # Trackers ------------------------------------------------------------------------------------------------------------

@@ -252,12 +252,20 @@ def get_data_structure(data: Any) -> Any:
         >>> get_data_structure({"ids": torch.ones(2, 3)})
         {'ids': TensorInformation(shape=torch.Size([2, 3]), dtype=torch.float32)}
     """
-    return recursively_apply(lambda tensor: TensorInformation(shape=tensor.shape, dtype=tensor.dtype), data)
+    return recursively_apply(lambda tensor: TensorInformation(shape=_shape(tensor), dtype=tensor.dtype), data)
 
 
 def get_shape(data: Any) -> Any:
     """Replace each tensor of a nested structure by its shape, as a list."""
-    return recursively_apply(lambda tensor: list(tensor.shape), data)
+    return recursively_apply(lambda tensor: list(_shape(tensor)), data)
+
+
+def _shape(tensor: torch.Tensor) -> torch.Size:
+    if tensor.is_nested and tensor.layout == torch.strided:  # torch raises an internal error
+        raise TypeError(
+            "A nested tensor has rows of different sizes and no shape; convert it with `to_padded_tensor(0.0)`."
+        )
+    return tensor.shape
 
 
 def initialize_tensors(data_structure: Any) -> Any:
@@ -295,7 +303,7 @@ def find_batch_size(data: Any) -> int:
         raise TypeError(f"Can only find the batch size of tensors, not of {type(data)}.")
     if data.ndim == 0:
         raise IndexError("Cannot find the batch size of a scalar tensor; it has no dimensions.")
-    return data.shape[0]
+    return data.size(0)  # strided nested tensors have no `shape`
 
 
 def ignorant_find_batch_size(data: Any) -> int | None:
@@ -388,7 +396,7 @@ def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int
 
 def padded(tensor: torch.Tensor, dim: int, length: int, value: Any, first: bool) -> torch.Tensor:
     """Return the tensor with `value` filled in until it is `length` long along `dim`."""
-    missing = length - tensor.shape[dim]
+    missing = length - _shape(tensor)[dim]
     if missing <= 0:
         return tensor
     shape = list(tensor.shape)
@@ -414,26 +422,45 @@ def _piece(value: Any, length: int, rank: int, world_size: int, padded: bool) ->
     missing = -(-length // world_size) - (end - start) if padded and length else 0
     if isinstance(value, (list, tuple)):
         return value[start:end] + value[-1:] * missing
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor) and value.ndim:
         piece = value[start:end]
         return torch.cat([piece, *[value[-1:]] * missing]) if missing else piece
     # The caller who holds a Dataset has imported the library.
-    if isinstance(value, getattr(sys.modules.get("datasets"), "Dataset", ())):
+    if isinstance(value, _dataset_type()):
         return value.select([*range(start, end), *[length - 1] * missing])
     return value
+
+
+def _dataset_type() -> Any:
+    return getattr(sys.modules.get("datasets"), "Dataset", ())
+
+
+def _lengths(values: Mapping[Any, Any], path: str = "") -> Iterator[tuple[str, int]]:
+    """Yield the path and length of each value of a nested dictionary that is divided, and of what else its top level holds."""
+    for key, value in values.items():
+        name = f"{path}{key}"
+        if isinstance(value, Mapping):
+            yield from _lengths(value, f"{name}.")
+        elif isinstance(value, torch.Tensor):
+            if value.ndim:
+                yield name, len(value)
+        elif isinstance(value, (list, tuple, _dataset_type())) or (
+            not path and hasattr(value, "__len__") and not isinstance(value, (str, bytes))
+        ):
+            yield name, len(value)
 
 
 def piece(inputs: Any, rank: int, world_size: int, padded: bool) -> Any:
     """Return the piece of the inputs that belongs to a rank; ValueError if values of a dictionary differ in length.
 
-    Lists, tuples, tensors and `datasets.Dataset` are cut, also in a dictionary; everything else goes to every
-    rank whole. `padded` repeats the last element until all pieces are as long as the first.
+    Lists, tuples, tensors and `datasets.Dataset` are divided, also in nested dictionaries; everything else goes to every
+    rank unchanged. `padded` repeats the last element until all pieces are as long as the first.
     """
     if world_size == 1:
         return inputs
     if not isinstance(inputs, Mapping):
         return _piece(inputs, len(inputs), rank, world_size, padded)
-    lengths = {key: len(value) for key, value in inputs.items()}
+    lengths = dict(_lengths(inputs))
     if len(set(lengths.values())) > 1:
         raise ValueError(f"All values in the dictionary must have the same length, but their lengths are {lengths}.")
     return _piece(inputs, next(iter(lengths.values()), 0), rank, world_size, padded)

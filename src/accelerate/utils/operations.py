@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence  # noqa: F401
 from typing import Any
 
+import numpy as np
 import torch
 
 from accelerate import comm
@@ -81,7 +82,7 @@ def _prepare(communicator: Communicator, operation: str, data: Any, module: str 
     structure, pads = outline(data, tensors), operation == "pad_across_processes"
     kinds = ", ".join(sorted({item.device.type for item in tensors}))
     # Padding makes sizes equal, but not their number.
-    shapes = [(item.dtype, "?" * item.ndim if pads else item.shape) for item in tensors]
+    shapes = [(item.dtype, "?" * item.ndim if pads or item.is_nested else item.shape) for item in tensors]
     communicator.require_same(Call(f"{module}.{operation}", None, f"{structure} on {kinds}", kinds, tuple(shapes)))
     device = process.get("device")
     if device is not None and tensors and kinds != device.type:
@@ -140,21 +141,77 @@ def gather_object_with(communicator: Communicator, object: Any) -> Any:
     """Do what `gather_object` does, with a given communicator."""
     if communicator.world_size == 1:
         return object
-    if not isinstance(object, Iterable):
+    if not isinstance(object, Iterable) or isinstance(object, (str, bytes)):
         raise TypeError(
             f"gather_object() got {object!r} ({type(object).__name__}); pass a list, such as [{object!r}]."
         )
-    return [element for elements in communicator.gather_object(object) for element in elements]
+    values = communicator.gather_object(object)
+    if any(holds_columns(value) for value in values):
+        return _merged("", values, communicator.rank)
+    return [element for elements in values for element in elements]
+
+
+def holds_columns(data: Any) -> bool:
+    """Say whether the values of a mapping or tuple are lists or tensors that are gathered one by one."""
+    if isinstance(data, tuple):
+        columns = all(isinstance(item, (list, torch.Tensor, np.ndarray, Mapping)) for item in data)
+        return columns and any(isinstance(item, list) for item in data)
+    return isinstance(data, Mapping)
+
+
+def _is_single(value: Any) -> bool:
+    return not isinstance(value, (list, tuple, set, torch.Tensor, np.ndarray, Mapping))
+
+
+def _merged(path: str, values: Sequence[Any], rank: int) -> Any:
+    """Merge what each rank has at one place of a structure; a single value becomes a tuple with one value per rank."""
+    first = values[0]
+    if all(isinstance(value, Mapping) for value in values):
+        items = {}
+        for key in dict.fromkeys(key for value in values for key in value):
+            having = [value[key] for value in values if key in value]
+            if len(having) < len(values) and not all(_is_single(item) for item in having):
+                raise TypeError(
+                    f"gather_object() got {key!r}{path} from some ranks only. Pass the same keys on all ranks."
+                )
+            items[key] = _merged(f" in [{key!r}]{path}", having, rank)
+        return like_mapping(first, items)
+    if holds_columns(first):
+        if any(type(value) is not type(first) or len(value) != len(first) for value in values):
+            raise TypeError(f"gather_object() got different tuples{path} from the ranks. Pass equally long ones.")
+        columns = enumerate(zip(*values, strict=True))
+        return honor_type(first, [_merged(f" in [{index}]{path}", column, rank) for index, column in columns])
+    arrays = torch.Tensor if isinstance(first, torch.Tensor) else np.ndarray
+    if isinstance(first, arrays) and all(isinstance(value, arrays) for value in values):
+        try:
+            if arrays is np.ndarray:
+                return np.concatenate([np.atleast_1d(value) for value in values])
+            return torch.cat([torch.atleast_1d(value).to(values[rank].device) for value in values])
+        except (RuntimeError, ValueError) as error:
+            raise TypeError(
+                f"gather_object() cannot concatenate tensors{path}: {error}. Pass a list of tensors there, one per sample."
+            ) from error
+    if all(isinstance(value, (list, tuple, set)) for value in values):
+        return [element for elements in values for element in elements]
+    if not all(map(_is_single, values)):
+        kinds = " and ".join(sorted({type(value).__name__ for value in values}))
+        raise TypeError(f"gather_object() got a {kinds}{path} from the ranks. Pass the same structure on all ranks.")
+    return tuple(values)
 
 
 def gather_object(object: Any) -> Any:
     """Collect lists of picklable objects from all processes into one list. Every rank must call it.
 
     Args:
-        object: a list, or another iterable; of a dictionary only the keys are collected.
+        object: a list, or another iterable. In a dictionary, or in a tuple that contains lists, each value is collected:
+            lists are joined, tensors and arrays are concatenated, and any other value becomes a tuple of one value per rank.
 
     Returns:
-        The elements of all ranks, in the order of the ranks, on every rank. A process that is alone gets its argument back.
+        The elements of all ranks, in the order of the ranks, on every rank. One process alone gets its argument back.
+
+    Raises:
+        TypeError: the argument is a string or not iterable, its structure differs between ranks, or tensors cannot be
+            concatenated.
 
     Example:
         >>> gather_object([{"loss": 0.5}])  # with two processes: one dictionary of each

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from expect import raised
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils.data import DataLoader
 
 from accelerate import Accelerator, comm
 from accelerate.process import PartialState
@@ -17,6 +18,14 @@ Pair = namedtuple("Pair", "x y")
 RANK, SIZE, DEVICE = PartialState().process_index, PartialState().num_processes, PartialState().device
 EVERYONE = list(range(SIZE))
 ACCELERATOR = Accelerator()
+
+
+def check_nested_tensors_are_refused() -> None:
+    for layout in (torch.strided, torch.jagged):
+        rows = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=layout)
+        for call in (ops.gather, ops.broadcast, ops.reduce):
+            with raised(TypeError, "to_padded_tensor"):
+                call({"x": rows})
 
 
 def check_gather() -> None:
@@ -35,6 +44,33 @@ def check_gather() -> None:
     assert torch.equal(ops.gather(columns), torch.cat([columns - RANK + r for r in EVERYONE]))
     assert ops.gather(torch.ones(0, 4, device=DEVICE)).shape == (0, 4)
     assert ops.gather_object([RANK, {"r": RANK}]) == [item for r in EVERYONE for item in (r, {"r": r})]
+    row = torch.tensor([RANK], device=DEVICE)
+    both = (EVERYONE, {"x": ["a"] * SIZE, "n": tuple(EVERYONE)})
+    assert ops.gather_object(([RANK], {"x": ["a"], "n": RANK})) == both
+    assert ops.gather_object({"x": row, "none": None})["x"].tolist() == EVERYONE
+    loader = ACCELERATOR.prepare(DataLoader(list(range(2 * SIZE + 1)), batch_size=1))
+    found: dict = {"rows": [], "names": [], "more": []}
+    for batch in loader:  # the last round is filled up
+        names = [str(batch.item())]
+        result = ACCELERATOR.gather_for_metrics(
+            {"rows": batch, "names": names, "more": (names, batch.tolist()), "n": 1}
+        )
+        assert result["n"] == (1,) * SIZE
+        found = {
+            "rows": found["rows"] + result["rows"].tolist(),
+            "names": found["names"] + result["names"],
+            "more": found["more"] + result["more"][1],
+        }
+    assert found["rows"] == found["more"] == [int(name) for name in found["names"]] == list(range(2 * SIZE + 1))
+    assert ops.gather_object({RANK: 1}) == dict.fromkeys(EVERYONE, (1,))
+    for wrong, message in (
+        ("text", "pass a list"),
+        ({"x": torch.zeros(1, RANK)}, "cannot concatenate tensors in ['x']"),
+        ({RANK: []}, "from some ranks only"),
+        ({"x": [] if RANK else None}, "a NoneType and list in ['x']"),
+    ):
+        with raised(TypeError, message):
+            ops.gather_object(wrong)
     assert ops.gather_object(["x" * 10_000 * (RANK + 1)]) == ["x" * 10_000 * (r + 1) for r in EVERYONE]
 
 

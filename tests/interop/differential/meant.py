@@ -305,6 +305,10 @@ ROWS: dict[str, list[tuple[str | None, ...]]] = {
         ("", "", "loaders.kinds(source=shuffled generator, dispatch=True*")],
     "`prepare()` of nothing": [("ValueError", None, "accelerator.prepare_placement(count=0*")],
     "`reduce` averages integers": [("", "RuntimeError", "stepping.reduce(*'mean'*")],
+    "`gather_object` and `gather_for_metrics` keep a dictionary": [
+        ("", "", "stepping.gather_objects(given={'a': 1})*", "collectives.gather_object(value=*dict*)*"),
+        ("TypeError", "", "stepping.gather_objects(given='ab')*", "collectives.gather_object(value=*text)*",
+         "collectives.gather_object(value=bytes)*")],
     "`join_uneven_inputs` works on CPU": [("ValueError", "", "stepping.join(*what='none')*")],
     "`load_state` returns which checkpoint it loaded.": [("", "", "checkpoints.*(*) <returne|loa>d*")],
     "After `load_state`, a loader that was being": [("", "", "checkpoints.going_on(*")],

@@ -45,6 +45,26 @@ def test_dictionaries():
     assert nested.piece(data, 0, 1, True) is data, "one process gets everything"
 
 
+def test_strided_nested_tensors_have_a_batch_size_and_no_shape():
+    rows = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
+    assert nested.find_batch_size({"x": rows}) == 2
+    for call in (nested.get_shape, nested.get_data_structure, lambda data: nested.pad_input_tensors(data, 2, 3)):
+        with pytest.raises(TypeError, match="to_padded_tensor"):
+            call({"x": rows})
+
+
+def test_samples_of_nested_dictionaries_are_divided():
+    data = {"text": {"ids": [1, 2, 3], "mask": torch.arange(3)}, "labels": (4, 5, 6), "style": "plain", "n": 3}
+    whole = {"style": "plain", "n": 3}
+    found = [nested.piece(data, rank, 2, True) for rank in (0, 1)]
+    assert [repr(part) for part in found] == [
+        repr({"text": {"ids": ids, "mask": torch.tensor([n - 1 for n in ids])}, "labels": labels, **whole})
+        for ids, labels in (([1, 2], (4, 5)), ([3, 3], (6, 6)))
+    ]
+    with pytest.raises(ValueError, match="'text.mask': 4, 'labels': 3"):
+        nested.piece({**data, "text": {"mask": torch.arange(4)}}, 0, 2, False)
+
+
 def test_tensors_are_cut_along_the_first_dimension():
     data = torch.arange(6).view(3, 2)
     assert nested.piece(data, 1, 2, True).tolist() == [[4, 5], [4, 5]]
