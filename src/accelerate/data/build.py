@@ -137,7 +137,8 @@ def prepare_data_loader(
         rng_types = _synchronised(rng_types, dataloader, generator)
 
     division = Division(reading, layouts, process_index, split_batches, even_batches, readers)
-    made, changes = plan.make(dataloader, division), _changes(dataloader, division)
+    counts = dispatch and (layout.num_shards > 1 or slice_fn_for_dispatch is not None)
+    made, changes = plan.make(dataloader, division), _changes(dataloader, division, counts)
     stateful = use_stateful_dataloader or is_stateful(dataloader)
     base = as_stateful(dataloader, **changes) if stateful else variant(dataloader, **changes)
     common = {
@@ -291,8 +292,8 @@ def _synchronised(kinds: list[Any], dataloader: DataLoader, generator: torch.Gen
     return [*others, "generator"] if ours or len(others) < len(kinds) else others
 
 
-def _changes(dataloader: DataLoader, division: Division) -> dict[str, Any]:
-    """The parts of the loader that change when it is prepared."""
+def _changes(dataloader: DataLoader, division: Division, counts: bool) -> dict[str, Any]:
+    """The parts of the loader that change when it is prepared; `counts` adds its number of samples to each batch."""
     reading, split_batches, even_batches = division.reading, division.split_batches, division.even_batches
     dataset, shards, index = dataloader.dataset, division.own.num_shards, division.own.shard_index
     stream, outer = is_stream(dataloader), batching_sampler(dataloader)
@@ -323,8 +324,7 @@ def _changes(dataloader: DataLoader, division: Division) -> dict[str, Any]:
             changes["dataset"] = SeededDataset(dataset)
         elif dataloader.persistent_workers and callable(getattr(read, "set_epoch", None)):
             changes["dataset"] = EpochStream(read)
-    batches = dataloader.batch_sampler is not None and adapter.iterates_plainly(dataloader)
-    if batches and reading in (plan.DISPATCHED, plan.PER_NODE) and division.layouts[0].num_shards > 1:
+    if counts and dataloader.batch_sampler is not None and adapter.iterates_plainly(dataloader):
         changes["collate_fn"] = SizingCollate(dataloader.collate_fn)
     return changes
 

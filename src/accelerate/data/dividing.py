@@ -159,6 +159,8 @@ class _Division:
             whole = first if len(values) == 1 else join(values)
         except (RuntimeError, TypeError) as error:
             raise self._unequal(path, str(error)) from error
+        if not self.checked:  # joined only
+            return [whole]
         return [whole if (start, stop) == (0, len(whole)) else whole[start:stop] for start, stop in self.bounds]
 
     def _holds_samples(self, keys: tuple[Any, ...], path: str, values: Sequence[Any]) -> bool:

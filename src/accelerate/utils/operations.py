@@ -8,7 +8,7 @@ import contextlib
 import functools
 import pickle
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence  # noqa: F401
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np

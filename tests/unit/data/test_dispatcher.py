@@ -117,6 +117,25 @@ def test_rows_that_are_no_samples_are_refused_on_all_ranks_where_they_would_be_d
         assert [batch["name"] for batch in loader] == [f"row {2 * rank}"]
 
 
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_slice_function_gets_all_rows_and_counts_samples(world):
+    def patches_of(batch, part, process_index, num_processes):
+        ends = [0, *batch["grid"][:, 1].cumsum(0).tolist()]
+        return batch["pixel_values"][ends[part.start] : ends[part.stop]]
+
+    def collate(rows):
+        return {key: value for key, value in patches(rows).items() if key in ("pixel_values", "grid")}
+
+    rows, sent = list(Rows(8)), []
+    for rank in range(world):
+        loader = dispatched(
+            DataLoader(Rows(8), 2, collate_fn=collate), sent, world, rank, slice_fn_for_dispatch=patches_of
+        )
+        loader._connection.places, loader._connection.parts = None, 1
+        starts = range(2 * rank, 8, 2 * world)
+        assert same(list(loader), [patches(rows[start : start + 2])["pixel_values"] for start in starts])
+
+
 def test_ready_made_batches_are_handed_out_and_refused_where_their_size_is_uncertain():
     batches = [patches(list(Rows(stop))[stop - 2 :]) for stop in (2, 4, 6)]
     sent = []
