@@ -1252,7 +1252,8 @@ class Accelerator(Processes):
     ) -> Path | str | None:
         """Restore what ``save_state`` saved, into the objects prepared and registered in the same order. All ranks.
 
-        The checkpoint is verified and read in full first. What cannot be restored leaves everything as it was.
+        The checkpoint is verified and read in full first. What cannot be restored leaves everything as it was. If the
+        checkpoint holds more models, optimizers, schedulers or loaders than are prepared, a warning names their states.
 
         Args:
             input_dir: The checkpoint, a folder or URL; None takes the newest complete one of the project.
@@ -1269,7 +1270,7 @@ class Accelerator(Processes):
             ValueError: The folder is not there, or does not fit what was prepared; nothing was changed then.
             DamagedCheckpoint: A file is missing, truncated or changed; the message names it.
             FileNotFoundError: There is no complete checkpoint.
-            RuntimeError: Another rank could not load it.
+            RuntimeError: Another rank could not load it, or nothing is prepared that could take its states.
 
         Example:
             >>> import tempfile

@@ -304,6 +304,8 @@ class Contents:
     Attributes:
         optimizers: with their states, and the names of the files, as `objects`.
         dataloaders: with the states of those that are stateful, and their positions.
+        saved_loaders: how many loaders have a position in the checkpoint.
+        unclaimed: names of the states that no prepared object takes.
         random: random states and step count of this rank, or None.
         is_new: this rank has none; ``random`` has those of the first rank, if any, from which its own are derived.
         remaining: what `complete` calls; a reader adds what reads over the tensors that are there.
@@ -315,6 +317,8 @@ class Contents:
     optimizers: list[tuple[Any, Any, str]] = field(default_factory=list)
     objects: list[tuple[Any, Any, str]] = field(default_factory=list)
     dataloaders: list[tuple[Any, Any, dict[str, Any] | None]] = field(default_factory=list)
+    saved_loaders: int = 0
+    unclaimed: list[str] = field(default_factory=list)
     random: dict[str, Any] | None = None
     is_new: bool = False
     _undoing: list[Callable[[], Any]] = field(default_factory=list)
@@ -537,6 +541,7 @@ def read_common(common: Common, folder: str, load_kwargs: dict[str, Any] | None 
     # A rank that was not there when the checkpoint was saved must draw the same epoch as the others.
     random = random or {}
     positions, states = random.pop(POSITIONS, None) or [], random.pop(LOADERS, None) or {}
+    contents.saved_loaders = len(positions)
     for index, loader in enumerate(common.loaders()):
         state, position = None, None
         if keeps_state(loader):

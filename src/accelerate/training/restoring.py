@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from accelerate._warn import warn_user
 from accelerate.checkpoint import manifest
 from accelerate.checkpoint.barrier import Group, SaveBarrier, default_store
 from accelerate.checkpoint.load import CheckpointFolder, Contents, Deferred, read_common, tensor_device
@@ -23,6 +24,7 @@ from accelerate.checkpoint.object_store import storage_of
 from accelerate.checkpoint.state import Common
 from accelerate.checkpoint.storage import CheckpointStatus, CheckpointStorage, LocalStorage
 from accelerate.training import averages, gradients, readers
+from accelerate.training.coverage import unclaimed_states
 from accelerate.training.prepared import Facade
 from accelerate.training.readers import Readers
 
@@ -106,6 +108,12 @@ def _load_found(
     if accelerator._window.micro_batches:
         gradients.reset(accelerator)
     accelerator._loaded_checkpoint = chosen.storage.location
+    if contents.unclaimed and accelerator.process_index == 0:
+        warn_user(
+            f"load_state({chosen.storage.location!r}) did not restore {', '.join(contents.unclaimed)}: no object is prepared for "
+            "these states of the checkpoint. To resume training, prepare the objects that were saved, in the same order, "
+            "before `load_state`; an evaluation may ignore this."
+        )
     if chosen.following is not None:
         accelerator.project_configuration.iteration = chosen.following
     return Path(chosen.storage.location) if isinstance(chosen.storage, LocalStorage) else chosen.storage.location
@@ -462,6 +470,7 @@ def _read_contents(
         with noted():
             _check_custom(folder, common.custom)
             contents = read_common(common, folder, options["load_kwargs"])
+            contents.unclaimed = unclaimed_states(accelerator, contents)
         for index, optimizer in enumerate(accelerator._optimizers if reads else ()):
             with noted():
                 state = backend.load_optimizer(accelerator, optimizer, folder, index, **options)

@@ -6,6 +6,7 @@ import random
 import re
 import subprocess
 import sys
+import warnings
 
 import numpy as np
 import pytest
@@ -353,3 +354,46 @@ def test_a_large_file_that_becomes_shorter_while_it_is_loaded_is_an_error(tmp_pa
     command = [sys.executable, "-c", SHORTENED, str(tmp_path / "c"), file]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 1 and re.search("changed while it was loaded: .* became shorter", done.stderr), done
+
+
+def test_load_before_prepare_is_an_error(saved):
+    folder = saved[0]
+    (folder / "custom_checkpoint_0.pkl").unlink()  # which has an error of its own
+    (folder / "accelerate_manifest.json").unlink()
+    before = torch.get_rng_state()
+    with pytest.raises(
+        RuntimeError, match=r"nothing is prepared.*model 1 \(model_1.safetensors\), optimizer 0 .*scheduler 0"
+    ):
+        Accelerator(cpu=True).load_state(folder)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@cases(
+    "prepared, left",
+    ("model", ["model 1 (model_1.safetensors)", "optimizer 0 (optimizer.bin)", "scheduler 0", "data loader 0"]),
+    ("models", ["optimizer 0", "scheduler 0 (scheduler.bin)", "data loader 0"]),
+    ("all but the scheduler", ["scheduler 0"]),
+    ("all", []),
+)
+def test_states_that_no_object_takes_are_named(tmp_path, prepared, left):
+    run = Run()
+    run.accelerator.prepared.custom_objects.clear()
+    run.steps(2)
+    run.accelerator.save_state(tmp_path / "c")
+    other = Run(seed=2)
+    registry = other.accelerator.prepared
+    registry.custom_objects.clear()
+    keep_models = 1 if prepared == "model" else 2
+    del registry.models[keep_models:]
+    if "all" not in prepared:
+        registry.optimizers.clear(), registry.dataloaders.clear()
+    if prepared != "all":
+        registry.schedulers.clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        other.accelerator.load_state(tmp_path / "c")
+    text = " ".join(str(item.message) for item in caught if "did not restore" in str(item.message))
+    assert bool(text) == bool(left) and all(name in text for name in left), text
+    if prepared == "all but the scheduler":
+        assert "optimizer" not in text
+    assert torch.equal(other.plain.weight, run.plain.weight), "an evaluation loads its model"
