@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from accelerate._warn import warn_user
 from accelerate.checkpoint import layouts, load, save
 from accelerate.checkpoint.manifest import custom_file, optimizer_file
 from accelerate.checkpoint.state import Common
@@ -125,7 +126,10 @@ def load_accelerator_state(
         for index, optimizer in enumerate(optimizers)
     ]
     contents.begin(**load_model_func_kwargs)
-    return contents.complete()
+    attributes = contents.complete()
+    for line in contents.changed_schedules:
+        warn_user(f"{os.fspath(input_dir)}: {line}")
+    return attributes
 
 
 def save_custom_state(obj: Any, path: Folder, index: int = 0, save_on_each_node: bool = False) -> None:

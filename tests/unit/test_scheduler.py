@@ -1,11 +1,17 @@
 """The prepared scheduler."""
 
+import types
 import warnings
 
 import pytest
 import torch
+from torch.optim import lr_scheduler as lr
 
 from accelerate import Accelerator, ParallelismConfig
+from accelerate.backends.deepspeed import checkpoint as engine_checkpoint
+from accelerate.checkpoint import schedules
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.utils import DataLoaderConfiguration
 
 
 def build(accelerator, make=lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.5)):
@@ -66,3 +72,118 @@ def test_prepare_checks_against_the_prepared_loader():
     for _ in range(5):
         optimizer.step()
         scheduler.step()  # an exhausted schedule does not raise
+
+
+SCHEDULES = {
+    "CosineAnnealingLR": lambda o: lr.CosineAnnealingLR(o, 80),
+    "StepLR": lambda o: lr.StepLR(o, 20),
+    "MultiStepLR": lambda o: lr.MultiStepLR(o, [20, 40]),
+    "ExponentialLR": lambda o: lr.ExponentialLR(o, 0.95),
+    "LinearLR": lambda o: lr.LinearLR(o, 0.1, 1, 80),
+    "ConstantLR": lambda o: lr.ConstantLR(o, 0.3, 42),
+    "PolynomialLR": lambda o: lr.PolynomialLR(o, 80, 2),
+    "CyclicLR": lambda o: lr.CyclicLR(o, 0.01, 0.1, 20, cycle_momentum=False),
+    "OneCycleLR": lambda o: lr.OneCycleLR(o, 0.1, 80),
+    "CosineAnnealingWarmRestarts": lambda o: lr.CosineAnnealingWarmRestarts(o, 20, 2),
+    "SequentialLR": lambda o: lr.SequentialLR(o, [lr.LinearLR(o, 0.1, 1, 20), lr.CosineAnnealingLR(o, 60)], [20]),
+    "ChainedScheduler": lambda o: lr.ChainedScheduler([lr.LinearLR(o, 0.1, 1, 20), lr.ExponentialLR(o, 0.98)]),
+    "ReduceLROnPlateau": lambda o: lr.ReduceLROnPlateau(o, patience=7),
+    "LambdaLR": lambda o: lr.LambdaLR(o, lambda step: 1 - step / 80),
+}
+
+
+class Resumed:
+    """A run on so many simulated replicas, with one optimizer and one schedule of each kind."""
+
+    def __init__(self, monkeypatch, replicas, batch_size, split=False):
+        self.accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(split_batches=split))
+        optimizers = [torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1) for _ in SCHEDULES]
+        made = [make(optimizer) for make, optimizer in zip(SCHEDULES.values(), optimizers, strict=True)]
+        loader = torch.utils.data.DataLoader(torch.arange(320), batch_size=batch_size)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.loader, *prepared = self.accelerator.prepare(loader, *optimizers, *made)
+        self.optimizers, self.schedulers = prepared[: len(SCHEDULES)], prepared[len(SCHEDULES) :]
+        steps = property(lambda scheduler: 1 if scheduler.split_batches else replicas)
+        monkeypatch.setattr(AcceleratedScheduler, "steps_per_update", steps)
+        total = property(lambda loader: loader.batch_size * (1 if split else replicas))
+        monkeypatch.setattr(type(self.loader), "total_batch_size", total)
+
+    def update(self, number):
+        for _ in range(number):
+            for name, optimizer, scheduler in zip(SCHEDULES, self.optimizers, self.schedulers, strict=True):
+                optimizer.step()
+                scheduler.step(*([1.0] if name == "ReduceLROnPlateau" else []))
+        return {n: o.param_groups[0]["lr"] for n, o in zip(SCHEDULES, self.optimizers, strict=True)}
+
+    def load(self, folder):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            self.accelerator.load_state(folder)
+        return [str(item.message) for item in caught if "steps per optimizer step" in str(item.message)]
+
+
+# Replicas and samples of one process: an optimizer step has the same number of samples.
+@pytest.mark.parametrize(("before", "after"), [((2, 4), (1, 8)), ((1, 8), (2, 4)), ((2, 4), (4, 2))])
+def test_resuming_on_other_replicas_keeps_the_rates(tmp_path, monkeypatch, before, after):
+    expected = Resumed(monkeypatch, *before).update(24)
+    assert before[0] != 2 or expected["CosineAnnealingLR"] == pytest.approx(0.0345492, abs=1e-6)
+    first = Resumed(monkeypatch, *before)
+    first.update(10)
+    first.accelerator.save_state(tmp_path / "a")
+    second = Resumed(monkeypatch, *after)
+    messages = second.load(tmp_path / "a")
+    assert len(messages) == 1, "only that of a function"
+    assert "LambdaLR" in messages[0] and f"{before[0]} steps" in messages[0] and f"take {after[0]}" in messages[0]
+    second.update(5)
+    second.accelerator.save_state(tmp_path / "b")
+    third = Resumed(monkeypatch, *after)  # the steps are still those of the first run
+    third.load(tmp_path / "b")
+    assert third.update(9) == pytest.approx(expected)
+    fourth = Resumed(monkeypatch, *before)
+    assert not fourth.load(tmp_path / "b"), "the first run's replicas again"
+    assert fourth.update(9) == pytest.approx(expected)
+
+
+def test_resuming_with_other_samples_in_a_step_follows_the_samples(tmp_path, monkeypatch):
+    expected = Resumed(monkeypatch, 2, 4).update(17)  # 7 steps on 2 replicas have the samples of 14 on one
+    first = Resumed(monkeypatch, 2, 4)
+    first.update(10)
+    first.accelerator.save_state(tmp_path)
+    second = Resumed(monkeypatch, 1, 4)
+    messages = second.load(tmp_path)
+    assert any("CosineAnnealingLR was saved with 2" in text and "0.5 times the samples" in text for text in messages)
+    assert not any("ReduceLROnPlateau" in text for text in messages), "it counts metrics"
+    rates = second.update(14)
+    assert all(rates[name] == pytest.approx(expected[name]) for name in SCHEDULES if name != "ReduceLROnPlateau")
+
+
+def test_a_checkpoint_without_the_record_counts_its_processes(tmp_path, monkeypatch):
+    first = Resumed(monkeypatch, 2, 4)
+    first.update(10)
+    monkeypatch.setattr(schedules, "units", lambda common: None)  # as upstream writes it
+    first.accelerator.save_state(tmp_path)
+    (tmp_path / "accelerate_manifest.json").unlink()
+    (tmp_path / "random_states_1.pkl").write_bytes((tmp_path / "random_states_0.pkl").read_bytes())
+    second = Resumed(monkeypatch, 1, 8)
+    second.load(tmp_path)
+    assert second.update(14)["CosineAnnealingLR"] == pytest.approx(0.0345492, abs=1e-6)
+
+
+def test_split_batches_keep_one_step_on_any_number_of_replicas(tmp_path, monkeypatch):
+    first = Resumed(monkeypatch, 2, 8, split=True)
+    first.update(3)
+    first.accelerator.save_state(tmp_path)
+    second = Resumed(monkeypatch, 1, 8, split=True)
+    assert not second.load(tmp_path) and second.update(1) == pytest.approx(first.update(1))
+
+
+def test_deepspeed_schedules_keep_their_total_on_other_ranks():
+    schedule = types.SimpleNamespace(total_num_steps=80)
+    head = {"dp_world_size": 2, "ds_config": {"scheduler": {"params": {"total_num_steps": 40}}}}
+    with pytest.warns(UserWarning, match="total_num_steps=40, and has 80 on 1"):
+        engine_checkpoint._keep_length(schedule, head, 1)
+    assert schedule.total_num_steps == 40
+    schedule.total_num_steps = 100  # the same ranks: a longer training
+    engine_checkpoint._keep_length(schedule, head, 2)
+    assert schedule.total_num_steps == 100

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from accelerate.checkpoint import formats, low_bit, manifest
+from accelerate.checkpoint import formats, low_bit, manifest, schedules
 from accelerate.checkpoint.manifest import DamagedCheckpoint, FileEntry, Manifest, damaged
 from accelerate.checkpoint.state import LOADERS, POSITIONS, Common, inner_optimizer, keeps_state
 from accelerate.data import generators, resume
@@ -306,6 +306,8 @@ class Contents:
         dataloaders: with the states of those that are stateful, and their positions.
         saved_loaders: how many loaders have a position in the checkpoint.
         unclaimed: names of the states that no prepared object takes.
+        schedule_units: what `schedules.units` returned in the run that saved, None where it was not saved.
+        changed_schedules: a line for each schedule whose rate may not be the uninterrupted run's; from `complete` on.
         random: random states and step count of this rank, or None.
         is_new: this rank has none; ``random`` has those of the first rank, if any, from which its own are derived.
         remaining: what `complete` calls; a reader adds what reads over the tensors that are there.
@@ -319,6 +321,8 @@ class Contents:
     dataloaders: list[tuple[Any, Any, dict[str, Any] | None]] = field(default_factory=list)
     saved_loaders: int = 0
     unclaimed: list[str] = field(default_factory=list)
+    schedule_units: list[list[int]] | None = None
+    changed_schedules: list[str] = field(default_factory=list)
     random: dict[str, Any] | None = None
     is_new: bool = False
     _undoing: list[Callable[[], Any]] = field(default_factory=list)
@@ -374,6 +378,7 @@ class Contents:
                 f"{self.folder} changed while it was loaded: {error}. Some of the state is the checkpoint's, and some is what it was before. "
                 "Load again, and replace files by a rename."
             ) from error
+        self.changed_schedules = schedules.restore(self.common, self.folder, self.schedule_units)
         states, rank, device = dict(self.random or {}), self.common.process_index, self.common.device
         file = manifest.random_states_file(rank)
         attributes = {"step": states.pop("step")} if "step" in states else {}
@@ -541,7 +546,7 @@ def read_common(common: Common, folder: str, load_kwargs: dict[str, Any] | None 
     # A rank that was not there when the checkpoint was saved must draw the same epoch as the others.
     random = random or {}
     positions, states = random.pop(POSITIONS, None) or [], random.pop(LOADERS, None) or {}
-    contents.saved_loaders = len(positions)
+    contents.saved_loaders, contents.schedule_units = len(positions), random.pop(schedules.KEY, None)
     for index, loader in enumerate(common.loaders()):
         state, position = None, None
         if keeps_state(loader):

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from accelerate.checkpoint import formats, manifest
+from accelerate.checkpoint import formats, manifest, schedules
 from accelerate.checkpoint.barrier import Group, SaveBarrier, default_store
 from accelerate.checkpoint.manifest import FileEntry, Manifest
 from accelerate.checkpoint.state import (
@@ -212,7 +212,12 @@ def write_common(common: Common, folder: durable.Path, step: int, save_on_each_n
     with planned(folder, save_on_each_node) as plan:
         for file, state in shared.items() if plan.writes_shared else ():
             plan.add_object(file, state)
-        own = {"step": step, **generators.collect(common.device), POSITIONS: positions}
+        own = {
+            "step": step,
+            **generators.collect(common.device),
+            POSITIONS: positions,
+            schedules.KEY: schedules.units(common),
+        }
         for index, loader in enumerate(loaders):
             if keeps_state(loader):
                 state = {name: value for name, value in loader.state_dict().items() if name != resume.KEY}

@@ -108,12 +108,8 @@ def _load_found(
     if accelerator._window.micro_batches:
         gradients.reset(accelerator)
     accelerator._loaded_checkpoint = chosen.storage.location
-    if contents.unclaimed and accelerator.process_index == 0:
-        warn_user(
-            f"load_state({chosen.storage.location!r}) did not restore {', '.join(contents.unclaimed)}: no object is prepared for "
-            "these states of the checkpoint. To resume training, prepare the objects that were saved, in the same order, "
-            "before `load_state`; an evaluation may ignore this."
-        )
+    if accelerator.process_index == 0:
+        _warn_of_differences(chosen.storage.location, contents)
     if chosen.following is not None:
         accelerator.project_configuration.iteration = chosen.following
     return Path(chosen.storage.location) if isinstance(chosen.storage, LocalStorage) else chosen.storage.location
@@ -530,6 +526,18 @@ def _read_models(
             contents.models.append(state)
         elif state is not None:  # None: the strategy has put the weights where they belong
             contents.models.append((model, state))
+
+
+def _warn_of_differences(location: str, contents: Contents) -> None:
+    """Warn of states that no object took, and of schedules that continue on another number of replicas."""
+    if contents.unclaimed:
+        warn_user(
+            f"load_state({location!r}) did not restore {', '.join(contents.unclaimed)}: no object is prepared for these states of the "
+            "checkpoint. To resume training, prepare the objects that were saved, in the same order, before `load_state`; an "
+            "evaluation may ignore this."
+        )
+    for line in contents.changed_schedules:
+        warn_user(f"load_state({location!r}), {line}")
 
 
 def _warn_of_fewer_processes(accelerator: Facade, folder: str) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from accelerate._warn import warn_user
 from accelerate.checkpoint import layouts, manifest, optimizers, zero
 from accelerate.checkpoint.load import CheckpointFolder, Deferred, copy_over, refuse_misfit
 from accelerate.checkpoint.save import SavePlan
@@ -339,10 +340,25 @@ def _put_counts(engine: Any, written: zero.Folder) -> None:
         setattr(engine, name, written.head[name])
     if engine.lr_scheduler is not None and written.head["lr_scheduler"] is not None:
         engine.lr_scheduler.load_state_dict(written.head["lr_scheduler"])
+        _keep_length(engine.lr_scheduler, written.head, engine.dp_world_size)
     own = getattr(engine.optimizer, "loss_scaler", None)
     saved = written.shards[0].get("loss_scaler") if written.shards else None
     if own is not None and saved is not None and vars(own).keys() == vars(saved).keys():
         vars(own).update(vars(saved))
+
+
+def _keep_length(schedule: Any, head: Mapping[str, Any], ranks: int) -> None:
+    """Give a schedule of DeepSpeed the total that its steps were counted for, which its state does not hold, on other ranks."""
+    parameters = ((head.get("ds_config") or {}).get("scheduler") or {}).get("params") or {}
+    total, own = parameters.get("total_num_steps"), getattr(schedule, "total_num_steps", None)
+    saved_ranks = head.get("dp_world_size")
+    if saved_ranks in (None, ranks) or own is None or not isinstance(total, int) or own == total:
+        return
+    schedule.total_num_steps = total
+    warn_user(
+        f"{type(schedule).__name__} was saved on {saved_ranks} data-parallel ranks with total_num_steps={total}, and has {own} on {ranks}: "
+        f"{total} is used, as in an uninterrupted run. To change the length, set total_num_steps of the schedule after load_state."
+    )
 
 
 # -- weights alone -----------------------------------------------------------------------------------------------------
