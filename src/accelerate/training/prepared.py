@@ -5,6 +5,7 @@ compiled one, the optimizer inside a prepared optimizer). References are weak, a
 alone: tensors, modules and lists define ``==`` as they like, and two models with the same weights are two models.
 """
 
+import gc
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -93,6 +94,7 @@ class PreparedObjects:
         }
         entry = Entry(kind, reference(outer), [reference(inner) for inner in objects[1:]], **details)
         self._entries.update(dict.fromkeys(map(id, objects), entry))
+        _LIVE.add(self)
         return entry
 
     def include(self, entry: Entry, inner: Any) -> None:
@@ -116,6 +118,7 @@ class PreparedObjects:
             known.clear()
         self._entries.clear()
         self.moved.clear()
+        _LIVE.discard(self)  # its training is over until something is prepared again
 
     def alive(self, kind: str) -> Iterator[Any]:
         """Yield the prepared objects of a kind that are alive."""
@@ -127,6 +130,13 @@ class PreparedObjects:
 def live(registry: PreparedObjects) -> list[PreparedObjects]:
     """Return the registries of all live Accelerators, that of this one first."""
     return [registry, *(other for other in list(_LIVE) if other is not registry)]
+
+
+def others_alive() -> bool:
+    """Say whether another Accelerator may still train. Called before a new one has a registry."""
+    if _LIVE:
+        gc.collect()  # one in a reference cycle is gone
+    return bool(_LIVE)
 
 
 def histories(registry: PreparedObjects) -> list[MovedParameters]:

@@ -25,9 +25,9 @@ from accelerate.config.options import BY_NAME
 from accelerate.config.options.schema import to_int
 from accelerate.config.project import DataLoaderConfiguration, ProjectConfiguration
 from accelerate.runtime import storage, traits
-from accelerate.state import ENGINE_PLUGINS
+from accelerate.state import ENGINE_PLUGINS, GradientState
 from accelerate.training import replay
-from accelerate.training.prepared import Facade
+from accelerate.training.prepared import Facade, others_alive
 from accelerate.utils.environment import get_int_from_env, parse_flag_from_env
 
 # Before each how many-th step the ranks compare what they train, and whether they look at the outputs of modules, too.
@@ -214,3 +214,26 @@ def replay_check(accelerator: Facade) -> Any:
         warn_user(f"{replay.REPLAY_EVERY}={every} has no effect with {why}.")
         return None
     return replay.ReplayCheck(accelerator, every)
+
+
+def warn_of_other_accumulation(plugin: GradientAccumulationPlugin) -> None:
+    """Warn if a new Accelerator changes the accumulation settings, which live ones share with it."""
+    before = GradientState._shared_state.get("plugin_kwargs")
+    if before is None:
+        return
+    # The end of a loader has an effect only in an accumulation step of several micro-batches.
+    names = {"num_steps": "gradient_accumulation_steps"}
+    if plugin.num_steps > 1:
+        names["sync_with_dataloader"] = "sync_with_dataloader"
+    defaults, now = vars(GradientAccumulationPlugin(num_steps=1)), vars(plugin)
+    changed = [
+        f"{option} from {former} to {now[name]}"
+        for name, option in names.items()
+        if (former := before.get(name, defaults[name])) != now[name]
+    ]
+    if changed and others_alive():
+        warn_user(
+            f"This Accelerator changes the gradient accumulation of another live Accelerator: {', '.join(changed)}. All Accelerators of a "
+            "process share these settings, and a Trainer builds its own. Build both with the same settings, set "
+            "`gradient_accumulation_steps` again before you train with the first one, or call its `free_memory()` if it is not used any more."
+        )
