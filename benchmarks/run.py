@@ -94,9 +94,9 @@ SUMMARY = [
     ),
     ("`load_state` of 1,000 MB, new run (s)", "checkpoint", ["1000 MB, 1 process", "load_state, new run (s)"]),
     (
-        "the same save after `prepare` was called twice (s)",
+        "`save_state` of 1,000 MB after four `prepare` calls, written (MB)",
         "double_prepare",
-        ["1000 MB, prepared twice", "on the disk (s)"],
+        ["1000 MB, prepared twice", "written (MB)"],
     ),
     ("load of 3 GB, 20 of 24 blocks on disk (s)", "big_models", ["20 of 24 blocks on disk, warm", "load (s)"]),
 ]

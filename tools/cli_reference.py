@@ -51,9 +51,9 @@ Every command, every argument. **+** marks what this package has and upstream's 
 
 LAUNCH_HEAD = """\
 A value comes from the first of these that sets it: the code of the script, the command line, the environment variable, the
-configuration file, the default. (One exception, which is upstream's: `Accelerator(gradient_accumulation_steps=...)` is below the
-variable; `gradient_accumulation_plugin` is above.) `accelerate launch --dry_run ...` prints every value with its source, and
-starts nothing.
+configuration file, the default. Two exceptions are upstream's. `Accelerator(gradient_accumulation_steps=...)` is below the variable
+(`gradient_accumulation_plugin` is above), and `Accelerator(cpu=False)` is below `ACCELERATE_USE_CPU`. `accelerate launch --dry_run ...`
+prints every value with its source, and starts nothing.
 
 **Variable** is what sets the option from outside, and what the launcher sets for the processes it starts. **Key** is its place in the
 configuration file: `section.key`, or `key` at the top level. **Needs** is the option without which it has no effect.
