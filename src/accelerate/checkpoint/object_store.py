@@ -547,9 +547,33 @@ def _differences(listing: Manifest, there: Mapping[str, int]) -> list[str]:
     return [manifest.difference(name, size, there.get(name)) for name, size in wrong]
 
 
+# Protocols of fsspec that write no files.
+_READ_ONLY = ("http", "https", "data", "github")
+
+
 def storage_of(path: str | os.PathLike[str]) -> CheckpointStorage:
-    """Return the storage of a path, a ``file://`` URL, or one of fsspec; ImportError names a missing package."""
+    """Return the storage of a path, a ``file://`` URL, or one of fsspec; ImportError names a missing package.
+
+    ValueError for a URL with one slash, and for protocols that cannot write.
+    """
     text = os.path.expanduser(os.fspath(path)).removeprefix("file://").removeprefix("local://")
+    protocol = text.partition(":/")[0]
+    if (
+        "://" not in text
+        and len(protocol) > 1
+        and protocol.isalnum()
+        and f"{protocol}:/" in text
+        and not os.path.isdir(f"{protocol}:")
+    ):
+        rest = text.partition(":/")[2]
+        raise ValueError(
+            f"{text!r} is neither a folder nor a URL: a URL has two slashes. Pass '{protocol}://{rest}', or './{text}' for a folder."
+        )
+    if protocol in _READ_ONLY and "://" in text:
+        raise ValueError(
+            f"{text!r}: checkpoints cannot be kept at {protocol}:// URLs, which cannot be written. Pass a local folder, or a URL of "
+            "an object store such as s3://, gs:// or az://."
+        )
     if "://" in text:
         return ObjectStore(text.rstrip("/"))
     return LocalStorage(text)

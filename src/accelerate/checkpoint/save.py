@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from accelerate.checkpoint import formats, manifest, schedules
+from accelerate.checkpoint import formats, manifest, plain_data, schedules
 from accelerate.checkpoint.barrier import Group, SaveBarrier, default_store
 from accelerate.checkpoint.manifest import FileEntry, Manifest
 from accelerate.checkpoint.state import (
@@ -210,8 +210,10 @@ def write_common(common: Common, folder: durable.Path, step: int, save_on_each_n
     # Ranks stand at different places of their data.
     positions = [resume.capture(loader) if isinstance(loader, PreparedLoader) else None for loader in loaders]
     with planned(folder, save_on_each_node) as plan:
-        for file, state in shared.items() if plan.writes_shared else ():
-            plan.add_object(file, state)
+        if plan.writes_shared:
+            plain_data.warn_of_unreadable(common, shared)
+            for file, state in shared.items():
+                plan.add_object(file, state)
         own = {
             "step": step,
             **generators.collect(common.device),

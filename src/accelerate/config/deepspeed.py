@@ -30,13 +30,25 @@ logger = logging.getLogger(__name__)
 _REGISTERED: list["weakref.ref[DeepSpeedPlugin]"] = []
 
 
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object; ValueError for a key that it has twice."""
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(
+            f"The DeepSpeed configuration has the key {twice!r} twice in one section. Remove one of them."
+        )
+    return content
+
+
 def read_deepspeed_config(source: Any) -> dict[str, Any]:
     """Return the configuration in a dictionary (a deep copy), a JSON file or base64 of JSON; else a ValueError."""
     if isinstance(source, dict):
         return copy.deepcopy(source)
     if isinstance(source, os.PathLike) or (isinstance(source, str) and os.path.exists(source)):
         with open(source, encoding="utf-8") as file:
-            return json.load(file)
+            return json.load(file, object_pairs_hook=_without_duplicates)
     if isinstance(source, str):
         try:
             decoded = json.loads(base64.urlsafe_b64decode(source))

@@ -10,6 +10,7 @@ import os
 import pathlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from accelerate.config.options import OPTIONS, SECTIONS, SWITCH_OF_DISTRIBUTED_TYPE, Option
@@ -99,10 +100,11 @@ def _load(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[Key, int]]
         if len(data) > LARGEST_FILE:
             raise LaunchError(f"it has more than {LARGEST_FILE // 1024} KiB, and is hardly a configuration.")
         if path.suffix == ".json":
-            content = json.loads(data)
+            content = json.loads(data, object_pairs_hook=partial(_without_duplicates, data))
         else:
             loader = Loader(data)
             node = loader.get_single_node()
+            _refuse_duplicates(node)
             content = node and loader.construct_document(node)
             json.dumps(content, default=str, skipkeys=True)  # refuses what contains itself
             lines = dict(_keys(node, ())) if isinstance(content, dict) else {}
@@ -118,6 +120,40 @@ def _load(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[Key, int]]
         found = "is empty" if content is None else f"holds a {type(content).__name__}, not keys and values"
         raise LaunchError(f"The configuration file {path} {found}. `accelerate config` writes one.")
     return content, lines
+
+
+def _without_duplicates(data: bytes, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object; a LaunchError for a key that it has twice."""
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        texts = enumerate(data.decode(errors="replace").splitlines(), 1)
+        lines = ", ".join(str(number) for number, text in texts if json.dumps(twice) in text)
+        raise LaunchError(f"the key {twice!r} is there twice (lines with it: {lines}). Remove one of them.")
+    return content
+
+
+def _refuse_duplicates(node: Any) -> None:
+    """Raise a LaunchError for a key that a YAML mapping has twice."""
+    left, seen = [node], set()
+    while left:
+        node = left.pop()
+        if node is None or id(node) in seen or node.id not in ("mapping", "sequence"):
+            continue
+        seen.add(id(node))  # aliases share nodes
+        if node.id == "sequence":
+            left += node.value
+            continue
+        lines: dict[str, int] = {}
+        for key, value in node.value:
+            line = key.start_mark.line + 1
+            # A merge may be there several times.
+            if key.id == "scalar" and key.value != "<<" and lines.setdefault(key.value, line) != line:
+                raise LaunchError(
+                    f"the key {key.value!r} is in line {lines[key.value]} and in line {line}. Remove one of them."
+                )
+            left.append(value)
 
 
 def _keys(mapping: Any, section: Key) -> Iterator[tuple[Key, int]]:

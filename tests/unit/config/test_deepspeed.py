@@ -233,3 +233,9 @@ def test_deletion():
     assert config.get_value("zero.b", 7) == 7 and config.is_false("zero") and not config.is_false("nothing")
     with pytest.raises(ValueError, match="x.y is not in"):
         config.del_config_sub_tree("x.y", must_exist=True)
+
+
+def test_a_key_that_a_configuration_has_twice_is_refused(tmp_path):
+    (tmp_path / "c.json").write_text('{"zero_optimization": {"stage": 1, "stage": 2}}')
+    with pytest.raises(ValueError, match="'stage' twice"):
+        Plugin(hf_ds_config=str(tmp_path / "c.json"))
