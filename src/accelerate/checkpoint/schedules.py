@@ -58,5 +58,8 @@ def _saved_ranks(folder: str, scheduler: AcceleratedScheduler) -> Fraction:
     own = Fraction(scheduler.steps_per_update)
     if scheduler.split_batches or (listing is not None and listing.mesh):
         return own
-    ranks = sum(1 for name in os.listdir(folder) if re.fullmatch(r"random_states_\d+\.pkl", name))
+    if listing is not None and listing.files:  # a machine's own folder has the files of its ranks only
+        ranks = listing.world_size
+    else:
+        ranks = sum(1 for name in os.listdir(folder) if re.fullmatch(r"random_states_\d+\.pkl", name))
     return Fraction(ranks) if ranks else own
