@@ -1,13 +1,13 @@
 """The prepared optimizer: it steps when gradients are synchronised, through the gradient scaler when there is one."""
 
 import inspect
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from accelerate.devices.table import DEVICES
+from accelerate.precision import scaling
 from accelerate.runtime import traits
 from accelerate.state import AcceleratorState, GradientState
 
@@ -43,22 +43,6 @@ def patch_optimizer_step(accelerated_optimizer: "AcceleratedOptimizer", method: 
         return method(*args, **kwargs)
 
     return noted_step
-
-
-# Prepared optimizers with a scaler, and for each scaler those that stepped since it was updated last.
-_SCALED: "weakref.WeakSet[AcceleratedOptimizer]" = weakref.WeakSet()
-_STEPPED: "weakref.WeakKeyDictionary[Any, set[int]]" = weakref.WeakKeyDictionary()
-
-
-def flush_scaler_update(scaler: Any) -> None:
-    """Update a scaler whose optimizers stepped without all of them having come; before the next loss is scaled.
-
-    Several optimizers may share one scaler. Its update forgets which gradients are unscaled and may change the scale,
-    so between two of their steps it would unscale the second one's gradients twice, or by another scale than their
-    own.
-    """
-    if _STEPPED.pop(scaler, None):
-        scaler.update()
 
 
 def _of_inner(name: str, doc: str) -> Any:
@@ -114,7 +98,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             optimizer.load_state_dict(optimizer.state_dict())
 
     def _note_steps(self) -> None:
-        _SCALED.add(self)
+        scaling.register(self)
         self._accelerate_step_called = False
         self._optimizer_original_step_method = self.optimizer.step
         self._optimizer_patched_step_method = patch_optimizer_step(self, self.optimizer.step)
@@ -195,17 +179,13 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         if "_optimizer_patched_step_method" not in self.__dict__:  # the scaler was assigned after construction
             self._note_steps()
         inner, scaler = self.optimizer, self.scaler
-        if id(self) in _STEPPED.get(scaler, ()):  # the second step in a row
-            flush_scaler_update(scaler)
+        scaling.flush_update(scaler, inner)  # after a second step in a row
         inner.step = self._optimizer_patched_step_method
         try:
             scaler.step(inner) if closure is None else scaler.step(inner, closure)
         finally:
             inner.step = self._optimizer_original_step_method
-        stepped = _STEPPED.setdefault(scaler, set())
-        stepped.add(id(self))
-        if all(id(other) in stepped for other in list(_SCALED) if other.scaler is scaler):
-            flush_scaler_update(scaler)
+        scaling.note_step(scaler, inner)
         called = self._accelerate_step_called
         self._is_overflow = called if isinstance(called, torch.Tensor) else not called
         self._accelerate_step_called = False

@@ -22,8 +22,7 @@ from accelerate.checkpoint import layouts, optimizers, save
 from accelerate.checkpoint.state import Entries, Wanted, inner_optimizer, plain_state, tied_again
 from accelerate.config.handlers import GradScalerKwargs
 from accelerate.modules.unwrap import canonical_names, extract_model_from_parallel
-from accelerate.optimizer import flush_scaler_update
-from accelerate.precision import amp
+from accelerate.precision import amp, scaling
 from accelerate.precision.amp import precision
 from accelerate.runtime.run import Run
 
@@ -79,7 +78,7 @@ class Backend:
         """Run the backward pass of a loss that is already scaled for accumulation."""
         scaler = accelerator.scaler
         if scaler is not None:
-            flush_scaler_update(scaler)
+            scaling.before_backward(scaler)
             loss = scaler.scale(loss)
         loss.backward(**kwargs)
 

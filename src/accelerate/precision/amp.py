@@ -1,4 +1,4 @@
-"""Automatic mixed precision: the table of precisions, the autocast context, the wrapped forward, the gradient scaler and its early checks."""
+"""Automatic mixed precision: the table of precisions, the autocast context, the wrapped forward, and early checks of the gradient scaler."""
 
 import contextlib
 import functools
@@ -15,7 +15,7 @@ from accelerate._warn import warn_user
 from accelerate.config.enums import PrecisionType
 from accelerate.config.handlers import AutocastKwargs, GradScalerKwargs
 from accelerate.modules.unwrap import AUTOCAST, restore_forward
-from accelerate.runtime.torch_private import local_part
+from accelerate.precision.scaling import GradScaler
 from accelerate.utils.environment import parse_flag_from_env
 from accelerate.utils.operations import convert_to_fp32
 
@@ -184,30 +184,6 @@ def unwrap_forward(model: nn.Module) -> None:
     """Give a model its original forward back, if ``wrap_forward`` replaced it."""
     if autocast_of(model.__dict__.get("forward")) is not None:
         restore_forward(model)
-
-
-class GradScaler(torch.amp.GradScaler):
-    """torch's scaler, of which all ranks find the same: in shards on any meshes, and in whole gradients beside them."""
-
-    # Whether gradients are shards that do not look like ones, as FSDP1 sets it.
-    spread = False
-
-    def _unscale_grads_(
-        self, optimizer: Any, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
-    ) -> dict[torch.device, torch.Tensor]:
-        # Asked before each step, fused or not, and by `unscale_`. torch takes no list of DTensors and others.
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if not (self.spread or any(local_part(parameter) is not parameter for parameter in parameters)):
-            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        parts = [local_part(parameter.grad).detach() for parameter in parameters if parameter.grad is not None]
-        for part in parts:
-            part.grad = part.detach()
-        stand_in = types.SimpleNamespace(param_groups=[{"params": parts}])
-        found = super()._unscale_grads_(stand_in, inv_scale, found_inf, True) or {found_inf.device: found_inf}
-        for seen in found.values():
-            found_inf = torch.maximum(found_inf, seen.to(found_inf.device))
-        torch.distributed.all_reduce(found_inf, torch.distributed.ReduceOp.MAX)
-        return {device: found_inf.to(device) for device in found}
 
 
 def make_scaler(device_type: str, row: Precision, handler: GradScalerKwargs | None = None) -> GradScaler | None:

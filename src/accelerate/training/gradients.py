@@ -13,7 +13,7 @@ rescaled once, right before its backward pass, and are exact after it.
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from accelerate.data.iterable import uneven_ends
 from accelerate.modules.unwrap import is_compiled_module
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.parallel import consistency
-from accelerate.precision import master
+from accelerate.precision import master, scaling
 from accelerate.runtime import traits
 from accelerate.training.prepared import Facade
 
@@ -45,7 +45,6 @@ class Window:
         usual: Items of a rank in the accumulation step before, on the average over the ranks; 0 before the first.
         factor: What the loss of the current micro-batch is multiplied by; None stands for 1/N.
         warned: Whether the note about short accumulation steps was given.
-        unscaled: The optimizers whose gradients were unscaled after the last backward pass, by id.
         joining: Whether ranks may run out of batches, and end accumulation steps at different times.
         held: Sharded models whose whole gradients a strategy keeps beside the shards, where nothing can be rescaled, by id.
     """
@@ -59,7 +58,6 @@ class Window:
     usual: float = 0.0
     factor: float | None = None
     warned: bool = False
-    unscaled: set[int] = field(default_factory=set)
     joining: bool = False
     held: frozenset[int] = frozenset()
 
@@ -279,7 +277,6 @@ def _weight(accelerator: Facade) -> tuple[float | None, int]:
     factor = window.factor
     if not window.inside:
         window.factor = None
-    window.unscaled.clear()
     return factor, steps if accelerator._scales_loss else 1
 
 
@@ -298,15 +295,25 @@ def unscale(accelerator: Facade, optimizer: Any | None) -> None:
     for item in optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]:
         while isinstance(item, AcceleratedOptimizer):
             item = item.optimizer
-        # Two models are often clipped one by one, and each call unscales the gradients of all optimizers.
-        if id(item) not in accelerator._window.unscaled:
-            scaler.unscale_(item)
-            accelerator._window.unscaled.add(id(item))
+        scaling.unscale(scaler, item)
+
+
+def _unscale_owners(accelerator: Facade, parameters: Any) -> Any:
+    """Unscale the gradients of the optimizers that own parameters, and return the parameters, which an iterator gives once."""
+    optimizers = accelerator.prepared.optimizers
+    if accelerator.scaler is None or len(optimizers) < 2:
+        unscale(accelerator, None)
+        return parameters
+    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    ids = set(map(id, parameters))
+    owners = [item for item in optimizers if any(id(p) in ids for group in item.param_groups for p in group["params"])]
+    unscale(accelerator, owners or None)  # a strategy may have other parameters than the optimizers
+    return parameters
 
 
 def clip_norm(accelerator: Facade, parameters: Any, max_norm: float, norm_type: float) -> torch.Tensor:
     """Unscale, and clip the gradients to a total norm."""
-    unscale(accelerator, None)
+    parameters = _unscale_owners(accelerator, parameters)
     return accelerator._backend.clip_grad_norm(accelerator, parameters, max_norm, norm_type)
 
 
@@ -316,7 +323,7 @@ def clip_value(accelerator: Facade, parameters: Any, clip_value: float) -> None:
         raise NotImplementedError(
             f"clip_grad_value_ is not possible with {accelerator.distributed_type}. Use clip_grad_norm_ instead."
         )
-    unscale(accelerator, None)
+    parameters = _unscale_owners(accelerator, parameters)
     accelerator._backend.clip_grad_value(accelerator, parameters, clip_value)
 
 

@@ -27,7 +27,7 @@ from accelerate.modules.unwrap import (
 )
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.parallel import mesh as meshes
-from accelerate.precision import amp, four_bit
+from accelerate.precision import amp, four_bit, scaling
 from accelerate.precision.amp import precision
 from accelerate.runtime import known_faults, storage, torch_private, traits
 from accelerate.scheduler import AcceleratedScheduler
@@ -365,7 +365,10 @@ def _wrap(accelerator: Facade, model: nn.Module) -> nn.Module:
         accelerator._prepare_device_mesh()
     if accelerator.prepared.conditional:
         conditional.install(accelerator, model)
-    return accelerator._backend.wrap_model(accelerator, model)
+    wrapped = accelerator._backend.wrap_model(accelerator, model)
+    if accelerator.scaler is not None and traits.of(accelerator.distributed_type).sharded:
+        scaling.register_sharded(accelerator.scaler, wrapped)
+    return wrapped
 
 
 def compile_model(accelerator: Facade, model: nn.Module) -> nn.Module:

@@ -27,9 +27,8 @@ from accelerate.checkpoint.save import Save, SavePlan, plain_names, snapshot, wr
 from accelerate.checkpoint.state import Common, names_file
 from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, prune
 from accelerate.modules.unwrap import canonical_name, canonical_names, clean_state_dict_for_safetensors
-from accelerate.optimizer import flush_scaler_update
 from accelerate.parallel import shard
-from accelerate.precision import four_bit
+from accelerate.precision import four_bit, scaling
 from accelerate.runtime.torch_private import local_part
 from accelerate.training import averages
 from accelerate.training.prepared import Facade
@@ -212,7 +211,7 @@ def _collect(
     if known is not None and plan.writes_shared:
         plan.add_bytes(PARAMETER_NAMES, known)
     if accelerator.scaler is not None:
-        flush_scaler_update(accelerator.scaler)
+        scaling.flush_update(accelerator.scaler)
     write_common(Common.of(accelerator, schedulers), plan, accelerator.step, each_node)
 
 

@@ -276,6 +276,46 @@ def check_optimizers_share_a_scaler():
             assert_same_everywhere(model.parameters())
 
 
+class Dot(nn.Module):
+    """A product whose gradients are exact in float16."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(8))
+
+    def forward(self, factors):
+        return (self.weight * factors.to(self.weight.dtype)).sum()
+
+
+def check_a_scale_may_change_while_another_optimizer_accumulates():
+    """The first optimizer overflows, then the scale grows with each update; the second skips an accumulation step."""
+    plugins = [{}] + [{"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=version)} for version in (1, 2)]
+    for settings in plugins:
+        handler = GradScalerKwargs(init_scale=4.0, growth_interval=1)
+        accelerator = fresh_accelerator(
+            mixed_precision="fp16", gradient_accumulation_steps=2, kwargs_handlers=[handler], **settings
+        )
+        models = [accelerator.prepare(Dot()) for _ in range(2)]
+        optimizers = [accelerator.prepare(torch.optim.SGD(model.parameters(), lr=1.0)) for model in models]
+        for micro_batch in range(6):
+            factors = torch.arange(8.0) * (micro_batch + accelerator.process_index)
+            with accelerator.accumulate(*models):
+                for index, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+                    bad = index == 0 and micro_batch == 1 and accelerator.is_last_process
+                    accelerator.backward(model(factors.to(accelerator.device)) * (float("inf") if bad else 1.0))
+                    if accelerator.sync_gradients:
+                        accelerator.clip_grad_norm_(model.parameters(), 1e4)
+                    if index == 0 or micro_batch > 1:
+                        optimizer.step()
+                        optimizer.zero_grad()
+        shift = (accelerator.num_processes - 1) / 2
+        for model, micro_batches in zip(models, [range(2, 6), range(6)], strict=True):
+            expected = -torch.arange(8.0) * sum(batch + shift for batch in micro_batches) / 2
+            state = accelerator.get_state_dict(model)
+            if accelerator.is_main_process:
+                torch.testing.assert_close(next(iter(state.values())).float().cpu(), expected, msg=f"{settings}")
+
+
 def run_out_of_memory(error, fits, starting=16, settings=None, **options):
     """Let the last rank raise where the others leave the try; return what each try of this rank saw."""
     accelerator = fresh_accelerator(gradient_accumulation_steps=2, **(settings or {}))

@@ -72,14 +72,78 @@ def test_a_checkpoint_has_the_scale_of_the_next_step(tmp_path):
     assert torch.load(tmp_path / "scaler.pt")["scale"] == 512.0
 
 
-def test_unscaling_after_a_further_backward_pass_is_still_an_error():
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("clip", ["", "clip_grad_norm_", "clip_grad_value_", "unscale_gradients"])
+@pytest.mark.parametrize("overflow", [False, True])
+def test_accumulating_optimizers_share_a_scaler(clip, overflow, fused):
+    # Both clip in every micro-batch, and the scale changes with every update. Losses without a model are exact.
+    handler = GradScalerKwargs(init_scale=256.0, growth_interval=1)
+    accelerator = Accelerator(
+        cpu=True, mixed_precision="fp16", gradient_accumulation_steps=2, kwargs_handlers=[handler]
+    )
+    weights, plain = ([nn.Parameter(torch.zeros(2)) for _ in range(2)] for _ in range(2))
+    optimizers = [accelerator.prepare(torch.optim.SGD([weight], lr=1.0, fused=fused)) for weight in weights]
+    references = [torch.optim.SGD([weight], lr=1.0) for weight in plain]
+    for micro_batch in range(6):
+        with accelerator.accumulate():
+            for index in range(2):
+                skipped = overflow and index == 0 and micro_batch < 2
+                factor = torch.tensor([1.0, -3.0]) * (micro_batch + 1)
+                factor = factor * (float("inf") if skipped and micro_batch == 0 else 1.0)
+                accelerator.backward((weights[index] * factor).sum())
+                ((plain[index] * factor).sum() / 2).backward()
+                if clip == "unscale_gradients":
+                    accelerator.unscale_gradients([None, optimizers[index], list(optimizers)][micro_batch % 3])
+                    accelerator.unscale_gradients()
+                elif clip and not (skipped and clip == "clip_grad_norm_"):
+                    getattr(accelerator, clip)((weight for weight in weights[index : index + 1]), 2.5)
+                    getattr(nn.utils, clip)(plain[index], 2.5)
+                optimizers[index].step()
+                optimizers[index].zero_grad()
+                if accelerator.sync_gradients:
+                    assert optimizers[index].step_was_skipped is skipped
+                    if not skipped:
+                        references[index].step()
+                    references[index].zero_grad()
+    torch.testing.assert_close(weights, plain)
+    assert accelerator.scaler.get_scale() == (2048.0 if overflow else 8192.0)
+
+
+def test_optimizers_may_share_a_parameter_under_one_scaler():
+    accelerator, (model,), (first,) = make(1, growth_interval=1)
+    second = accelerator.prepare(torch.optim.SGD([model.weight], lr=0.25))
+    for optimizers in ([first, second], [second, first, first]):  # a second step without a backward pass, too
+        before = model.weight.detach().clone()
+        accelerator.backward((model.weight * 2).sum())
+        for optimizer in optimizers:
+            optimizer.step()
+        moved = 2 * sum(optimizer.param_groups[0]["lr"] for optimizer in optimizers)
+        torch.testing.assert_close(before - model.weight, torch.full((1, 2), moved))
+        first.zero_grad()
+
+
+def test_loading_a_scale_keeps_accumulated_gradients_and_forgets_steps_before():
     accelerator, models, optimizers = make()
-    for _ in range(2):
-        accelerator.backward(models[0](torch.ones(1, 2)).sum())
-        if _ == 0:
-            accelerator.clip_grad_norm_(models[0].parameters(), 1.0)
-    with pytest.raises(RuntimeError, match="unscale_"):
-        accelerator.clip_grad_norm_(models[0].parameters(), 1.0)
+    state = accelerator.scaler.state_dict() | {"scale": 16.0}
+    before = models[1].weight.detach().clone()
+    accelerator.backward(sum((model.weight * 2).sum() for model in models))
+    accelerator.backward((models[0].weight * float("inf")).sum())
+    optimizers[0].step()
+    accelerator.scaler.load_state_dict(state)
+    accelerator.backward((models[1].weight * 4).sum())
+    assert accelerator.scaler.get_scale() == 16.0
+    optimizers[1].step()
+    torch.testing.assert_close(before - models[1].weight, torch.full((1, 2), 3.0))
+
+
+def test_a_step_without_gradients_changes_nothing():
+    accelerator, models, optimizers = make()
+    before = models[1].weight.detach().clone()
+    accelerator.backward(models[0].weight.sum())
+    for optimizer in optimizers:
+        optimizer.step()
+    assert not accelerator.optimizer_step_was_skipped
+    torch.testing.assert_close(models[1].weight.detach(), before)
 
 
 def test_a_refused_count_leaves_no_window_open():
