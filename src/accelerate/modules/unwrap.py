@@ -219,10 +219,53 @@ def _twin(module: nn.Module) -> nn.Module:
     """Return a module of the same class that shares parameters, buffers and hooks, with its own dict of children."""
     twin = object.__new__(type(module))
     twin.__dict__.update(module.__dict__, _modules=dict(module._modules))
-    forward = module.__dict__.get("forward")
-    if isinstance(forward, types.MethodType) and forward.__self__ is module:
-        twin.__dict__["forward"] = types.MethodType(forward.__func__, twin)
+    for name, value in module.__dict__.items():
+        if isinstance(value, types.MethodType) and value.__self__ is module:
+            twin.__dict__[name] = types.MethodType(value.__func__, twin)
     return twin
+
+
+# The tables of every module. What is in them belongs to a twin as well, or gets the twin as its argument.
+_TABLES = vars(nn.Module()).keys()
+
+
+def _needs_identity(module: nn.Module) -> bool:
+    """Say whether a module calls itself or its parts through something that a twin cannot replace.
+
+    Such are the forward of a hook, a closure around the former forward, and a list of submodules.
+    """
+    if getattr(module.forward, "__self__", None) is not module:
+        return True
+    parts, seen = set(map(id, module.modules())), set()
+    values = [value for name, value in vars(module).items() if name not in _TABLES]
+    # A method of its own is bound to the twin, so only its function counts.
+    pending = [value.__func__ if getattr(value, "__self__", None) is module else value for value in values]
+    while pending:
+        value = pending.pop()
+        if id(value) in parts:
+            return True
+        if id(value) not in seen:
+            seen.add(id(value))
+            pending += _references(value)
+    return False
+
+
+def _references(value: Any) -> Iterable[Any]:
+    """Return what a container or a callable reaches in one step."""
+    if isinstance(value, Mapping):
+        return value.values()
+    if isinstance(value, (list, tuple, Set)):
+        return value
+    if isinstance(value, types.MethodType):
+        return value.__self__, value.__func__
+    if isinstance(value, functools.partial):
+        return value.func, *value.args, *value.keywords.values()
+    if isinstance(value, types.FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
+        return *cells, *(value.__defaults__ or ())
+    if callable(value) and not isinstance(value, (type, nn.Module)):
+        return getattr(value, "__dict__", {}).values()
+    return ()
 
 
 def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
@@ -230,6 +273,9 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
 
     Each block of a list of equal blocks is a region, so that its code is compiled once; elsewhere the largest modules
     without such a list inside are regions. The modules above the regions stay uncompiled.
+
+    Regions below a module whose ``forward`` was replaced (a hook, a closure) are compiled in place: that forward calls the modules
+    that it knows.
 
     Args:
         module: The module to compile.
@@ -243,6 +289,10 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
     """
     made: dict[int, nn.Module] = {}  # a module registered twice must stay one module
 
+    def in_place(part: nn.Module) -> None:
+        if part._compiled_call_impl is None:
+            part.compile(**compile_kwargs)
+
     def compiled(part: nn.Module, whole: bool) -> nn.Module:
         if id(part) not in made:
             if is_compiled_module(part):
@@ -251,6 +301,9 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
                 made[id(part)] = torch.compile(part, **compile_kwargs)
             elif not part._modules:
                 made[id(part)] = part
+            elif _needs_identity(part):
+                _compile_regions(part, in_place)
+                made.update((id(inner), inner) for inner in part.modules())
             else:
                 twin = made[id(part)] = _twin(part)
                 twin.__dict__[ORIGINAL] = part
@@ -279,6 +332,8 @@ def _compile_regions(
     whole: bool = False,
     units: Set[nn.Module] = frozenset(),
 ) -> None:
+    if is_compiled_module(module):
+        return
     inner = next(module.children()) if isinstance(module, torch_private.ActivationWrapper) else None
     whole = whole or module in units
     if inner is not None:  # what recomputes is around a compiled block, not in it

@@ -4,7 +4,7 @@ import contextlib
 from unittest import mock
 
 import torch
-from expect import assert_all_close, assert_same_everywhere, differs_between_ranks
+from expect import assert_all_close, assert_same_everywhere, differs_between_ranks, warned
 from harness import fresh_accelerator, learn
 from models import WIDTH, gradients, inputs_of, mean_square, network, own_inputs, prepared, whole_batch_gradients
 from torch import nn
@@ -90,6 +90,39 @@ def check_wrapper_options_arrive():
         learn(accelerator, model(own_inputs(accelerator), step % 2).sum(), optimizer)
     assert inner.level.item() == accelerator.process_index, "broadcast_buffers=False leaves each rank its own"
     assert_same_everywhere(model.parameters())
+
+
+def check_a_static_graph_accumulates():
+    """Two models, the second of which trains from the second micro-batch on; `no_sync` by itself, too."""
+    handler = DistributedDataParallelKwargs(static_graph=True)
+    for uses_accumulate in (True, False):
+        accelerator = fresh_accelerator(gradient_accumulation_steps=3, kwargs_handlers=[handler])
+        models = [accelerator.prepare(network()) for _ in range(2)]
+        expected = [[torch.zeros_like(p) for p in model.parameters()] for model in models]
+        for micro_batch in range(3):
+            pieces = [inputs_of(rank, seed=micro_batch) for rank in range(accelerator.num_processes)]
+            with contextlib.ExitStack() as held:
+                if uses_accumulate:
+                    held.enter_context(accelerator.accumulate(*models))
+                elif micro_batch < 2:
+                    for model in models:
+                        held.enter_context(accelerator.no_sync(model))
+                for model, sums in list(zip(models, expected, strict=True))[: micro_batch + 1]:
+                    accelerator.backward(mean_square(model, own_inputs(accelerator, micro_batch)))
+                    for total, gradient in zip(sums, whole_batch_gradients(accelerator, pieces), strict=True):
+                        total += gradient / 3
+        for model, sums in zip(models, expected, strict=True):
+            assert_all_close(gradients(model), sums)
+
+
+def check_hooks_that_get_local_gradients_warn():
+    accelerator = fresh_accelerator()
+    first, second = accelerator.prepare(network(), network())
+    next(second.parameters()).register_post_accumulate_grad_hook(lambda parameter: None)
+    count = int(accelerator.num_processes > 1 and accelerator.is_main_process)
+    with warned(count, "1 parameters of Sequential", "register_post_accumulate_grad_hook", "before DDP averages it"):
+        for _ in range(2):
+            accelerator.backward(mean_square(first, own_inputs(accelerator)))
 
 
 def check_compiled_models_train_and_unwrap():

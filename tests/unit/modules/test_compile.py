@@ -1,12 +1,15 @@
 """Compilation by regions: what is compiled, what is shared, what stays."""
 
+import functools
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
 from torch import nn
 
+from accelerate.hooks import ModelHook, add_hook_to_module
 from accelerate.modules import unwrap as regions
 
 
@@ -43,6 +46,72 @@ def test_regions_are_compiled_around_uncompiled_parents():
     assert torch.equal(compiled(x), net(x))
     names = [name for name, _ in regions.get_module_children_bottom_up(net.layers, return_fqns=True)]
     assert names == ["0.linear", "0", "1.linear", "1", ""]
+
+
+class Listed(Net):
+    """Calls its blocks through a list that is not registered."""
+
+    def __init__(self):
+        super().__init__()
+        self.steps = {"all": list(self.layers)}
+
+    def forward(self, x):
+        for layer in self.steps["all"]:
+            x = layer(x)
+        return x
+
+
+def hooked(net):
+    add_hook_to_module(net, ModelHook())
+
+
+def closed_over(net):
+    former = net.forward
+    net.forward = lambda x: former(x)
+
+
+def closed_over_in_method(net):
+    former = net.forward
+    net.forward = types.MethodType(lambda self, x: former(x), net)
+
+
+def partial(net):
+    net.forward = functools.partial(type(net).forward, net)
+
+
+def called_by_method(net):
+    net.encode = net.forward
+    net.forward = types.MethodType(lambda self, x: self.encode(x), net)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize(
+    ("make", "change"),
+    [
+        (Net, hooked),
+        (Net, closed_over),
+        (Net, closed_over_in_method),
+        (Net, partial),
+        (Net, called_by_method),
+        (Listed, None),
+    ],
+)
+def test_compiled_blocks_run_where_a_forward_was_replaced(make, change, inside):
+    calls, net, x = [], make(), torch.randn(3, 2)
+    if change is not None:
+        change(net)
+    expected, model = net(x), nn.ModuleList([net, nn.ReLU()]) if inside else net
+    names = list(model.state_dict())
+
+    def counting(graph, inputs):
+        return lambda *args: calls.append(1) or graph.forward(*args)
+
+    torch._dynamo.reset()
+    compiled = regions.compile_regions(model, backend=counting)
+    compiled = regions.compile_regions(compiled, backend=counting)  # nothing is compiled twice
+    result = (compiled[0] if inside else compiled)(x)
+    torch.testing.assert_close(result, expected)
+    assert len(calls) >= 2 and list(model.state_dict()) == names
 
 
 def test_containers_without_forward_are_not_compiled():
