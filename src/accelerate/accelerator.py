@@ -921,6 +921,7 @@ class Accelerator(Processes):
 
         Inside, gradients are exchanged after every micro-batch, and ranks that have ended add zeros to the averages, so an
         accumulation step in which some end counts by the share of ranks that close it. ``num_items`` is refused.
+        Several models may share a loss: their gradients are exchanged after each backward pass, without ``comm_hook``.
 
         Example:
             >>> accelerator = Accelerator(cpu=True)

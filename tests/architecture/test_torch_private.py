@@ -21,7 +21,8 @@ ALLOWED = {
         "_start_workers _stop_workers _monitor_workers _rendezvous _step_count"
     ),
     "torch's gradient scaler, from which ours derives": "_get_scale_async _per_optimizer_states _step_supports_amp_scaling",
-    "whether DDP has learned a static graph": "_static_graph_delay_allreduce_enqueued",
+    "DDP: whether it has learned a static graph, and its buckets": "_static_graph_delay_allreduce_enqueued _rebuild_buckets",
+    "documented for what follows a backward pass": "_execution_engine",
     "Python": (
         "_exit _getframe _current_frames _current_exceptions _register_atexit _actions _SubParsersAction _ArgumentGroup "
         "_ActionsContainer _action_groups _format_usage _format_action_invocation _fields _replace _get_value _option_string_actions _inheriting"

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from accelerate._warn import warn_user
+from accelerate.backends import joined
 from accelerate.backends.base import Backend
 from accelerate.config.enums import DDPCommunicationHookType
 from accelerate.modules.unwrap import extract_model_from_parallel
@@ -69,8 +69,8 @@ class DataParallel(Backend):
         return contextlib.nullcontext() if hold is None or learns_graph else hold()
 
     def join(self, joinables: Sequence[Any]) -> contextlib.AbstractContextManager:
-        """Return torch's Join context over the wrapped models."""
-        return Join(joinables, enable=True, throw_on_early_termination=False)
+        """Return torch's Join context over the wrapped models; several are one joinable in it."""
+        return joined.join(joinables)
 
 
 def _warn_of_hooks(models: Sequence[nn.Module]) -> None:

@@ -1,5 +1,6 @@
 """What happens to gradients, weights and learning rates in a training loop, on one process and several."""
 
+import copy
 import itertools
 import random
 import time
@@ -12,7 +13,7 @@ from models import WIDTH, gradients, inputs_of, mean_square, network, own_inputs
 from torch import nn
 from torch.utils.data import DataLoader
 
-from accelerate import DataLoaderConfiguration, GradScalerKwargs
+from accelerate import DataLoaderConfiguration, DistributedDataParallelKwargs, GradScalerKwargs
 from accelerate.utils import FullyShardedDataParallelPlugin, GradientAccumulationPlugin, find_executable_batch_size
 
 
@@ -160,6 +161,52 @@ def check_uneven_inputs_are_joined():
         assert everywhere(len(loader)) == [3] * world
         for batch in loader:
             mean_square(model, batch).backward()
+
+
+def check_joined_models_share_a_loss():
+    """Rank 0 has two batches, the others one: a rank that has ended adds zeros. The order of the models is of no account."""
+    accelerator = fresh_accelerator(gradient_accumulation_steps=1)
+    world, rank = accelerator.num_processes, accelerator.process_index
+    models = [
+        nn.Linear(WIDTH, WIDTH, bias=False),
+        nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 1, bias=False)),
+    ]
+    plain = [copy.deepcopy(model) for model in models]
+    models = [accelerator.prepare(model) for model in models]
+    optimizers = [accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1)) for model in models]
+    with accelerator.join_uneven_inputs(models[::-1]):
+        for step in range(2 if rank == 0 else 1):
+            for loss in losses_of(models, inputs_of(rank, seed=step).to(accelerator.device)):
+                accelerator.backward(loss)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    for step in range(2):
+        for loss in range(2):
+            for other in range(world if step == 0 else 1):
+                (losses_of(plain, inputs_of(other, seed=step))[loss] / world).backward()
+        with torch.no_grad():
+            for parameter in (p for model in plain for p in model.parameters()):
+                parameter -= 0.1 * parameter.grad
+                parameter.grad = None
+    for model, expected in zip(models, plain, strict=True):
+        assert_all_close(
+            [p.detach().cpu() for p in model.parameters()], list(expected.parameters()), rtol=1e-4, atol=1e-5
+        )
+        assert_same_everywhere([*model.parameters(), *(b.float() for b in model.buffers())])
+
+    if world > 1:
+        handler = DistributedDataParallelKwargs(static_graph=True)
+        accelerator = fresh_accelerator(kwargs_handlers=[handler])
+        models = [accelerator.prepare(network()) for _ in range(2)]
+        with raised(ValueError, "static_graph=True"), accelerator.join_uneven_inputs(models):
+            pass
+
+
+def losses_of(models, inputs):
+    """A loss of both models, which calls the first twice, and one of the first only."""
+    first, second = models
+    return second(first(inputs)).pow(2).mean() + first(2 * inputs).mean(), first(inputs).pow(2).mean()
 
 
 def check_joined_windows_may_close_at_different_steps():
