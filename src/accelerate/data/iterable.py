@@ -13,11 +13,15 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
 from accelerate import comm
+from accelerate._warn import warn_user
 from accelerate.comm.base import Communicator
+from accelerate.data import contents
 from accelerate.data.samplers import Part, split_head
 
 logger = logging.getLogger(__name__)
 
+# Functions of `datasets` and WebDataset that keep the part of one process.
+_SPLITTERS = frozenset({"split_dataset_by_node", "split_by_node"})
 # Looked up, because torch has announced to remove its datapipes.
 _DATAPIPE: Any = getattr(torch.utils.data, "IterDataPipe", ())
 
@@ -127,11 +131,32 @@ def is_datapipe(dataset: Any) -> bool:
 
 
 def is_split_by_node(dataset: Any, num_shards: int) -> bool:
-    """Return whether a stream was divided among so many processes already; ValueError if among others."""
-    config = getattr(dataset, "_distributed", None)
-    world = getattr(config, "world_size", 1)
+    """Return whether a stream, or one inside it, is divided among this many processes; ValueError if among others."""
     if num_shards == 1:
         return False
+    parts = list(contents.reachable(dataset))
+    divided = [part for part in parts if _is_divided(part, num_shards)]
+    kind = type(dataset).__name__
+    if divided:
+        stored = [getattr(part, "_ex_iterable", None) for part in divided]
+        sources = [part._ex_iterable for part in parts if hasattr(part, "_ex_iterable")]
+        if any(all(source is not one for one in stored) for source in sources):
+            warn_user(
+                f"{kind} holds streams that are divided among the processes, and streams that are not. All are read as they "
+                "are, so each process reads the undivided streams completely. Call split_dataset_by_node for all of them, or for none."
+            )
+    elif any(contents.calls(part, _SPLITTERS) for part in parts):
+        warn_user(
+            f"{kind} calls split_dataset_by_node or split_by_node, and its samples are divided among the processes again: "
+            "most of them would not be read. Pass DataLoaderConfiguration(shard_iterable_dataset=False) if each process "
+            "reads its own part of the data; or do not split the data."
+        )
+    return bool(divided)
+
+
+def _is_divided(stream: Any, num_shards: int) -> bool:
+    config = getattr(stream, "_distributed", None)
+    world = getattr(config, "world_size", 1)
     if world not in (1, num_shards):
         raise ValueError(
             f"dataset was divided among {world} nodes by split_dataset_by_node, but there are {num_shards} data shards: "
@@ -140,10 +165,10 @@ def is_split_by_node(dataset: Any, num_shards: int) -> bool:
         )
     if config is not None:
         return world == num_shards
-    if is_datapipe(dataset):
+    if is_datapipe(stream):
         ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-        return ranks == num_shards and _filters_shards(dataset)
-    return _splits_in_pipeline(dataset)
+        return ranks == num_shards and _filters_shards(stream)
+    return _splits_in_pipeline(stream)
 
 
 def _filters_shards(datapipe: Any) -> bool:

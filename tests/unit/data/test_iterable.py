@@ -1,10 +1,14 @@
 """Streams: sharding them, what they say of themselves, and parts that end together."""
 
+import warnings
+from functools import partial
 from types import SimpleNamespace
 
+import datasets
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from datasets.distributed import split_dataset_by_node
+from torch.utils.data import ChainDataset, DataLoader, IterableDataset
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 from accelerate.data import iterable
@@ -30,6 +34,56 @@ def test_epochs_reach_the_stream():
 
 def split(world, rank=0, **more):
     return SimpleNamespace(_distributed=SimpleNamespace(rank=rank, world_size=world), **more)
+
+
+class Holder(IterableDataset):
+    """A stream around whatever it is given."""
+
+    def __init__(self, source):
+        self.source = source
+
+    def __iter__(self):
+        return iter(())
+
+
+class SplitsWhenRead(IterableDataset):
+    def __iter__(self):
+        yield from (part for part in split_dataset_by_node(None, 0, 2))
+
+
+def hf_stream(rank=None):
+    stream = datasets.Dataset.from_dict({"ids": list(range(8))}).to_iterable_dataset(num_shards=2)
+    return stream if rank is None else split_dataset_by_node(stream, rank, 2)
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        Holder,
+        lambda part: Holder(part.map(lambda row: row)),
+        lambda part: Holder({"web": [part]}),
+        lambda part: ChainDataset([Holder(part)]),
+        lambda part: Holder(lambda: iter(part)),
+        lambda part: Holder(partial(iter, part)),
+        lambda part: Holder(SimpleNamespace(sources=(part,))),
+    ],
+)
+def test_divided_stream_is_found_inside_other_objects(around):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert is_split_by_node(around(hf_stream(rank=1)), 2)
+        assert not is_split_by_node(around(hf_stream()), 2)
+
+
+def test_undivided_stream_next_to_divided_one_warns():
+    with pytest.warns(UserWarning, match="reads the undivided streams completely"):
+        assert is_split_by_node(Holder([hf_stream(rank=0), hf_stream()]), 2)
+
+
+def test_stream_that_splits_when_it_is_read_warns():
+    for stream in (SplitsWhenRead(), Holder(SplitsWhenRead())):
+        with pytest.warns(UserWarning, match="SplitsWhenRead|Holder.*shard_iterable_dataset=False"):
+            assert not is_split_by_node(stream, 2)
 
 
 def test_a_stream_divided_among_others_is_refused():

@@ -1,0 +1,83 @@
+"""Objects inside a dataset: divided streams, tables of the library `datasets`, and the sequences that order its samples."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import operator
+import sys
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, Subset
+
+# Limits of the search, which datasets with many files or a tokenizer would make expensive.
+_DEEPEST, _MOST_ITEMS, _MOST_OBJECTS = 5, 64, 2000
+_LEAVES = (str, bytes, int, float, complex, type(None), type, ModuleType, torch.Tensor, torch.nn.Module, np.ndarray)
+# Packages whose objects hold no dataset of the user's in their attributes.
+_OPAQUE = frozenset(
+    {"datasets", "transformers", "tokenizers", "numpy", "pyarrow", "logging", "threading", "multiprocessing"}
+)
+
+
+def reachable(dataset: Any) -> Iterator[Any]:
+    """Yield a dataset and the objects inside it: in attributes, containers, closures and partial functions."""
+    pending, seen = [(dataset, 0)], {}
+    while pending and len(seen) < _MOST_OBJECTS:
+        value, depth = pending.pop(0)
+        if id(value) in seen or isinstance(value, _LEAVES):
+            continue
+        seen[id(value)] = value
+        if not isinstance(value, (list, tuple, set, Mapping)):
+            yield value
+        if depth < _DEEPEST:
+            pending += [(inner, depth + 1) for inner in _inside(value)]
+
+
+def _inside(value: Any) -> list[Any]:
+    """Return the objects that a value holds directly."""
+    if isinstance(value, Mapping):
+        return list(islice(value.values(), _MOST_ITEMS))
+    if isinstance(value, (list, tuple, set)):
+        return list(islice(value, _MOST_ITEMS))
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, FunctionType):
+        cells = (cell for cell in value.__closure__ or () if _is_filled(cell))
+        return [*(cell.cell_contents for cell in cells), *(value.__defaults__ or ())]
+    if hasattr(value, "__func__"):
+        return [value.__self__]
+    if type(value).__module__.partition(".")[0] in _OPAQUE:
+        return []
+    slots = (getattr(value, name, None) for name in getattr(type(value), "__slots__", ()) if isinstance(name, str))
+    return [*getattr(value, "__dict__", {}).values(), *slots]
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
+
+
+def calls(value: Any, names: frozenset[str]) -> bool:
+    """Return whether a function, or a method of an object's class, uses one of these names."""
+    if isinstance(value, FunctionType):
+        return _uses(value.__code__, names)
+    own = [
+        kind
+        for kind in type(value).__mro__
+        if kind.__module__.partition(".")[0] not in ("torch", "builtins", *_OPAQUE)
+    ]
+    methods = [method for kind in own for method in vars(kind).values() if isinstance(method, FunctionType)]
+    return any(_uses(method.__code__, names) for method in methods)
+
+
+def _uses(code: CodeType, names: frozenset[str]) -> bool:
+    inner = (const for const in code.co_consts if isinstance(const, CodeType))
+    return not names.isdisjoint(code.co_names) or any(_uses(each, names) for each in inner)
