@@ -1,8 +1,10 @@
 """Warnings that point at the user's line, however deep in this package they are raised; and what a terminal may be shown."""
 
+import os
 import re
 import sys
 import warnings
+from types import FrameType
 
 # Frames between the user's line and ours: our own, those of context managers, and those of modules that call ours.
 _INSIDE = ("accelerate", "contextlib", "torch")
@@ -26,7 +28,19 @@ def printable(text: str, limit: int | None = None) -> str:
 
 def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
     """Issue a warning that points at the first line outside this package."""
-    depth, frame = 2, sys._getframe(1)
+    depth, _ = _outside()
+    warnings.warn(message, category, stacklevel=depth)
+
+
+def user_line() -> str:
+    """Return file name and number of the line outside this package that runs now, without the file's directory."""
+    _, frame = _outside()
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def _outside() -> tuple[int, FrameType]:
+    """Return the frame of the user's line, and how far above the caller's it is."""
+    depth, frame = 2, sys._getframe(2)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _INSIDE:
         depth, frame = depth + 1, frame.f_back
-    warnings.warn(message, category, stacklevel=depth)
+    return depth, frame

@@ -83,6 +83,7 @@ class IterableDatasetShard(Part, IterableDataset):
             generator.manual_seed(self.epoch)
         self.round_log.clear()
         head, samples = split_head(self.dataset, self._rounds().total, 0)
+        self.order_digest = contents.digest(head)
         yield from chain.from_iterable(self._shares(samples, head))
 
 

@@ -11,6 +11,7 @@ import torch
 
 from accelerate.data import adapter, generators, iterable, resume, workers
 from accelerate.data.adapter import is_stateful, is_stream, placer, skipping, variant
+from accelerate.data.agreement import Agreement
 from accelerate.data.iterable import CountingCollate, restores, uncounted
 from accelerate.data.progress import Noted, Pending
 from accelerate.data.resume import ResumableLoader
@@ -179,6 +180,8 @@ class PreparedLoader(ResumableLoader):
     _reads_ahead = False
     # Whether a thread reads so many steps ahead that a run that goes on does not repeat them.
     _notes_nothing = False
+    # Compares what the ranks read, where this loader is divided among them.
+    _agreement: Agreement | None = None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, gradient_state=GradientState())
@@ -204,6 +207,8 @@ class PreparedLoader(ResumableLoader):
             if type(base.dataset) is SeededDataset:
                 progress.worker_seed = base.dataset.choose(progress.worker_seed, progress.epoch, base.generator)
             batches = self._iterate(pending)
+            if self._agreement is not None:
+                batches = self._agreement.compared(batches, progress.epoch, self._drawn_order)
             yield from batches if watch is None else watch.watched(batches, self)
         finally:
             self.end()
@@ -242,6 +247,11 @@ class PreparedLoader(ResumableLoader):
         if isinstance(shard, Part):
             return shard.round_log.get(self._progress.batches - 1)
         return self.plan.filled_ends if self.plan is not None and self._progress.at_end else None
+
+    def _drawn_order(self) -> tuple[str | None, int | None]:
+        """Return a digest of the undivided order, and the samples in it, of the epoch that runs."""
+        base = self.base_dataloader
+        return getattr(adapter.sharding(base), "order_digest", None), adapter.samples_per_epoch(base)
 
     def _ends_unevenly(self) -> bool:
         return self.plan is not None and self.plan.uneven

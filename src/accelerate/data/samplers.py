@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler
 
+from accelerate.data.contents import MOST_DIGESTED, digest
 from accelerate.data.permutation import GrowingPermutation, advance, can_grow
 
 # The order of samples ------------------------------------------------------------------------------------------------
@@ -282,6 +283,8 @@ class Part:
         self.process_index = process_index
         self.split_batches = split_batches
         self.round_log: dict[int, tuple[int, ...]] = {}
+        # Digest of the beginning of the undivided order, as of the last iteration; `data.agreement` compares those of all ranks.
+        self.order_digest: str | None = None
 
     def _rounds(self) -> Rounds:
         size = self.batch_size // self.num_processes if self.split_batches else self.batch_size
@@ -387,8 +390,11 @@ class BatchSamplerShard(Part, BatchSampler):
         begin = number * total + extra
         if not has_tensor_order(sampler):
             head, tail = split_head(sampler, total, begin)
+            self.order_digest = digest(head)
         else:
             order, samples = TensorOrder(sampler), len(sampler)
+            order.draw(min(total, samples))
+            self.order_digest = digest(order.part(0, min(total, samples, MOST_DIGESTED)))
             whole, rest = divmod(max(0, samples - begin), total)
             for place in range(begin, begin + whole * total, total):
                 order.draw(place + total)
@@ -405,6 +411,7 @@ class BatchSamplerShard(Part, BatchSampler):
         per_round = 1 if split else self.num_processes
         own = self._rounds().own(index) if split else index
         head, batches = split_head(self.batch_sampler, per_round, start * per_round)
+        self.order_digest = digest(index for batch in head for index in batch)
         rounds = EndAhead(iter(lambda: list(islice(batches, per_round)), []))
         for number, group in enumerate(rounds, start):
             is_last = rounds.ended

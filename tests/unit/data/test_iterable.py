@@ -4,10 +4,8 @@ import warnings
 from functools import partial
 from types import SimpleNamespace
 
-import datasets
 import pytest
 import torch
-from datasets.distributed import split_dataset_by_node
 from torch.utils.data import ChainDataset, DataLoader, IterableDataset
 from torch.utils.data.datapipes.iter import IterableWrapper
 
@@ -48,12 +46,15 @@ class Holder(IterableDataset):
 
 class SplitsWhenRead(IterableDataset):
     def __iter__(self):
-        yield from (part for part in split_dataset_by_node(None, 0, 2))
+        from datasets.distributed import split_dataset_by_node
+
+        yield from split_dataset_by_node(None, 0, 2)
 
 
 def hf_stream(rank=None):
+    datasets = pytest.importorskip("datasets")
     stream = datasets.Dataset.from_dict({"ids": list(range(8))}).to_iterable_dataset(num_shards=2)
-    return stream if rank is None else split_dataset_by_node(stream, rank, 2)
+    return stream if rank is None else datasets.distributed.split_dataset_by_node(stream, rank, 2)
 
 
 @pytest.mark.parametrize(
