@@ -5,7 +5,7 @@ import pytest
 TRAINING = "check_training.py check_wrappers.py check_prepare.py check_watching.py"
 REPLAY, PIPELINE = "check_replay.py", "check_pipeline.py"
 STATES = "check_operations.py check_processes.py"
-LOADERS = "check_loaders.py check_active_loader.py check_streams.py check_metrics_property.py check_orders.py"
+LOADERS = "check_loaders.py check_active_loader.py check_orders.py check_streams.py check_metrics_property.py"
 OF_TRANSFORMERS = "check_tensor_parallel.py check_long_sequences.py check_pippy.py"
 SHARDS = "check_sharded_checkpoints.py"
 

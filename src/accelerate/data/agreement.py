@@ -11,6 +11,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch.distributed as dist
@@ -102,31 +103,34 @@ class Agreement:
         self.epoch = epoch
         key = f"{self.name}/{epoch}.{self.begun}"
         text = json.dumps(facts)
-        first = store.compare_set(f"{key}/first", "", text).decode()
-        if first != text and (problem := difference(json.loads(first), json.loads(text))):
-            raises, reason = problem
-            outcome = json.dumps({"raises": raises, "text": reason})
-            if raises:
-                store.set(f"{key}/outcome", outcome)
-            else:
-                store.compare_set(f"{key}/outcome", "", outcome)
-        if store.add(f"{key}/come", 1) == dist.get_world_size():
-            store.compare_set(f"{key}/outcome", "", "null")
-            if self.former:  # all ranks have left that epoch
-                for name in ("first", "come", "outcome"):
+        with suppress(dist.DistError):  # the process that serves the store may have ended
+            first = store.compare_set(f"{key}/first", "", text).decode()
+            if first != text and (problem := difference(json.loads(first), json.loads(text))):
+                raises, reason = problem
+                outcome = json.dumps({"raises": raises, "text": reason})
+                if raises:
+                    store.set(f"{key}/outcome", outcome)
+                else:
+                    store.compare_set(f"{key}/outcome", "", outcome)
+            if store.add(f"{key}/come", 1) == dist.get_world_size():
+                store.compare_set(f"{key}/outcome", "", "null")
+                for name in ("first", "come", "outcome") if self.former else ():  # all ranks have left that epoch
                     store.delete_key(f"{self.former}/{name}")
         self.former = key
         return key
 
     def _settle(self, store: Any, key: str, patience: float = 0.0) -> bool:
-        """Return whether the outcome is known, within a time; raise or warn if it says that ranks differ."""
-        end, pause = time.monotonic() + patience, 0.0005
-        while not store.check([f"{key}/outcome"]):
-            if time.monotonic() >= end:
-                return False
-            time.sleep(pause)  # not `wait`, which would keep the store from the process's other threads
-            pause = min(2 * pause, _LONGEST_PAUSE_S)
-        outcome = json.loads(store.get(f"{key}/outcome"))
+        """Return whether the outcome is known or will not be, within a time; raise or warn if it says that ranks differ."""
+        end, pause, name = time.monotonic() + patience, 0.0005, f"{key}/outcome"
+        try:
+            while not store.check([name]):
+                if time.monotonic() >= end:
+                    return False
+                time.sleep(pause)  # not `wait`, which would keep the store from the process's other threads
+                pause = min(2 * pause, _LONGEST_PAUSE_S)
+            outcome = json.loads(store.get(name))
+        except dist.DistError:
+            return True
         if outcome is not None:
             message = f"Ranks read different data from the loader prepared at {self.line}: {outcome['text']}"
             if outcome["raises"]:

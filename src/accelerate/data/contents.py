@@ -87,6 +87,8 @@ def _uses(code: CodeType, names: frozenset[str]) -> bool:
 MOST_DIGESTED = 1000
 # Above these lengths, only the order of the first items of a list or an array of numbers is compared.
 _MOST_NAMES, _MOST_RECORDS, _MOST_NUMBERS = 50_000, 10_000, 1_000_000
+# Where `datasets` keeps the indices of a shuffled or selected table, which has none if it is contiguous.
+_INDICES = "_indices"
 _SKETCH, _PROBES, _MOST_SEQUENCES = 32, 16, 4
 
 
@@ -173,8 +175,9 @@ def _sequences(part: Any) -> Iterator[tuple[str, Any, bool]]:
     """Yield name and values of the sequences of an object that have its length, and whether they decide the order."""
     kind = type(part).__name__
     if is_table(part):
-        if part._indices is not None:
-            column = part._indices.column(0)
+        indices = getattr(part, _INDICES)
+        if indices is not None:
+            column = indices.column(0)
             yield f"the index table of a {kind}", column.slice(0, _MOST_NUMBERS + 1).to_numpy(), True
         return
     if not hasattr(type(part), "__getitem__"):
@@ -218,7 +221,7 @@ def _sums_of_numbers(values: Any) -> tuple[int | None, list[int]]:
 
 def is_table(value: Any) -> bool:
     """Whether this is a map-style dataset of the library `datasets`."""
-    return type(value).__module__ == "datasets.arrow_dataset" and hasattr(value, "_indices")
+    return type(value).__module__ == "datasets.arrow_dataset" and hasattr(value, _INDICES)
 
 
 def tables(dataset: Any) -> list[Any]:
