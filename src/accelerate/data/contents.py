@@ -187,8 +187,11 @@ def _sequences(part: Any) -> Iterator[tuple[str, Any, bool]]:
     except Exception:  # of the user's code
         return
     for name, value in getattr(part, "__dict__", {}).items():
-        if type(value).__module__.partition(".")[0] == "pandas" and hasattr(value, "index"):
-            value = np.asarray(value.index)
+        if hasattr(value, "iloc"):  # pandas
+            records = value.iloc[:_MOST_RECORDS]
+            rows = records.itertuples() if hasattr(records, "itertuples") else records.items()
+            yield from [(f"{kind}.{name}", list(rows), True)] if len(value) == length else []
+            continue
         one_dimension = isinstance(value, (torch.Tensor, np.ndarray)) and value.ndim == 1
         if (one_dimension or isinstance(value, (list, tuple, range))) and len(value) == length:
             yield f"{kind}.{name}", value, isinstance(part, Subset)

@@ -1,8 +1,10 @@
 """What two ranks read, compared: an error, a warning, or nothing."""
 
 import pytest
+import torch.distributed as dist
 
-from accelerate.data.agreement import difference
+from accelerate.data import agreement
+from accelerate.data.agreement import Agreement, difference
 from accelerate.data.contents import Arrangements
 
 
@@ -40,3 +42,53 @@ def test_difference_between_two_ranks(first, own, outcome):
             assert found is None
         else:
             assert found[0] is outcome[0] and outcome[1] in found[1] and "already_sharded=True" in found[1]
+
+
+@pytest.fixture
+def ranks(monkeypatch):
+    """Two ranks of one process that share a store."""
+    present, store = {"rank": 0}, dist.HashStore()
+    monkeypatch.setattr(agreement, "_store", lambda: store)
+    monkeypatch.setattr(agreement, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(agreement.dist, "get_rank", lambda: present["rank"])
+    monkeypatch.setattr(agreement.dist, "get_world_size", lambda: 2)
+    loaders = [Agreement(range(8), True, True) for _ in range(2)]
+    loaders[1].name = loaders[0].name
+
+    def read(rank, batches, epoch, order):
+        present["rank"] = rank
+        yield from loaders[rank].compared(iter(batches), epoch, lambda: (order, 8))
+
+    return read, store
+
+
+def test_late_rank_is_compared_and_the_first_learns_of_it(ranks):
+    read, _ = ranks
+    early = read(0, range(9), 0, "a")
+    assert [next(early), next(early)] == [0, 1]
+    with pytest.raises(RuntimeError, match="test_agreement.py:.*different orders"):
+        list(read(1, range(9), 0, "b"))
+    with pytest.raises(RuntimeError, match="different orders"):
+        list(early)
+
+
+def test_epochs_are_compared_with_the_same_epoch(ranks):
+    read, store = ranks
+    assert list(read(0, [1, 2], 0, "a")) == [1, 2] and list(read(0, [], 1, "b")) == []
+    assert list(read(0, [1], 1, "c")) == [1], "the epoch is begun a second time"
+    assert list(read(1, [1, 2], 0, "a")) == [1, 2] and list(read(1, [1], 1, "b")) == [1]
+    assert store.num_keys() < 9, "messages of earlier epochs are deleted"
+
+
+def test_store_that_has_ended_ends_the_comparison(ranks, monkeypatch):
+    read, store = ranks
+
+    class Ended:
+        def __getattr__(self, name):
+            def fail(*arguments):
+                raise dist.DistNetworkError("connection closed")
+
+            return fail
+
+    monkeypatch.setattr(agreement, "_store", Ended)
+    assert list(read(0, [1, 2, 3], 0, "a")) == [1, 2, 3]

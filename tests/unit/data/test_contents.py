@@ -70,6 +70,17 @@ def test_sums_do_not_depend_on_the_order():
         assert before.order != after.order and (before.items, before.sketch) == (after.items, after.sketch)
 
 
+def test_rows_of_pandas_are_compared_without_their_index():
+    pandas = pytest.importorskip("pandas")
+    table = pandas.DataFrame({"name": [f"file {number}" for number in range(40)]})
+    for values in (table, table["name"]):
+        first, second = (
+            Arrangements(Items(values.sample(frac=1, random_state=seed).reset_index(drop=True))).describe()[0]
+            for seed in (0, 1)
+        )
+        assert first.decides and first.order != second.order
+
+
 def test_new_order_of_an_epoch_is_described():
     items = Items(["a", "b", "c"])
     arrangements = Arrangements(items)
