@@ -53,7 +53,7 @@ class Agreement:
         self.epoch, self.begun, self.former = -1, 0, ""
         self.warned = False
         self.arrangements = contents.Arrangements(dataset)
-        self.tables: list[tuple[int, str | None]] | None = None  # read once
+        self.tables: list[tuple[int, contents.Arrangement | None]] | None = None  # read once
 
     def compared(self, batches: Iterator[Any], epoch: int, order: Callable[[], tuple[Any, Any]]) -> Iterator[Any]:
         """Yield the batches of an epoch; RuntimeError if the ranks' orders or datasets differ.
@@ -88,7 +88,7 @@ class Agreement:
         """Return what this rank reads, in a form that is compared with another rank's."""
         if self.tables is None:
             self.tables = [contents.probe(table) for table in contents.tables(self.dataset)]
-        facts: Facts = {"rank": dist.get_rank(), "tables": self.tables}
+        facts: Facts = {"rank": dist.get_rank(), "tables": self.tables, "dispatched": not self.read_by_all}
         if self.read_by_all:
             facts["order" if self.decided else "stream"] = order
             facts["shuffles"] = None if self.decided else contents.shuffles(self.dataset)
@@ -172,18 +172,21 @@ def _differences(first: Facts, own: Facts, ranks: str) -> Iterator[tuple[bool, s
             f"the stream begins with different samples on {ranks}. If its order differs, samples are read twice or never.",
         )
     for (length, rows), (own_length, own_rows) in zip(first["tables"], own["tables"], strict=False):
-        if length == own_length and None not in (rows, own_rows) and rows != own_rows:
-            yield (
-                False,
-                f"the dataset holds different rows on {ranks}, and each rank reads a part of these: rows are lost.",
-            )
+        if length == own_length and rows and own_rows:
+            for raises, text in _difference_of(contents.Arrangement(*rows), contents.Arrangement(*own_rows), ranks):
+                if not first.get("dispatched"):
+                    yield raises, text
+                elif rows[2] is None or rows[2] != own_rows[2]:  # the order is the main process's
+                    yield False, text
 
 
 def _difference_of(first: contents.Arrangement, own: contents.Arrangement, ranks: str) -> Iterator[tuple[bool, str]]:
     if first.name != own.name or (first.order, first.items) == (own.order, own.items):
         return
     decides, name = first.decides and own.decides, own.name
-    if first.items == own.items:
+    if first.items is None:
+        yield decides, f"{name} is different on {ranks}, so samples may be read twice or never."
+    elif first.items == own.items:
         yield decides, f"{name} has a different order on {ranks}, so samples would be read twice or never."
     elif first.sketch and own.sketch and set(first.sketch).isdisjoint(own.sketch):
         yield (

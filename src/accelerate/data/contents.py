@@ -87,6 +87,7 @@ def _uses(code: CodeType, names: frozenset[str]) -> bool:
 MOST_DIGESTED = 1000
 # Above these lengths, only the order of the first items of a list or an array of numbers is compared.
 _MOST_NAMES, _MOST_RECORDS, _MOST_NUMBERS = 50_000, 10_000, 1_000_000
+_MOST_BYTES = 1 << 24
 # Where `datasets` keeps the indices of a shuffled or selected table, which has none if it is contiguous.
 _INDICES = "_indices"
 _SKETCH, _PROBES, _MOST_SEQUENCES = 32, 16, 4
@@ -232,15 +233,19 @@ def tables(dataset: Any) -> list[Any]:
     return [part for part in reachable(dataset) if is_table(part)]
 
 
-def probe(table: Any) -> tuple[int, str | None]:
-    """Return the length of a table, and a digest of some of its rows as they are stored."""
+def probe(table: Any) -> tuple[int, Arrangement | None]:
+    """Return the length of a table, and a description of its rows as they are stored: of some, if it is large."""
     length = len(table)
-    places = sorted({length * number // _PROBES for number in range(_PROBES)}) if length else []
+    complete = length <= _MOST_RECORDS and table.data.nbytes <= _MOST_BYTES
+    places = range(length) if complete else sorted({length * number // _PROBES for number in range(_PROBES)})
     try:
-        rows = table.with_format("arrow")[places].to_pylist() if places else []
+        rows = [zlib.crc32(repr(row).encode()) for row in table.with_format("arrow")[list(places)].to_pylist()]
     except Exception:  # a column type that cannot be read without its library
         return length, None
-    return length, _hashed(rows)
+    distinct = sorted(set(rows))
+    sketch = distinct[:_SKETCH] if complete and len(distinct) == len(rows) else []
+    name = f"the table of a {type(table).__name__}"
+    return length, Arrangement(name, digest(rows) or "", sum(rows) if complete else None, sketch, complete)
 
 
 def shuffles(dataset: Any) -> str | None:

@@ -67,6 +67,8 @@ def drawn_loaders():
     table = small_table(32)
     yield "shuffle", DataLoader(table.shuffle(), 4)
     yield "train_test_split", DataLoader(table.train_test_split(test_size=8)["train"], 4)
+    names = {"name": shuffled([str(number) for number in range(32)])}
+    yield "table of names", DataLoader(type(table).from_dict(names), 4)
     yield "stream", DataLoader(table.to_iterable_dataset(num_shards=world()).shuffle(random.randrange(999)), 4)
 
 
@@ -109,7 +111,7 @@ def stored_rows_that_differ_warn():
     for options in ({}, {"already_sharded": True}):
         accelerator = fresh_accelerator(dataloader_config=DataLoaderConfiguration(**options))
         loader = accelerator.prepare(DataLoader(split_dataset_by_node(table, rank(), world()), 2))
-        with warned(int(world() > 1 and not options), "different rows"):
+        with warned(int(world() > 1 and not options), "the table of a Dataset holds different values"):
             list(loader)
             list(loader)
 

@@ -12,6 +12,10 @@ def facts(rank, data=(), **more):
     return {"rank": rank, "tables": [], "arrangements": Arrangements(list(data)).describe(), **more}
 
 
+def rows(order, items=None, sketch=()):
+    return ["the table", order, items, sketch, items is not None]
+
+
 NAMES = [f"file {number}" for number in range(40)]
 
 
@@ -26,8 +30,19 @@ NAMES = [f"file {number}" for number in range(40)]
         (facts(0, length=7), facts(1, length=8), (True, "length of the sampler")),
         (facts(0, shuffles="a"), facts(1, shuffles="b"), (True, "different seeds")),
         (facts(0, stream="a"), facts(1, stream="b"), (False, "begins with different samples")),
-        (facts(0, tables=[(4, "a")]), facts(1, tables=[(4, "b")]), (False, "different rows")),
-        (facts(0, tables=[(4, "a")]), facts(1, tables=[(5, "b")]), None),
+        (facts(0, tables=[(4, rows("a"))]), facts(1, tables=[(4, rows("b"))]), (False, "is different on")),
+        (facts(0, tables=[(4, rows("a"))]), facts(1, tables=[(5, rows("b"))]), None),
+        (facts(0, tables=[(4, rows("a", 7))]), facts(1, tables=[(4, rows("b", 7))]), (True, "different order")),
+        (
+            facts(0, tables=[(4, rows("a", 7))], dispatched=True),
+            facts(1, tables=[(4, rows("b", 7))], dispatched=True),
+            None,
+        ),
+        (
+            facts(0, tables=[(4, rows("a", 7, [1]))], dispatched=True),
+            facts(1, tables=[(4, rows("b", 8, [1]))], dispatched=True),
+            (False, "drawn differently"),
+        ),
         (facts(0, NAMES), facts(1, NAMES[::-1]), (True, "the list has a different order")),
         (facts(0, NAMES[:30]), facts(1, NAMES[10:]), (True, "the list was drawn differently")),
         (facts(0, NAMES[:20]), facts(1, NAMES[20:]), (False, "each rank reads a part")),

@@ -93,8 +93,15 @@ def test_rows_of_tables_are_probed_as_they_are_stored():
     table = datasets.Dataset.from_dict({"a": list(range(40))})
     table.set_transform(lambda batch: {"a": [random.random() for _ in batch["a"]]})
     assert contents.tables({"web": [Items(table)]}) == [table]
-    assert contents.probe(table) == contents.probe(table) and contents.probe(table)[0] == 40
-    assert contents.probe(table) != contents.probe(table.shard(2, 1)) and contents.probe(table.select([]))[0] == 0
+    assert contents.probe(table) == contents.probe(table) and contents.probe(table.select([]))[0] == 0
+    length, rows = contents.probe(table)
+    _, turned = contents.probe(table.select(range(39, -1, -1)))
+    half, part = contents.probe(table.shard(2, 1))
+    assert (length, half) == (40, 20) and rows.decides
+    assert rows.order != turned.order and (rows.items, rows.sketch) == (turned.items, turned.sketch)
+    assert part.items != rows.items and len(part.sketch) == 20
+    large = datasets.Dataset.from_dict({"a": list(range(20_000))})
+    assert contents.probe(large)[1][2:] == (None, [], False)
 
 
 def test_states_of_shuffled_streams_differ_by_their_seed():
