@@ -110,11 +110,12 @@ class Agreement:
                 outcome = json.dumps({"raises": raises, "text": reason})
                 if raises:
                     store.set(f"{key}/outcome", outcome)
-                else:
-                    store.compare_set(f"{key}/outcome", "", outcome)
+                store.compare_set(f"{key}/warning", "", outcome)
             if store.add(f"{key}/come", 1) == dist.get_world_size():
-                store.compare_set(f"{key}/outcome", "", "null")
-                for name in ("first", "come", "outcome") if self.former else ():  # all ranks have left that epoch
+                store.compare_set(f"{key}/outcome", "", store.compare_set(f"{key}/warning", "", "null").decode())
+                for name in (
+                    ("first", "come", "warning", "outcome") if self.former else ()
+                ):  # all ranks have left that epoch
                     store.delete_key(f"{self.former}/{name}")
         self.former = key
         return key

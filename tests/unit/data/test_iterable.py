@@ -52,9 +52,9 @@ class SplitsWhenRead(IterableDataset):
 
 
 def hf_stream(rank=None):
-    datasets = pytest.importorskip("datasets")
+    datasets, distributed = pytest.importorskip("datasets"), pytest.importorskip("datasets.distributed")
     stream = datasets.Dataset.from_dict({"ids": list(range(8))}).to_iterable_dataset(num_shards=2)
-    return stream if rank is None else datasets.distributed.split_dataset_by_node(stream, rank, 2)
+    return stream if rank is None else distributed.split_dataset_by_node(stream, rank, 2)
 
 
 @pytest.mark.parametrize(
