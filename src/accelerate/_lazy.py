@@ -36,10 +36,27 @@ def require_torch(oldest: tuple[int, int]) -> None:
                 )
 
 
+def aliases(module: str, computed: Mapping[str, Callable[[], Any]] | None = None) -> Callable[[str], Any]:
+    """Return the ``__getattr__`` of a module that also gives names of other homes: those that `_namespace` lists for it.
+
+    `computed` has values that are asked for at each look-up. Nothing is stored in the module, so a name that was replaced in its home is found replaced.
+    """
+
+    def get(name: str) -> Any:
+        if computed and name in computed:
+            return computed[name]()
+        tables = importlib.import_module("accelerate._namespace")  # read once a name is missing
+        if name in tables.NAMES.get(module, "").split():
+            return getattr(_imported(tables.HOME_OF[name]), name)
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+    return get
+
+
 def front(
     package: str, homes: Mapping[str, str], submodules: Iterable[str], eager: Iterable[str] = ()
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Return the ``__getattr__``, ``__dir__`` and ``__all__`` of a package that re-exports names.
+    """Return the ``__getattr__``, ``__dir__`` and ``__all__`` of a package that re-exports names, and has its `aliases`.
 
     `homes` has for each module the names that it gives, separated by spaces; `submodules` are attributes without an import;
     `eager` are names that the package defines itself.
@@ -47,6 +64,7 @@ def front(
     home_of = {name: home for home, names in homes.items() for name in names.split()}
     modules = frozenset(submodules)
     exported = [*home_of, *eager]
+    alias = aliases(package)
 
     def get(name: str) -> Any:
         if name in home_of:
@@ -58,7 +76,7 @@ def front(
                 return importlib.import_module(f"{package}.{name}")
             except ModuleNotFoundError as error:  # of an optional library; `hasattr` and `inspect` ask for every name
                 raise AttributeError(f"module {package!r} cannot give {name!r}: {error}") from error
-        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return alias(name)
 
     def listed() -> list[str]:
         return sorted({*vars(sys.modules[package]), *exported, *modules})

@@ -85,6 +85,7 @@ logger = get_logger(__name__)
 
 # Differs from `split_batches=False`: nothing was given, since the argument moved into DataLoaderConfiguration.
 _split_batches = object()
+_dispatch_batches, _even_batches, _use_seedable_sampler = object(), object(), object()  # users find them here
 
 
 def _derived(make: Callable[["Accelerator"], Any]) -> Any:

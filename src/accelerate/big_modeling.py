@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from accelerate import _lazy
 from accelerate.hooks import (
     AlignDevicesHook,
     CpuOffload,
@@ -30,6 +31,8 @@ from accelerate.offload.tensors import check_tied_parameters_on_same_device, fin
 from accelerate.offload.weights import Offloading, check_data, shared_pointers, state_tensors
 from accelerate.utils.environment import parse_flag_from_env
 from accelerate.utils.modeling import check_device_map  # looked up here at each call: transformers replaces it here
+
+__getattr__ = _lazy.aliases(__name__)
 
 logger = logging.getLogger(__name__)
 
@@ -439,17 +442,29 @@ def attach_layerwise_casting_hooks(
         >>> model[0].weight.dtype, model[1].weight.dtype
         (torch.bfloat16, torch.float32)
     """
+    _attach_layerwise_casting_hooks(
+        module, storage_dtype, compute_dtype, skip_modules_pattern, skip_modules_classes, non_blocking
+    )
+
+
+def _attach_layerwise_casting_hooks(
+    module: nn.Module,
+    storage_dtype: torch.dtype,
+    compute_dtype: torch.dtype,
+    skip_modules_pattern: str | Sequence[str] | None = None,
+    skip_modules_classes: type[nn.Module] | Sequence[type[nn.Module]] | None = None,
+    non_blocking: bool = False,
+    _prefix: str = "",
+) -> None:
+    """Do what `attach_layerwise_casting_hooks` does, for a module whose full name is `_prefix`."""
     patterns = [skip_modules_pattern] if isinstance(skip_modules_pattern, str) else list(skip_modules_pattern or ())
     classes = (skip_modules_classes,) if isinstance(skip_modules_classes, type) else tuple(skip_modules_classes or ())
-
-    def visit(current: nn.Module, name: str) -> None:
-        if isinstance(current, classes) or any(re.search(pattern, name) for pattern in patterns):
-            logger.debug("Layerwise casting leaves %r alone.", name)
-        elif isinstance(current, SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING):
-            logger.debug("Layerwise casting stores %r as %s.", name, storage_dtype)
-            add_hook_to_module(current, LayerwiseCastingHook(storage_dtype, compute_dtype, non_blocking), append=True)
-        else:
-            for child_name, child in current.named_children():
-                visit(child, f"{name}.{child_name}" if name else child_name)
-
-    visit(module, "")
+    if isinstance(module, classes) or any(re.search(pattern, _prefix) for pattern in patterns):
+        logger.debug("Layerwise casting leaves %r alone.", _prefix)
+    elif isinstance(module, SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING):
+        logger.debug("Layerwise casting stores %r as %s.", _prefix, storage_dtype)
+        add_hook_to_module(module, LayerwiseCastingHook(storage_dtype, compute_dtype, non_blocking), append=True)
+    else:
+        for name, child in module.named_children():
+            full = f"{_prefix}.{name}" if _prefix else name
+            _attach_layerwise_casting_hooks(child, storage_dtype, compute_dtype, patterns, classes, non_blocking, full)

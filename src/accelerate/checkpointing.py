@@ -10,10 +10,12 @@ from typing import Any
 
 from torch import nn
 
+from accelerate import _lazy
 from accelerate._warn import warn_user
 from accelerate.checkpoint import layouts, load, save
 from accelerate.checkpoint.manifest import custom_file, optimizer_file
 from accelerate.checkpoint.state import Common
+from accelerate.logging import get_logger
 from accelerate.modules.unwrap import extract_model_from_parallel
 from accelerate.process import PartialState
 from accelerate.utils.constants import (  # noqa: F401  their recorded place
@@ -27,6 +29,10 @@ from accelerate.utils.constants import (  # noqa: F401  their recorded place
     SCHEDULER_NAME,
     WEIGHTS_NAME,
 )
+
+__getattr__ = _lazy.aliases(__name__)
+
+logger = get_logger(__name__)
 
 Folder = str | os.PathLike[str]
 

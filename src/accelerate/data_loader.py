@@ -4,6 +4,7 @@
 (`DataLoaderDispatcher`); `skip_first_batches` leaves out what an interrupted epoch has behind it.
 """
 
+from accelerate import _lazy
 from accelerate.data.adapter import DataLoaderAdapter, DataLoaderStateMixin, get_sampler
 from accelerate.data.budget import PackingCollator, TokenBudgetSampler
 from accelerate.data.build import prepare_data_loader, skip_first_batches
@@ -11,6 +12,34 @@ from accelerate.data.dispatcher import DataLoaderDispatcher
 from accelerate.data.iterable import IterableDatasetShard
 from accelerate.data.loader import DataLoaderShard, SkipDataLoader
 from accelerate.data.samplers import BatchSamplerShard, SeedableRandomSampler, SkipBatchSampler
+from accelerate.logging import get_logger
+
+__getattr__ = _lazy.aliases(__name__)
+
+logger = get_logger(__name__)
+
+# What programs copy a torch loader by: its arguments besides the dataset, with torch's defaults.
+_PYTORCH_DATALOADER_KWARGS = {
+    "batch_size": 1,
+    "shuffle": False,
+    "sampler": None,
+    "batch_sampler": None,
+    "num_workers": 0,
+    "collate_fn": None,
+    "pin_memory": False,
+    "drop_last": False,
+    "timeout": 0,
+    "worker_init_fn": None,
+    "multiprocessing_context": None,
+    "generator": None,
+    "prefetch_factor": 2,
+    "persistent_workers": False,
+    "pin_memory_device": "",
+    "in_order": True,
+}
+# Those that came with a later torch.
+v, additional_kwargs = "2.6.0", {"in_order": True}
+_PYTORCH_DATALOADER_ADDITIONAL_KWARGS = {v: additional_kwargs}
 
 __all__ = [
     "BatchSamplerShard",

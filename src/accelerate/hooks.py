@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from accelerate import _lazy
 from accelerate.offload.align import AlignDevicesHook
 from accelerate.offload.hooks_base import (  # noqa: F401  users find them here
     CpuOffload,
@@ -26,6 +27,8 @@ from accelerate.offload.hooks_base import (  # noqa: F401  users find them here
 from accelerate.offload.placement import Device
 from accelerate.offload.store import PrefixedDataset
 from accelerate.offload.tensors import named_module_tensors
+
+__getattr__ = _lazy.aliases(__name__)
 
 
 def attach_execution_device_hook(

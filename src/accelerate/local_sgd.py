@@ -7,12 +7,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from accelerate import comm
+from accelerate import _lazy, comm
 from accelerate.backends.registry import resolve
 from accelerate.runtime import torch_private
 
 if TYPE_CHECKING:
     from accelerate.accelerator import Accelerator
+
+__getattr__ = _lazy.aliases(__name__)
+
 
 # Weights are averaged in pieces of about this many bytes: few collectives, little extra memory.
 _PIECE = 64 * 2**20

@@ -9,9 +9,11 @@ import sys
 from collections.abc import MutableMapping
 from typing import Any
 
-from accelerate import comm
+from accelerate import _lazy, comm
 from accelerate.config import env
 from accelerate.runtime import storage
+
+__getattr__ = _lazy.aliases(__name__)
 
 
 def _tag() -> str:

@@ -6,10 +6,13 @@ from typing import Any
 
 import torch
 
+from accelerate import _lazy
 from accelerate.devices.table import DEVICES
 from accelerate.precision import scaling
 from accelerate.runtime import traits
 from accelerate.state import AcceleratorState, GradientState
+
+__getattr__ = _lazy.aliases(__name__)
 
 
 def move_to_device(state: Any, device: torch.device) -> Any:

@@ -4,6 +4,7 @@ import math
 from dataclasses import asdict, dataclass, is_dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from accelerate import _lazy
 from accelerate.config import env
 from accelerate.config.parallel import (
     DeepSpeedSequenceParallelConfig,
@@ -14,6 +15,9 @@ from accelerate.runtime import torch_private
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+__getattr__ = _lazy.aliases(__name__)
+
 
 # Outermost first: stages exchange least. Neighbours in the last dimension are on one node, where the frequent messages of tensor parallelism
 # belong; https://arxiv.org/abs/2104.04473, section 3.

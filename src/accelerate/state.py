@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from accelerate import _lazy
 from accelerate.config import env
 from accelerate.config.enums import DistributedType, DynamoBackend, PrecisionType
 from accelerate.config.handlers import GradientAccumulationPlugin, TorchDynamoPlugin
@@ -22,6 +23,8 @@ from accelerate.process import do_nothing as do_nothing
 from accelerate.runtime import rendezvous, storage, traits
 from accelerate.utils.environment import patch_environment
 from accelerate.utils.imports import is_fp8_available
+
+__getattr__ = _lazy.aliases(__name__)
 
 logger = logging.getLogger(__name__)
 

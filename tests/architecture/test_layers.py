@@ -11,7 +11,7 @@ from architecture import source
 # A unit is a module or a package with everything below it. A unit imports from lower layers, from itself, and from units
 # of its own layer as long as those do not lead back to it. Imports inside functions and for annotations count.
 LAYERS: list[str] = [
-    "_lazy _warn runtime.torch_private utils.constants utils.versions utils.imports utils.environment",
+    "_lazy _namespace _warn runtime.torch_private utils.constants utils.versions utils.imports utils.environment",
     "config parallelism_config",
     "runtime.storage runtime.durable devices utils.nested",
     "comm utils.operations",

@@ -1,12 +1,14 @@
 """Models that are made empty, and spread over devices."""
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from accelerate import big_modeling
 from accelerate.big_modeling import (
     attach_layerwise_casting_hooks,
     cpu_offload,
@@ -198,3 +200,25 @@ def test_nesting_decorating_and_errors_restore_torch():
         assert _devices(nn.Linear(1, 1)) == {"meta"}
         raise KeyError
     assert nn.Module.register_parameter is register
+
+
+def test_own_context_parallelism_makes_attention_causal_without_a_mask():
+    class Attention(nn.Module):
+        def forward(self, hidden, **kwargs):
+            return kwargs
+
+    model = nn.ModuleDict({"self_attn": Attention(), "cross": Attention()})
+    big_modeling._attach_context_parallel_hooks(model)
+    mask = torch.ones(1)
+    assert model["self_attn"](mask, attention_mask=mask) == {"attention_mask": None, "is_causal": True}
+    assert model["self_attn"](mask) == {}
+    assert model["cross"](mask, attention_mask=mask) == {"attention_mask": mask}
+
+
+def test_recurrent_layers_are_refused_under_sequence_parallelism():
+    model = nn.Linear(1, 1)
+    model.config = SimpleNamespace(layer_types=["full_attention", "sliding_attention"])
+    big_modeling._refuse_recurrent_layers_under_sequence_parallelism(model)
+    model.config.layer_types.append("linear_attention")
+    with pytest.raises(ValueError, match="linear_attention"):
+        big_modeling._refuse_recurrent_layers_under_sequence_parallelism(model)

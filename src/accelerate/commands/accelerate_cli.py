@@ -6,9 +6,11 @@ import sys
 from dataclasses import dataclass
 from typing import NoReturn
 
-from accelerate import __version__
+from accelerate import __version__, _lazy
 from accelerate.commands.utils import CustomArgumentParser, as_program, or_exit
 from accelerate.launch.config_file import nearest
+
+__getattr__ = _lazy.aliases(__name__)
 
 
 @dataclass(frozen=True)

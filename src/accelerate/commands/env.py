@@ -12,12 +12,17 @@ from collections.abc import Mapping
 from typing import Any
 
 import accelerate
-from accelerate import __version__
+from accelerate import __version__, _lazy
 from accelerate.commands.utils import brief, make_parser, or_exit
 from accelerate.config.options import OPTIONS
 from accelerate.launch import config_file
 from accelerate.launch.secrets import masked
 from accelerate.runtime import known_faults
+
+__getattr__ = _lazy.aliases(__name__)
+
+version = __version__
+
 
 # What decides a run besides the options of the table: ranks, devices, schedulers, communication.
 _OF_A_RUN = re.compile(

@@ -12,11 +12,14 @@ import os
 import re
 from typing import Any
 
+from accelerate import _lazy
 from accelerate.commands.utils import brief, make_parser, or_exit
 from accelerate.diagnostics.estimator import Layout, resting
 from accelerate.diagnostics.inventory import CONFIG, Inventory, inventory_of_model, inventory_of_path
 from accelerate.diagnostics.table import table
 from accelerate.launch.errors import LaunchError, MissingPackageError
+
+__getattr__ = _lazy.aliases(__name__)
 
 _STRATEGIES = ("ddp", "fsdp", "shard_grad_op", "zero1", "zero2", "zero3")
 # Those element types that a model can be trained in; half-precision types stand for mixed precision.

@@ -8,6 +8,7 @@ import traceback
 from dataclasses import replace
 from typing import Any
 
+from accelerate import _lazy
 from accelerate._warn import printable
 from accelerate.commands.utils import CustomArgumentParser, OneSpelling, add_options, make_parser, or_exit
 from accelerate.config.options import BY_NAME, DYNAMO_WORDS, FEATURES
@@ -17,6 +18,17 @@ from accelerate.launch.plan import LaunchPlan, Source
 from accelerate.launch.resolve import resolve
 from accelerate.launch.secrets import masked
 
+__getattr__ = _lazy.aliases(__name__)
+
+# Which switch makes the help show which heading.
+options_to_group = {
+    "multi_gpu": "Distributed GPUs",
+    "tpu": "TPU",
+    "use_deepspeed": "DeepSpeed Arguments",
+    "use_fsdp": "FSDP Arguments",
+    "use_megatron_lm": "Megatron-LM Arguments",
+    "fp8_backend": "FP8 Arguments",
+}
 DEEPSPEED_MULTINODE_LAUNCHERS = list(BY_NAME["deepspeed_multinode_launcher"].words)
 DYNAMO_BACKENDS = [word.upper() for word in DYNAMO_WORDS.split() if word != "no"]
 TORCH_DYNAMO_MODES = list(BY_NAME["dynamo_mode"].choices or ())

@@ -4,12 +4,17 @@ import argparse
 import os
 from typing import Any
 
+from accelerate import _lazy
 from accelerate.checkpoint.manifest import METADATA
 from accelerate.commands.checkpoint import one_line_errors
 from accelerate.commands.utils import make_parser, or_exit
 from accelerate.diagnostics.table import size_text
 from accelerate.launch.errors import LaunchError
 from accelerate.utils.constants import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
+
+__getattr__ = _lazy.aliases(__name__)
+
+description = "Merge the shards of an FSDP checkpoint (SHARDED_STATE_DICT) into one set of weights."
 
 
 def merge_command(args: argparse.Namespace) -> None:
@@ -57,7 +62,6 @@ def _check_output(folder: str, safe: bool, overwrite: bool) -> None:
 
 def merge_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     """Return the parser of `accelerate merge-weights`, or add it to what `add_subparsers` returned."""
-    description = "Merge the shards of an FSDP checkpoint (SHARDED_STATE_DICT) into one set of weights."
     parser = make_parser("merge-weights", description, subparsers, merge_command)
     parser.add_argument("checkpoint_directory", help="The directory of the shards.")
     parser.add_argument("output_path", help="The directory to write to; it is created if it does not exist.")

@@ -4,8 +4,11 @@ import argparse
 import sys
 from typing import Any
 
+from accelerate import _lazy
 from accelerate.commands import launch
 from accelerate.commands.utils import make_parser, or_exit
+
+__getattr__ = _lazy.aliases(__name__)
 
 
 def test_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:

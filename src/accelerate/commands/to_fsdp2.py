@@ -3,14 +3,18 @@
 import argparse
 import enum
 import logging
+import os
 import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+from accelerate import _lazy
 from accelerate.commands.utils import make_parser
 from accelerate.config.options.engines import FSDP_OPTIONS, ONLY_FSDP_1
 from accelerate.launch.errors import LaunchError
 from accelerate.utils.constants import FSDP_SHARDING_STRATEGY
+
+__getattr__ = _lazy.aliases(__name__)
 
 logger = logging.getLogger(__name__)
 
@@ -147,6 +151,16 @@ def to_fsdp2_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     return parser
 
 
+def _validate_to_fsdp2_args(args: argparse.Namespace) -> None:
+    """Refuse arguments that name no file to convert, or no place for the result; raises as `to_fsdp2_command`."""
+    if not os.path.isfile(args.config_file):
+        raise FileNotFoundError(f"There is no configuration file {args.config_file!r}.")
+    if not args.overwrite and args.output_file is None:
+        raise LaunchError("Say where the result goes: --output_file FILE, or --overwrite.")
+    if not args.overwrite and os.path.exists(args.output_file):
+        raise FileExistsError(f"{args.output_file} exists already. Name another --output_file, or add --overwrite.")
+
+
 def to_fsdp2_command(args: argparse.Namespace) -> None:
     """Convert a file, for what `to_fsdp2_command_parser` parsed. The result takes its place in one step.
 
@@ -155,11 +169,8 @@ def to_fsdp2_command(args: argparse.Namespace) -> None:
         FileNotFoundError: there is no file to convert.
         FileExistsError: the output file exists.
     """
-    if not args.overwrite and args.output_file is None:
-        raise LaunchError("Say where the result goes: --output_file FILE, or --overwrite.")
+    _validate_to_fsdp2_args(args)
     target = pathlib.Path(args.config_file if args.output_file is None else args.output_file)
-    if target.exists() and not args.overwrite:
-        raise FileExistsError(f"{target} exists already. Name another --output_file, or add --overwrite.")
     converted = convert_config_to_fsdp2(load_config(args.config_file))
     from accelerate.commands.config import config_utils  # not for --help
 

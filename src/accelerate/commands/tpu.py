@@ -9,16 +9,20 @@ import subprocess
 import sys
 from typing import Any
 
+from accelerate import _lazy
 from accelerate.commands.utils import make_parser, or_exit
 from accelerate.launch import config_file, runners, secrets
 from accelerate.launch.errors import LaunchError
 from accelerate.launch.runners.tpu import gcloud_ssh
 
+__getattr__ = _lazy.aliases(__name__)
+
+_description = "Run commands on all machines of a TPU pod."
+
 
 def tpu_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     """Return the parser of `accelerate tpu-config`, or add it to what `add_subparsers` returned."""
-    description = "Run commands on all machines of a TPU pod."
-    parser = make_parser("tpu-config", description, subparsers, tpu_command_launcher, allow_abbrev=False)
+    parser = make_parser("tpu-config", _description, subparsers, tpu_command_launcher, allow_abbrev=False)
     add = parser.add_argument
     add("--config_file", type=str, help="Configuration file that names the pod and the commands.")
     add("--tpu_name", help="Name of the TPU; by default that of the configuration file.")

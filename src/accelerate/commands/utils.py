@@ -10,11 +10,14 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn, TypeVar
 
+from accelerate import _lazy
 from accelerate._warn import printable
 from accelerate.config.options import OPTIONS, Option
 from accelerate.config.options.schema import both_spellings
 from accelerate.launch.config_file import nearest
 from accelerate.launch.errors import RunError
+
+__getattr__ = _lazy.aliases(__name__)
 
 T = TypeVar("T")
 
@@ -29,6 +32,47 @@ class _SpelledTwice(argparse._ActionsContainer):
     def add_argument(self, *args: Any, **kwargs: Any) -> argparse.Action:
         """Add an argument under both spellings of its long flags; see `argparse.ArgumentParser.add_argument`."""
         return super().add_argument(*both_spellings(args), **kwargs)
+
+
+class _StoreAction(argparse._StoreAction):
+    """An argument under both spellings of its long flags, for parsers of argparse."""
+
+    def __init__(self, option_strings: Sequence[str], *args: Any, **kwargs: Any) -> None:
+        super().__init__(list(both_spellings(option_strings)), *args, **kwargs)
+
+
+class _StoreConstAction(_StoreAction):
+    """A flag that stores a constant."""
+
+    def __init__(
+        self,
+        option_strings: Sequence[str],
+        dest: str,
+        const: Any,
+        default: Any = None,
+        required: bool = False,
+        help: str | None = None,
+    ) -> None:
+        spelled = list(both_spellings(option_strings))
+        argparse.Action.__init__(self, spelled, dest, 0, const, default, required=required, help=help)
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+        """Store the constant; argparse calls it."""
+        setattr(namespace, self.dest, self.const)
+
+
+class _StoreTrueAction(_StoreConstAction):
+    """A flag that stores True."""
+
+    def __init__(
+        self,
+        option_strings: Sequence[str],
+        dest: str,
+        default: Any = None,
+        required: bool = False,
+        help: str | None = None,
+    ) -> None:
+        super().__init__(option_strings, dest, True, default, required, help)
 
 
 class CustomArgumentGroup(_SpelledTwice, argparse._ArgumentGroup):

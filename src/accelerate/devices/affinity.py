@@ -26,13 +26,18 @@ CHOICES = (NONE, NODE, SOCKET, EXCLUSIVE)
 _ROOT = pathlib.Path("/sys")
 
 
-def processors_in(text: str) -> set[int]:
+def _parse_cpu_list(cpu_list_str: str) -> list[int]:
     """Read the kernel's list format, such as "0-3,8"; ValueError if it is not of this form."""
-    found: set[int] = set()
-    for part in filter(None, text.strip().split(",")):
+    found: list[int] = []
+    for part in filter(None, cpu_list_str.strip().split(",")):
         first, _, last = part.partition("-")
-        found.update(range(int(first), int(last or first) + 1))
+        found += range(int(first), int(last or first) + 1)
     return found
+
+
+def processors_in(text: str) -> set[int]:
+    """Read the processors of the kernel's list format; raises as `_parse_cpu_list`."""
+    return set(_parse_cpu_list(text))
 
 
 class Topology:

@@ -19,7 +19,7 @@ _Place = tuple[nn.Module, dict[str, Any], str]
 _uncompiled: dict[Callable[..., None], Callable[..., None]] = {}
 
 
-def _outside_graphs(method: Callable[..., None]) -> Callable[..., None]:
+def _compiler_disable(method: Callable[..., None]) -> Callable[..., None]:
     """A method that moves weights, without `torch.compile`, which would compile nothing of it and fail at some; its
     own decorator would take a second to import for those who never compile.
     """
@@ -140,7 +140,7 @@ class AlignDevicesHook(ModelHook):
         """Bring offloaded weights and the inputs to the execution device."""
         if self.leads is not None or self.offload:
             if torch.compiler.is_compiling():
-                _outside_graphs(AlignDevicesHook._arrive)(self, module)
+                _compiler_disable(AlignDevicesHook._arrive)(self, module)
             else:
                 self._arrive(module)
         if self.io_same_device:
@@ -221,7 +221,7 @@ class AlignDevicesHook(ModelHook):
         """Drop offloaded weights again, and bring the output to the inputs' device."""
         if self.leads is not None or self.offload:
             if torch.compiler.is_compiling():
-                _outside_graphs(AlignDevicesHook._leave)(self, module)
+                _compiler_disable(AlignDevicesHook._leave)(self, module)
             else:
                 self._leave(module)
         if self.io_same_device and self.input_device is not None:

@@ -19,6 +19,7 @@ from accelerate.offload.tensors import (
     compute_module_sizes,
     convert_file_size_to_int,
     entry_of,
+    find_tied_parameters,
     get_module_leaves,
     name_and_parents,
 )
@@ -283,6 +284,37 @@ def _ordered_budgets(max_memory: Mapping[int | str, int | str]) -> dict[int | st
             f"max_memory names the device {unknown[0]!r}; devices are accelerator indices (int), 'mps', 'cpu' and 'disk'."
         )
     return {device: _bytes_of(device, max_memory[device]) for device in order}
+
+
+def _init_infer_auto_device_map(
+    model: nn.Module,
+    max_memory: Mapping[int | str, int | str] | None = None,
+    no_split_module_classes: Sequence[str] | str | None = None,
+    dtype: str | torch.dtype | None = None,
+    special_dtypes: Mapping[str, str | torch.dtype] | None = None,
+) -> tuple[list[Any], dict[Any, int], list[Any], list[int], dict[str, int], list[list[str]], list[str], list[Item]]:
+    """Return what `infer_auto_device_map` begins with, for programs that place modules themselves.
+
+    Returns:
+        Devices in the order in which they are filled, budgets, the devices that keep room for the largest layer,
+        accelerators, module sizes, names of tied parameters, classes that stay together, and what is to be placed.
+    """
+    budgets = get_max_memory(max_memory)
+    devices = [*budgets, *(() if "disk" in budgets else ("disk",))]
+    accelerators = [device for device in devices if device not in ("cpu", "disk")]
+    main = [*accelerators[:1], "cpu"]
+    sizes = compute_module_sizes(model, dtype=dtype, special_dtypes=special_dtypes)
+    tied = find_tied_parameters(model)
+    return (
+        devices,
+        budgets,
+        main,
+        accelerators,
+        sizes,
+        tied,
+        list(class_names(no_split_module_classes)),
+        parts("", model),
+    )
 
 
 def get_max_memory(max_memory: Mapping[int | str, int | str] | None = None) -> dict[int | str, int]:

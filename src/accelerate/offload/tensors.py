@@ -187,6 +187,11 @@ def device_of(name: str, device_map: Mapping[str, Any]) -> Any:
     return device_map[entry]
 
 
+def _get_param_device(param: str, device_map: Mapping[str, Any]) -> Any:
+    """Return the device that a map gives to a parameter; raises as `device_of`."""
+    return device_of(param, device_map)
+
+
 def check_tied_parameters_on_same_device(tied_params: Sequence[Sequence[str]], device_map: Mapping[str, Any]) -> None:
     """Warn, once, where a device map puts the names of a tied parameter on several devices, which duplicates it.
 

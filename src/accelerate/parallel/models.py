@@ -94,6 +94,27 @@ def attach(model: nn.Module, region: Region) -> None:
             module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
 
 
+def _attach_context_parallel_hooks(model: nn.Module) -> None:
+    """Let each module named ``...self_attn`` of a model that makes its own context attend causally, without a mask."""
+    for name, module in model.named_modules():
+        if name.endswith("self_attn"):
+            module.register_forward_pre_hook(_causal_without_mask, with_kwargs=True, prepend=True)
+
+
+def _causal_without_mask(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    return args, kwargs | {"attention_mask": None, "is_causal": True} if "attention_mask" in kwargs else kwargs
+
+
+def _refuse_recurrent_layers_under_sequence_parallelism(model: nn.Module) -> None:
+    """Refuse (ValueError) a model whose configuration lists layers with a state along the sequence. Any rank, alone."""
+    kinds = getattr(getattr(model, "config", None), "layer_types", None) or ()
+    if recurrent := sorted({kind for kind in kinds if kind == "linear_attention"}):
+        raise ValueError(
+            f"{type(model).__name__} has layers of the kinds {recurrent}, whose state would start again on every rank that "
+            "has a part of the sequence. Use a model with full attention, or set sp_size=1."
+        )
+
+
 def _attention_modules(model: nn.Module) -> list[nn.Module]:
     return [
         module

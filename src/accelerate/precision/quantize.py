@@ -239,6 +239,16 @@ def replace_with_bnb_layers(
     Raises:
         ImportError: bitsandbytes is missing.
     """
+    return _replace_with_bnb_layers(model, bnb_quantization_config, modules_to_not_convert, current_key_name)[0]
+
+
+def _replace_with_bnb_layers(
+    model: nn.Module,
+    bnb_quantization_config: BnbQuantizationConfig,
+    modules_to_not_convert: Sequence[str] | None = None,
+    current_key_name: Sequence[str] | None = None,
+) -> tuple[nn.Module, bool]:
+    """Do what `replace_with_bnb_layers` does, and return whether there was a layer to replace, too."""
     found = list(_convertible(model, list(modules_to_not_convert or ()), list(current_key_name or ())))
     made: dict[nn.Linear, nn.Module] = {}
     for parent, name, layer in found:
@@ -250,7 +260,7 @@ def replace_with_bnb_layers(
             parent.activation_relu_or_gelu = 0
     if not found:
         logger.warning("%s has no linear layer to quantise; it stays as it is.", type(model).__name__)
-    return model
+    return model, bool(found)
 
 
 def _convertible(

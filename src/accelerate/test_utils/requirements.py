@@ -64,9 +64,10 @@ def _is(*types: str) -> Callable[[], bool]:
     return lambda: torch_device in types
 
 
-def _has_tracker() -> bool:
+def has_tracker() -> bool:
+    """Tell whether a tracker is installed that works without an account."""
     trackers = (imports.is_wandb_available, imports.is_tensorboard_available, imports.is_trackio_available)
-    return any(found() for found in trackers) and not imports.is_comet_ml_available()
+    return any(found() for found in trackers)
 
 
 def _has_tensor_parallelism() -> bool:
@@ -114,7 +115,10 @@ _NEEDS: dict[str, tuple[str, Callable[[], bool]]] = {
     "fsdp2": ("torch 2.6 or newer", lambda: True),
     "tp": ("transformers 4.52 or newer", _has_tensor_parallelism),
     "huggingface_suite": ("transformers and datasets", _has_huggingface_suite),
-    "trackers": ("a tracker, and no comet_ml beside it", _has_tracker),
+    "trackers": (
+        "a tracker, and no comet_ml beside it",
+        lambda: has_tracker() and not imports.is_comet_ml_available(),
+    ),
 }
 # Those that `accelerate.utils.imports` decides by the same name.
 _PACKAGES = (

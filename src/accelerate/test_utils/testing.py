@@ -1,5 +1,6 @@
 """What test suites import: requirements, commands, base classes, and a comparison of tensors over ranks."""
 
+import asyncio
 import contextlib
 import io
 import os
@@ -17,11 +18,16 @@ from unittest import mock
 
 import torch
 
+from accelerate import _lazy
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.test_utils.requirements import *  # noqa: F403
-from accelerate.test_utils.requirements import device_count, torch_device
+from accelerate.test_utils.requirements import device_count, has_tracker, torch_device
 from accelerate.utils.environment import parse_flag_from_env as flag_of
 from accelerate.utils.operations import gather
+
+_run_slow_tests = flag_of("RUN_SLOW")
+__getattr__ = _lazy.aliases(__name__, {"_atleast_one_tracker_available": has_tracker})
+
 
 # -- commands ----------------------------------------------------------------------------------------------------------
 
@@ -31,7 +37,7 @@ class SubprocessCallException(Exception):
 
 
 @dataclass
-class RunOutput:
+class _RunOutput:
     """What a command left behind: its exit status, and the lines of its output and of its errors."""
 
     returncode: int
@@ -97,7 +103,7 @@ def execute_subprocess_async(
     timeout: float = 180,
     quiet: bool = False,
     echo: bool = True,
-) -> RunOutput:
+) -> _RunOutput:
     """Run a command and show its lines when it has ended; `env` are all variables, by default those of this process.
 
     Args:
@@ -127,7 +133,7 @@ def execute_subprocess_async(
             except subprocess.TimeoutExpired:
                 process.kill()
                 output, errors = process.communicate()
-    result = RunOutput(process.returncode, output.splitlines(), errors.splitlines())
+    result = _RunOutput(process.returncode, output.splitlines(), errors.splitlines())
     if not quiet:
         for label, lines, stream in (("stdout:", result.stdout, sys.stdout), ("stderr:", result.stderr, sys.stderr)):
             for line in lines:
@@ -135,6 +141,48 @@ def execute_subprocess_async(
     if ending or result.returncode:
         ending = ending or f"failed with exit status {result.returncode}"
         raise RuntimeError(f"`{text}` {ending}. Its errors:\n\n" + "\n".join(result.stderr or result.stdout))
+    return result
+
+
+async def _read_stream(stream: asyncio.StreamReader, callback: Callable[[bytes], Any]) -> None:
+    """Call a function with each line of a stream, until it ends."""
+    while line := await stream.readline():
+        callback(line)
+
+
+async def _stream_subprocess(
+    cmd: Sequence[str],
+    env: Mapping[str, str] | None = None,
+    stdin: Any = None,
+    timeout: float | None = None,
+    quiet: bool = False,
+    echo: bool = False,
+) -> _RunOutput:
+    """Run a command and show its lines as they come, whatever its exit status; a timeout kills it (TimeoutError)."""
+    if echo:
+        print("\nRunning:", " ".join(cmd))
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(*cmd, stdin=stdin, stdout=pipe, stderr=pipe, env=env)
+    result = _RunOutput(0)
+
+    def keep(lines: list[str], label: str, file: Any) -> Callable[[bytes], None]:
+        def take(line: bytes) -> None:
+            lines.append(line.decode("utf-8", "replace").rstrip())
+            if not quiet:
+                print(label, lines[-1], file=file)
+
+        return take
+
+    streams = (
+        _read_stream(process.stdout, keep(result.stdout, "stdout:", sys.stdout)),
+        _read_stream(process.stderr, keep(result.stderr, "stderr:", sys.stderr)),
+    )
+    try:
+        *_, result.returncode = await asyncio.wait_for(asyncio.gather(*streams, process.wait()), timeout)
+    except asyncio.TimeoutError:
+        process.kill()
+        await process.wait()
+        raise
     return result
 
 

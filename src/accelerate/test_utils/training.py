@@ -7,6 +7,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from accelerate import _lazy
+
+__getattr__ = _lazy.aliases(__name__)
+
 
 class RegressionDataset(Dataset):
     """Points near a line.

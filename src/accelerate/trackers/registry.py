@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from accelerate import _lazy
 from accelerate.config.enums import LoggerType
 from accelerate.trackers.base import GeneralTracker
 from accelerate.trackers.libraries import BUILT_IN
@@ -56,6 +57,9 @@ def get_available_trackers() -> list[LoggerType]:
         True
     """
     return [LoggerType(name) for name, available in _AVAILABLE.items() if available()]
+
+
+__getattr__ = _lazy.aliases(__name__, {"_available_trackers": get_available_trackers})
 
 
 def filter_trackers(

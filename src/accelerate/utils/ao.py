@@ -6,10 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from accelerate import _lazy
 from accelerate.utils.imports import torchao_required
 
 if TYPE_CHECKING:
     from torchao.float8 import Float8LinearConfig
+
+__getattr__ = _lazy.aliases(__name__)
 
 
 def find_first_last_linear_layers(model: nn.Module) -> tuple[str | None, str | None]:

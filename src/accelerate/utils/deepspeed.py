@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from accelerate import _lazy
 from accelerate.config.deepspeed import DeepSpeedPlugin
 from accelerate.config.deepspeed import HfDeepSpeedConfig as HfDeepSpeedConfig
 from accelerate.modules.norms import clip_grad_norm
@@ -13,6 +14,9 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState
 from accelerate.utils.imports import is_deepspeed_available
+
+__getattr__ = _lazy.aliases(__name__)
+
 
 # DeepSpeed's optimizers for states in host memory, by a part of the names of torch's: their class, and the options that they take.
 _ON_THE_HOST = {

@@ -294,10 +294,15 @@ def is_colab() -> bool:
 # GPUs
 
 
+def _nvidia_smi() -> str:
+    """Return the path of `nvidia-smi`; without one on PATH, its name."""
+    return shutil.which("nvidia-smi") or "nvidia-smi"
+
+
 def ask_nvidia_smi(*arguments: str) -> list[str]:
     """Return the lines that `nvidia-smi` prints, without empty ones."""
-    command = shutil.which("nvidia-smi")
-    if command is None:
+    command = _nvidia_smi()
+    if shutil.which(command) is None:
         raise FileNotFoundError("nvidia-smi is not on PATH; install the NVIDIA driver or add its folder to PATH.")
     answer = subprocess.run([command, *arguments], check=True, capture_output=True, text=True)
     return [line.strip() for line in answer.stdout.splitlines() if line.strip()]

@@ -4,12 +4,13 @@ A home of the functions that look up what libraries replace here: how a model is
 """
 
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from accelerate._lazy import front
-from accelerate.checkpoint import layouts, load
+from accelerate.checkpoint import convert, layouts, load
 from accelerate.checkpoint import state as states
 from accelerate.checkpoint.fsdp import _get_model_state_dict, _set_model_state_dict
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
@@ -21,6 +22,10 @@ from accelerate.parallel.fsdp import (
     fsdp2_prepare_auto_wrap_policy,
     get_parameters_from_modules,
 )
+from accelerate.utils.constants import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 # What this module gives and does not hold itself.
 _HOMES = {
@@ -31,7 +36,7 @@ _HOMES = {
         "disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading ensure_weights_retied "
         "fsdp2_canonicalize_names fsdp2_load_full_state_dict fsdp2_switch_optimizer_parameters get_fsdp2_grad_scaler"
     ),
-    "accelerate.utils.constants": "FSDP_MODEL_NAME OPTIMIZER_NAME SAFE_WEIGHTS_NAME WEIGHTS_NAME",
+    "accelerate.utils.constants": "FSDP_MODEL_NAME OPTIMIZER_NAME",
 }
 __getattr__, __dir__, _ = front(__name__, _HOMES, [])
 
@@ -147,3 +152,29 @@ def fsdp2_prepare_model(accelerator: Any, model: nn.Module) -> nn.Module:
     ignored = get_parameters_from_modules(plugin.ignored_modules, inner, accelerator.device)
     shard.shard(accelerator, inner, fsdp2_prepare_auto_wrap_policy(plugin, inner), ignored)
     return model
+
+
+def _prepare_sd_options(fsdp_plugin: FullyShardedDataParallelPlugin) -> "StateDictOptions | None":
+    """Return torch's options for the state dict that a plugin asks for; None with FSDP 1, which has its own."""
+    if fsdp_plugin.fsdp_version == 1:
+        return None
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+    full = layouts.layout_of(fsdp_plugin) == "full"
+    offload = bool(getattr(fsdp_plugin.state_dict_config, "offload_to_cpu", True))
+    return StateDictOptions(full_state_dict=full, cpu_offload=offload, broadcast_from_rank0=full)
+
+
+def _find_final_norm(model: nn.Module) -> nn.Module | None:
+    """Return the last norm among the children of a model, or of the base model that a model of transformers names."""
+    base = getattr(model, getattr(model, "base_model_prefix", ""), model)
+    norms = [child for child in base.children() if "norm" in type(child).__name__.lower()]
+    return norms[-1] if norms else None
+
+
+def _distributed_checkpoint_to_merged_weights(
+    checkpoint_dir: str, save_path: str, safe_serialization: bool = True
+) -> Path:
+    """Merge a sharded checkpoint into one file of weights, as `merge_fsdp_weights`, and return the file."""
+    convert.merge_fsdp_weights(checkpoint_dir, save_path, safe_serialization)
+    return Path(save_path) / (SAFE_WEIGHTS_NAME if safe_serialization else WEIGHTS_NAME)

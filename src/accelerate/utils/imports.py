@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from accelerate import _lazy
 from accelerate.utils.environment import parse_flag_from_env, patch_environment
 from accelerate.utils.versions import compare_versions, is_torch_version
 
@@ -42,6 +43,11 @@ def _is_installed(package: str, *distributions: str) -> bool:
             _found.add(wanted)
             return True
     return False
+
+
+def _is_package_available(pkg_name: str, metadata_name: str | None = None) -> bool:
+    """Tell whether a package is installed by a distribution of its own name, or of `metadata_name`."""
+    return _is_installed(pkg_name, *filter(None, [metadata_name]))
 
 
 def _library(
@@ -318,6 +324,17 @@ def is_aim_available() -> bool:
 def is_tensorboard_available() -> bool:
     """Tell whether TensorBoard or tensorboardX is installed."""
     return _is_installed("tensorboard", "tensorboard", "tb-nightly") or _is_installed("tensorboardX")
+
+
+# Values that programs import in the place of a function.
+__getattr__ = _lazy.aliases(
+    __name__,
+    {
+        "_torch_distributed_available": is_torch_distributed_available,
+        "_torch_xla_available": is_torch_xla_available,
+        "_tpu_available": functools.partial(is_torch_xla_available, check_is_tpu=True),
+    },
+)
 
 
 # Guards

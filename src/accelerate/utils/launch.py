@@ -6,15 +6,18 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from accelerate import _lazy
 from accelerate.config.enums import DistributedType
 from accelerate.config.options import BY_NAME
 from accelerate.launch.errors import LaunchError, MissingAccountError
 from accelerate.launch.plan import Resolved, exports
 from accelerate.launch.resolve import merge
-from accelerate.launch.runners import deepspeed, sagemaker, tpu
+from accelerate.launch.runners import deepspeed, mpi, sagemaker, tpu
 from accelerate.runtime.ranks import DEFAULT_PORT
 from accelerate.utils.constants import DEEPSPEED_MULTINODE_LAUNCHERS as DEEPSPEED_MULTINODE_LAUNCHERS
 from accelerate.utils.other import get_free_port, is_port_in_use
+
+__getattr__ = _lazy.aliases(__name__)
 
 
 def prepare_simple_launcher_cmd_env(args: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
@@ -181,6 +184,17 @@ def prepare_sagemager_args_inputs(
     else:
         os.environ["AWS_ACCESS_KEY_ID"], os.environ["AWS_SECRET_ACCESS_KEY"] = access_key_id, secret_access_key
     return arguments
+
+
+def _get_mpirun_args() -> tuple[str, str, str, str, str]:
+    """Return mpirun's name, and its options for a host file, all processes, those of a machine, and binding ("": none).
+
+    Raises:
+        LaunchError: there is no mpirun on PATH, or it is an unknown one.
+    """
+    if mpi.flavour_of(os.environ) == "Open MPI":
+        return "mpirun", "--hostfile", "-n", "--npernode", "--bind-to"
+    return "mpirun", "-f", "-n", "-ppn", ""
 
 
 def env_var_path_add(env_var_name: str, path_to_add: str) -> str:

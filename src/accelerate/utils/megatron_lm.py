@@ -7,10 +7,14 @@ from typing import Any
 
 import torch
 
+from accelerate import _lazy
 from accelerate.config.megatron import unknown_model
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils.imports import is_megatron_lm_available
+from accelerate.utils.nested import recursively_apply
+
+__getattr__ = _lazy.aliases(__name__)
 
 
 class MegatronLMDummyDataLoader:
@@ -248,3 +252,47 @@ def avg_losses_across_data_parallel_group(losses: Iterable[torch.Tensor]) -> tor
     group = mpu.get_data_parallel_group()
     torch.distributed.all_reduce(means, group=group)
     return means / torch.distributed.get_world_size(group=group)
+
+
+def gather_across_data_parallel_groups(tensor: Any) -> Any:
+    """Return nested tensors of all data-parallel ranks, which all call it, each concatenated along dim 0.
+
+    Raises:
+        ImportError: Megatron-LM is not installed.
+    """
+    if not is_megatron_lm_available():
+        raise ImportError("Megatron-LM knows the data-parallel group, but is not installed. Use `Accelerator.gather`.")
+    from megatron.core import mpu
+
+    group = mpu.get_data_parallel_group()
+
+    def gathered(part: torch.Tensor) -> torch.Tensor:
+        part = part.detach().reshape(1) if part.ndim == 0 else part.detach().contiguous()
+        parts = [torch.empty_like(part) for _ in range(torch.distributed.get_world_size(group=group))]
+        torch.distributed.all_gather(parts, part, group=group)
+        return torch.cat(parts)
+
+    return recursively_apply(gathered, tensor, error_on_other_type=True)
+
+
+def _step_of_training_script(name: str, instead: str) -> Callable[..., Any]:
+    """Return a function that refuses what only a program around Megatron-LM's own training script could do."""
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(f"{name}() drives Megatron-LM's training script, which is not used here. {instead}")
+
+    refuse.__name__ = refuse.__qualname__ = name
+    refuse.__doc__ = f"Raise NotImplementedError. {instead}"
+    return refuse
+
+
+_PREPARE = "Pass model, optimizer, scheduler and loaders to one `Accelerator.prepare`: it builds Megatron core's."
+_STATE = "`Accelerator(megatron_lm_plugin=...)` sets Megatron core's groups up."
+prepare_data_loader = _step_of_training_script("prepare_data_loader", _PREPARE)
+prepare_model_optimizer_scheduler = _step_of_training_script("prepare_model_optimizer_scheduler", _PREPARE)
+prepare_optimizer = _step_of_training_script("prepare_optimizer", _PREPARE)
+prepare_scheduler = _step_of_training_script("prepare_scheduler", _PREPARE)
+model_provider_func = _step_of_training_script("model_provider_func", _PREPARE)
+_handle_megatron_data_iterator = _step_of_training_script("_handle_megatron_data_iterator", _PREPARE)
+initialize = _step_of_training_script("initialize", _STATE)
+finish_mpu_init = _step_of_training_script("finish_mpu_init", _STATE)

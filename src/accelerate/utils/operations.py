@@ -335,6 +335,41 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
     return reduce_with(comm.current(), tensor, reduction, scale)
 
 
+def _gpu_gather(tensor: Any) -> Any:
+    """Do what `gather` does, by the communicator of this run."""
+    return gather(tensor)
+
+
+def _tpu_gather(tensor: Any) -> Any:
+    """Do what `gather` does, by the communicator of this run."""
+    return gather(tensor)
+
+
+def _gpu_gather_object(object: Any) -> Any:
+    """Do what `gather_object` does."""
+    return gather_object(object)
+
+
+def _neuron_gather_object(object: Any) -> Any:
+    """Do what `gather_object` does."""
+    return gather_object(object)
+
+
+def _gpu_broadcast(data: Any, src: int = 0) -> Any:
+    """Do what `broadcast` does."""
+    return broadcast(data, src)
+
+
+def _tpu_broadcast(tensor: Any, src: int = 0, name: str = "broadcast tensor") -> Any:
+    """Do what `broadcast` does; `name` has no effect."""
+    return broadcast(tensor, src)
+
+
+def _neuron_broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
+    """Do what `broadcast_object_list` does."""
+    return broadcast_object_list(object_list, from_process)
+
+
 def pad_with(
     communicator: Communicator, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
 ) -> Any:

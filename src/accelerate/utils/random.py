@@ -8,12 +8,14 @@ from operator import index
 import numpy as np
 import torch
 
-from accelerate import comm
+from accelerate import _lazy, comm
 from accelerate.config.enums import RNGType
 from accelerate.devices import detect
 from accelerate.devices.table import DEVICES
 from accelerate.runtime import storage
 from accelerate.utils.constants import CUDA_DISTRIBUTED_TYPES as CUDA_DISTRIBUTED_TYPES
+
+__getattr__ = _lazy.aliases(__name__)
 
 _LARGEST_SEED = 2**32 - 1
 

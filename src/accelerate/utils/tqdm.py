@@ -2,6 +2,10 @@
 
 from typing import Any
 
+from accelerate import _lazy
+
+__getattr__ = _lazy.aliases(__name__)
+
 
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
     """Return a ``tqdm.auto.tqdm`` progress bar, shown by the main process of each machine only.

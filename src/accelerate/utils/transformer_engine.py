@@ -11,11 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from accelerate import _lazy
 from accelerate.utils.imports import (
     is_hpu_available,
     is_transformer_engine_available,
     is_transformer_engine_mxfp8_available,
 )
+
+__getattr__ = _lazy.aliases(__name__)
 
 
 def _transformer_engine() -> Any:

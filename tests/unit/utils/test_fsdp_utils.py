@@ -168,3 +168,19 @@ def test_a_model_is_sharded_once(process_group):
     sharded = list(model.parameters())
     assert utils.fsdp2_prepare_model(accelerator, model) is model
     assert all(now is before for now, before in zip(model.parameters(), sharded, strict=True))
+
+
+def test_the_final_norm_is_a_child_of_the_base_model():
+    model = torch.nn.Module()
+    model.base_model_prefix = "model"
+    model.model = torch.nn.Sequential(torch.nn.LayerNorm(2), torch.nn.Linear(2, 2), torch.nn.RMSNorm(2))
+    model.head = torch.nn.Linear(2, 2)
+    assert utils._find_final_norm(model) is model.model[2]
+    assert utils._find_final_norm(model.head) is None
+
+
+def test_a_sharded_checkpoint_is_merged_into_a_file(tmp_path):
+    dcp.save({"model": {"a": torch.arange(3.0)}}, checkpoint_id=tmp_path / "shards")
+    path = utils._distributed_checkpoint_to_merged_weights(str(tmp_path / "shards"), str(tmp_path / "out"))
+    assert path == tmp_path / "out" / "model.safetensors"
+    assert path.is_file()

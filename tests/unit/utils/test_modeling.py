@@ -18,3 +18,15 @@ def test_autocast_follows_the_state(precision, monkeypatch):
     assert context.device == "cpu" and context._enabled
     off = modeling.get_mixed_precision_context_manager(True, AutocastKwargs(enabled=False, cache_enabled=False))
     assert not off._enabled and not off._cache_enabled
+
+
+def test_the_start_of_a_device_map_has_devices_budgets_and_modules():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
+    devices, budgets, main, accelerators, sizes, tied, together, waiting = modeling._init_infer_auto_device_map(
+        model, {0: 1000, "cpu": 10**6}, ["Linear"], torch.float16, {"0.weight": torch.float32}
+    )
+    assert (devices, budgets) == ([0, "cpu", "disk"], {0: 1000, "cpu": 10**6})
+    assert (main, accelerators, tied, together) == ([0, "cpu"], [0], [], ["Linear"])
+    assert (sizes[""], sizes["0"]) == (64 + 8 + 16, 64 + 8)
+    assert [name for name, _ in waiting] == ["0", "1"]
+    assert modeling._get_param_device("a.b.weight", {"a": 0, "a.b": "cpu"}) == "cpu"

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from accelerate import _lazy
 from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.commands.config.config_utils import DYNAMO_BACKENDS  # noqa: F401
 from accelerate.commands.config.interview import Asker, Interview, parallel_size
@@ -20,6 +21,9 @@ from accelerate.utils.constants import (  # noqa: F401, words that the recorded 
     FSDP_STATE_DICT_TYPE,
     TORCH_DYNAMO_MODES,
 )
+
+__getattr__ = _lazy.aliases(__name__)
+
 
 # How the processes share the model: the word of `distributed_type`, None for that of the kind, and the line of the menu.
 _PLAIN = ((None, "Plain data parallelism: a whole model in every process"),)

@@ -6,12 +6,18 @@ import pathlib
 import sys
 from typing import Any
 
+from accelerate import _lazy
 from accelerate._warn import printable
 from accelerate.commands.config import config_utils
 from accelerate.commands.config.interview import Asker, check
 from accelerate.commands.utils import OneSpelling, add_options, make_parser, or_exit
 from accelerate.launch import config_file as files
 from accelerate.launch.errors import LaunchError
+
+__getattr__ = _lazy.aliases(__name__)
+
+description = "Write a configuration file for `accelerate launch` by answering questions."
+
 
 # What only the parser of `accelerate launch` needs to explain.
 _OWN = ("help", "config_file", "all")
@@ -47,8 +53,7 @@ def _ask(before: files.FileSettings | None) -> Any:
 
 def config_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     """Return the parser of `accelerate config`, without its subcommands, or add it to `subparsers`."""
-    text = "Write a configuration file for `accelerate launch` by answering questions."
-    parser = make_parser("config", text, subparsers, config_command, allow_abbrev=False)
+    parser = make_parser("config", description, subparsers, config_command, allow_abbrev=False)
     text = "The file to write; by default the one that `accelerate launch` looks for. If it exists, it gives the defaults."
     parser.add_argument("--config_file", help=text)
     return parser

@@ -9,10 +9,13 @@ import shutil
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from accelerate import _lazy
 from accelerate.commands.utils import CustomArgumentParser, make_parser
 from accelerate.config.options import DYNAMO_WORDS
 from accelerate.launch.errors import LaunchError
 from accelerate.runtime.durable import written_whole
+
+__getattr__ = _lazy.aliases(__name__)
 
 Path = str | os.PathLike[str]
 

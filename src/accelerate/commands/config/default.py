@@ -5,10 +5,15 @@ import os
 import pathlib
 from typing import Any, Literal
 
+from accelerate import _lazy
 from accelerate.commands.config import config_utils
 from accelerate.commands.config.config_args import ClusterConfig, default_json_config_file
 from accelerate.config.options import BY_NAME
 from accelerate.launch import hardware
+
+__getattr__ = _lazy.aliases(__name__)
+
+description = "Write a configuration file for this machine, without questions."
 
 
 def write_basic_config(
@@ -53,8 +58,7 @@ def write_basic_config(
 
 def default_command_parser(parser: Any, parents: list[argparse.ArgumentParser]) -> argparse.ArgumentParser:
     """Add the parser of `accelerate config default` to what `ArgumentParser.add_subparsers` returned."""
-    text = "Write a configuration file for this machine, without questions."
-    command = config_utils.add_command(parser, parents, "default", text, default_config_command)
+    command = config_utils.add_command(parser, parents, "default", description, default_config_command)
     text = "The file to write; by default the one that `accelerate launch` looks for."
     command.add_argument("--config_file", dest="save_location", default=default_json_config_file, help=text)
     text = "Precision of the computation."

@@ -3,10 +3,12 @@
 Keys of an account are neither asked for nor written: boto3 and `accelerate launch` take them from the environment.
 """
 
+import json
 import os
 from collections.abc import Mapping
 from typing import Any
 
+from accelerate import _lazy
 from accelerate.commands.config.config_args import SageMakerConfig
 from accelerate.commands.config.config_utils import DYNAMO_BACKENDS  # noqa: F401
 from accelerate.commands.config.interview import Asker, Interview
@@ -14,6 +16,8 @@ from accelerate.config.enums import ComputeEnvironment
 from accelerate.config.options import CHAPTERS, OPTIONS, Option
 from accelerate.config.options.schema import Check, matching, rows
 from accelerate.utils.constants import SAGEMAKER_PARALLEL_EC2_INSTANCES, TORCH_DYNAMO_MODES  # noqa: F401
+
+__getattr__ = _lazy.aliases(__name__)
 
 _KINDS = {
     "NO": "One process, or what the script starts itself",
@@ -50,6 +54,28 @@ _OPTIONS: tuple[Option, ...] = (
     ),
     _row("base_job_name", "With what should the names of the jobs begin?", offer=_JOB, check=_like(_JOB_NAMES, _JOB)),
 )
+
+
+def _get_iam_role_arn(role_name: str) -> str:
+    """Return the ARN of a role of IAM; needs boto3 and an account."""
+    import boto3
+
+    return boto3.client("iam").get_role(RoleName=role_name)["Role"]["Arn"]
+
+
+def _create_iam_role_for_sagemaker(role_name: str) -> None:
+    """Create a role of IAM that SageMaker may take, with Amazon's policy for it; one that exists stays as it is."""
+    import boto3
+
+    client = boto3.client("iam")
+    trust = {"Effect": "Allow", "Principal": {"Service": "sagemaker.amazonaws.com"}, "Action": "sts:AssumeRole"}
+    policy = json.dumps({"Version": "2012-10-17", "Statement": [trust]})
+    try:
+        client.create_role(RoleName=role_name, AssumeRolePolicyDocument=policy)
+    except client.exceptions.EntityAlreadyExistsException:
+        print(f"The role {role_name} exists already and is used as it is.")
+        return
+    client.attach_role_policy(RoleName=role_name, PolicyArn="arn:aws:iam::aws:policy/AmazonSageMakerFullAccess")
 
 
 def get_sagemaker_input() -> SageMakerConfig:

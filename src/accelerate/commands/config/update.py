@@ -5,10 +5,15 @@ import os
 import pathlib
 from typing import Any
 
+from accelerate import _lazy
 from accelerate.commands.config import config_utils
 from accelerate.commands.config.config_args import config_of
 from accelerate.launch import config_file as files
 from accelerate.launch.errors import LaunchError
+
+__getattr__ = _lazy.aliases(__name__)
+
+description = "Bring a configuration file into today's shape; the old one is kept as FILE.bak."
 
 
 def update_config(args: argparse.Namespace) -> str:
@@ -53,8 +58,7 @@ def _update(path: pathlib.Path) -> tuple[pathlib.Path | None, tuple[str, ...]]:
 
 def update_command_parser(parser: Any, parents: list[argparse.ArgumentParser]) -> argparse.ArgumentParser:
     """Add the parser of `accelerate config update` to what `ArgumentParser.add_subparsers` returned."""
-    text = "Bring a configuration file into today's shape; the old one is kept as FILE.bak."
-    command = config_utils.add_command(parser, parents, "update", text, update_config_command)
+    command = config_utils.add_command(parser, parents, "update", description, update_config_command)
     text = "The file to rewrite; by default the one that `accelerate launch` reads."
     command.add_argument("--config_file", help=text)
     return command

@@ -48,7 +48,7 @@ def _call(plan: LaunchPlan, environment: Mapping[str, str]) -> tuple[str, Proces
     # The names alone: values on a command line could be read by others.
     names = runners.handed_on(variables) if len(shares) > 1 else []
     each, counted = {*shares.values()}, ",".join(f"{name}:{count}" for name, count in shares.items())
-    flavour = _flavour(variables)
+    flavour = flavour_of(variables)
     if flavour == "Open MPI":
         # More processes than cores of a socket are slow, not wrong.
         words = ["--host", counted, "--bind-to", "socket:overload-allowed"]
@@ -59,7 +59,7 @@ def _call(plan: LaunchPlan, environment: Mapping[str, str]) -> tuple[str, Proces
     return flavour, Process("mpirun", ("mpirun", *words, "-n", str(plan.num_processes), *plan.command), variables)
 
 
-def _flavour(environment: Mapping[str, str]) -> str:
+def flavour_of(environment: Mapping[str, str]) -> str:
     """Ask mpirun what it is: a key of `_ANSWERS`."""
     runners.require_program(
         "mpirun", environment, f"Install Open MPI or MPICH on every machine, or leave out {_OPTION}."
