@@ -102,7 +102,6 @@ def launch_command(args: argparse.Namespace) -> None:
 
     Raises:
         LaunchError: the request cannot be run as written.
-        NotAvailableError: nothing can run it yet.
         subprocess.CalledProcessError: the script failed in its one process.
         torch.distributed.elastic.multiprocessing.errors.ChildFailedError: it failed in one of several.
     """

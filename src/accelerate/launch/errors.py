@@ -30,7 +30,7 @@ class LaunchError(ValueError):
 
 
 class NotAvailableError(LaunchError, NotImplementedError):
-    """The request is understood, and this version has no way to run it yet."""
+    """The request is understood, and nothing that is installed here can run it."""
 
 
 class MissingPackageError(LaunchError, ModuleNotFoundError):

@@ -19,7 +19,7 @@ from accelerate.config.options import BY_NAME, FEATURES, NEEDS_DEVICES, OPTIONS,
 from accelerate.config.options.engines import DEEPSPEED_FIELDS, ONLY_FSDP_1
 from accelerate.launch import config_file, hardware
 from accelerate.launch.config_file import FileSettings
-from accelerate.launch.errors import LaunchError, NotAvailableError
+from accelerate.launch.errors import LaunchError
 from accelerate.launch.plan import BACKENDS, LaunchPlan, Rendezvous, Resolved, Source, features_on
 from accelerate.runtime.ranks import DEFAULT_PORT, SCHEMES, Ranks
 
@@ -175,15 +175,7 @@ def _ask_scheduler(values: Values, found: "Cluster | None", notes: list[str]) ->
 
 
 def _check_settings(values: Values, on: set[str], file: FileSettings | None, notes: list[str]) -> None:
-    """Refuse what is not available and numbers out of range; report settings of features that are off."""
-    for name in sorted(on):
-        feature = FEATURES[name]
-        if feature.instead:
-            asked = f"{feature.title} ({feature.request}, from the {values[feature.switch].origin})"
-            line = f"{asked} is not available in this version yet. What works: {feature.instead}."
-            if not values["dry_run"].value:
-                raise NotAvailableError(line)
-            notes.append(line)
+    """Refuse numbers out of range; report settings of features that are off."""
     for option in OPTIONS:
         value, source = values[option.name].value, values[option.name].source
         if option.feature in (None, *on):

@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from accelerate.launch.errors import LaunchError, NotAvailableError
+from accelerate.launch.errors import LaunchError
+from accelerate.launch.plan import exports
 from accelerate.launch.resolve import resolve
 from accelerate.launch.runners import describe
 from cases import cases
@@ -57,15 +58,14 @@ def test_threads_that_the_user_has_set_stay(plan, monkeypatch):
     assert not any("OMP_NUM_THREADS" in note for note in plan("--cpu --num_processes 2").notes)
 
 
-def test_what_cannot_run_yet_is_an_error_wherever_it_comes_from(plan, default_file):
-    with pytest.raises(NotAvailableError, match="Megatron-LM.*not available in this version yet.*What works"):
-        plan("--use_megatron_lm")
-    assert any("not available" in note for note in plan("--use_megatron_lm --dry_run").notes)
-    default_file("distributed_type: MEGATRON_LM")
-    with pytest.raises(NotAvailableError, match=r"Megatron-LM .*default_config\.yaml"):
-        plan("")
-    with pytest.raises(NotAvailableError, match="ACCELERATE_USE_MEGATRON_LM"):
-        plan("", {"HF_HOME": "/nowhere", "ACCELERATE_USE_MEGATRON_LM": "true"})
+def test_megatron_is_launched_wherever_it_is_asked_for(plan, default_file):
+    expected = {"ACCELERATE_USE_MEGATRON_LM": "true", "MEGATRON_LM_TP_DEGREE": "2", "MEGATRON_LM_PP_DEGREE": "1"}
+    variables = exports(plan("--cpu --num_processes 2 --use_megatron_lm --megatron_lm_tp_degree 2").settings)
+    assert expected.items() <= variables.items()
+    environ = {"HF_HOME": "/nowhere", "ACCELERATE_USE_MEGATRON_LM": "true", "MEGATRON_LM_TP_DEGREE": "2"}
+    assert expected.items() <= exports(plan("--cpu --num_processes 2", environ).settings).items()
+    default_file("{distributed_type: MEGATRON_LM, megatron_lm_config: {megatron_lm_tp_degree: 2}}")
+    assert expected.items() <= exports(plan("--cpu --num_processes 2").settings).items()
 
 
 def test_tasks_of_a_scheduler_and_another_launcher_are_said(plan):

@@ -15,11 +15,7 @@ BY_NAME: dict[str, Option] = {option.name: option for option in OPTIONS}
 FEATURES: dict[str, Feature] = {
     "deepspeed": Feature("DeepSpeed", "use_deepspeed"),
     "fsdp": Feature("FSDP", "use_fsdp"),
-    "megatron": Feature(
-        "Megatron-LM",
-        "use_megatron_lm",
-        instead="--use_fsdp, or --use_parallelism_config with --parallelism_config_tp_size for tensor parallelism",
-    ),
+    "megatron": Feature("Megatron-LM", "use_megatron_lm"),
     "parallelism": Feature("Parallelism along several dimensions", "use_parallelism_config"),
     "fp8": Feature("FP8 training", "mixed_precision", wanted="fp8"),
     "tpu": Feature("Training on TPUs", "tpu"),

@@ -173,13 +173,11 @@ class Feature:
         title: its name in messages.
         switch: the option that turns it on.
         wanted: the value of the switch that does so; None: any that is set and not false; an integer: any above it.
-        instead: what works today, where this version cannot run it; asking for it is an error then, never ignored.
     """
 
     title: str
     switch: str
     wanted: Any = None
-    instead: str = ""
 
     def is_on(self, value: Any) -> bool:
         """Tell whether this value of the switch asks for the feature."""

@@ -19,7 +19,7 @@ def no_devices(machine):
 
 
 def test_conditions_name_what_is_asked_in_a_chapter_that_exists():
-    unasked = {"megatron", ""}  # no version of ours runs it; what a file or a flag alone says
+    unasked = {"megatron", ""}  # what only a file or a flag says
     assert {option.chapter for option in OPTIONS} - unasked <= {chapter.name for chapter in CHAPTERS}
     known = {"kind", "distributed_type", "picks_devices"}
     known |= {option.name for option in OPTIONS} | {chapter.name for chapter in CHAPTERS if chapter.question}
