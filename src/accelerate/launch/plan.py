@@ -8,6 +8,7 @@ from typing import Any
 
 from accelerate.config.options import FEATURES, OPTIONS
 from accelerate.launch.hardware import Hardware
+from accelerate.runtime.ranks import is_of_agent, without_agent
 
 
 class Source(enum.IntEnum):
@@ -114,6 +115,8 @@ def features_on(settings: Mapping[str, Resolved]) -> set[str]:
 
 def worker_environment(plan: LaunchPlan, base: Mapping[str, str]) -> dict[str, str]:
     """Return the full environment of the processes of a plan, which inherit `base`."""
+    if is_of_agent(base):  # a rank has started this launch: the new run is another one
+        base = without_agent(base)
     environment = {**base, **exports(plan.settings), **plan.extra}
     selected = plan["gpu_ids"]
     if selected not in (None, "all") and plan.hardware.visible_env and not plan.on_cpu:

@@ -21,7 +21,7 @@ from accelerate.launch import config_file, hardware
 from accelerate.launch.config_file import FileSettings
 from accelerate.launch.errors import LaunchError
 from accelerate.launch.plan import BACKENDS, LaunchPlan, Rendezvous, Resolved, Source, features_on
-from accelerate.runtime.ranks import DEFAULT_PORT, SCHEMES, Ranks
+from accelerate.runtime.ranks import DEFAULT_PORT, SCHEMES, Ranks, is_of_agent
 
 if TYPE_CHECKING:
     from accelerate.launch.cluster import Cluster
@@ -91,7 +91,10 @@ def resolve(args: argparse.Namespace, environ: Environ | None = None, needs_scri
         _share_cores(values, 1 if simulated else local, job if scheduler_task else None, notes)
     if job and runner in ("single", "local") and not scheduler_task:
         notes += job.notes
-    is_alone = bool(runner == "single" and not scheduler_task and scheduler and scheduler.task)
+    is_alone = False
+    if runner == "single" and not scheduler_task:
+        is_alone = is_of_agent(environ) or bool(scheduler and scheduler.task)
+        notes += [] if is_alone else _joined(environ)
     extra = simulated.variables if simulated else _extra(values, environ, job if scheduler_task else None, is_alone)
     return LaunchPlan(
         settings=MappingProxyType(values),
@@ -414,6 +417,16 @@ def _extra(values: Values, environ: Environ, tasks: "Cluster | None", is_alone: 
 
         extra |= deepspeed.exports(values, environ)
     return extra
+
+
+def _joined(environ: Environ) -> list[str]:
+    """Return a line about the run that the worker joins because of its variables, as a cluster's controller sets them."""
+    rank, size = (environ.get(name, "").strip() for name in ("RANK", "WORLD_SIZE"))
+    if not rank or size in ("", "1"):
+        return []
+    place = f"{environ.get('MASTER_ADDR', 'MASTER_ADDR, which is not set')}, port {environ.get('MASTER_PORT', DEFAULT_PORT)}"
+    joins = f"this process joins a run of {size} processes as rank {rank} at {place}"
+    return [f"RANK={rank} and WORLD_SIZE={size} are set: {joins}. Unset them for a separate run."]
 
 
 def _rank_variables(values: Values, environ: Environ, tasks: "Cluster") -> dict[str, str]:

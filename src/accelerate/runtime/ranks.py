@@ -64,9 +64,35 @@ SCHEMES = (
     ("MPI", ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")),
     ("MVAPICH", _after("MV2_COMM_WORLD_")),
 )
+# What torch's elastic agent writes for each rank beside these numbers; a launch that has it was started by a rank.
+_OF_AGENT = (
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_RESTART_COUNT",
+    "TORCHELASTIC_MAX_RESTARTS",
+    "TORCHELASTIC_USE_AGENT_STORE",
+)
+_OF_RANK = frozenset(
+    (
+        *SCHEMES[0][1],
+        *("MASTER_ADDR", "MASTER_PORT"),
+        *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME"),
+    )
+)
 _MPI = frozenset(dict(SCHEMES[1:]))
 # How Hydra, which MPICH and Intel MPI start processes with, gives its helper on each machine the address of mpirun.
 _HYDRA_OPTIONS = (("--control-port",), ("--upstream-host", "--upstream-port"))
+
+
+def is_of_agent(environ: Mapping[str, str]) -> bool:
+    """Say whether these are the variables of a rank of torch's elastic launcher."""
+    return not environ.keys().isdisjoint(_OF_AGENT)
+
+
+def without_agent(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables without those of a rank of torch's elastic launcher."""
+    return {
+        name: value for name, value in environ.items() if name not in _OF_RANK and not name.startswith("TORCHELASTIC_")
+    }
 
 
 def resolve(environ: Mapping[str, str] | None = None) -> Ranks | None:

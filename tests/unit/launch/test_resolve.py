@@ -9,9 +9,10 @@ import sys
 import pytest
 
 from accelerate.launch.errors import LaunchError
-from accelerate.launch.plan import exports
+from accelerate.launch.plan import exports, worker_environment
 from accelerate.launch.resolve import resolve
 from accelerate.launch.runners import describe
+from accelerate.runtime import ranks
 from cases import cases
 
 TWO = "--num_machines 2 --machine_rank 0 --main_process_ip a"
@@ -133,3 +134,37 @@ def test_sizes_of_parallelism(plan, processes, given, message):
     plan(f"--cpu --num_processes {processes} {flags}")  # they have no effect then, which a note says
     with pytest.raises(LaunchError, match=message) if message else contextlib.nullcontext():
         plan(f"--cpu --num_processes {processes} --use_parallelism_config {flags}")
+
+
+AGENT = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "node0"}
+AGENT |= {"MASTER_PORT": "29500", "GROUP_RANK": "0", "ROLE_RANK": "1", "TORCHELASTIC_ERROR_FILE": "/e"}
+
+
+@cases(
+    "variables",
+    {"TORCHELASTIC_RUN_ID": "none"},
+    {"TORCHELASTIC_RESTART_COUNT": "0", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_NTASKS": "4"},
+    {"TORCHELASTIC_USE_AGENT_STORE": "True", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"},
+)
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_launch_by_a_rank_is_a_separate_run(plan, variables, count):
+    environ = {"HF_HOME": "/nowhere", "PATH": "/bin", **AGENT, **variables}
+    found = plan(f"--cpu --num_processes {count}", environ)
+    environment = worker_environment(found, environ)
+    ours = {"RANK": "0", "WORLD_SIZE": "1"} if count == 1 else {}
+    assert {name: environment[name] for name in {*AGENT} & environment.keys()} == ours
+    assert not any(name.startswith("TORCHELASTIC_") for name in environment)
+    assert environment["PATH"] == "/bin"
+    assert not any("joins" in note for note in found.notes)
+    assert ranks.resolve(environment) == ranks.Ranks(0, 1, 0, None, "torchrun") if count == 1 else True
+
+
+def test_a_process_of_a_controller_joins_and_a_line_says_what(plan):
+    environ = {"HF_HOME": "/nowhere", "RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "job-0"}
+    found = plan("--cpu --num_processes 1", environ)
+    assert environ.items() <= worker_environment(found, environ).items()
+    assert [note for note in found.notes if "joins" in note] == [
+        "RANK=1 and WORLD_SIZE=4 are set: this process joins a run of 4 processes as rank 1 at job-0, port 29500. "
+        "Unset them for a separate run."
+    ]
+    assert not any("joins" in note for note in plan("--cpu", {"RANK": "0", "WORLD_SIZE": "1"}).notes)
