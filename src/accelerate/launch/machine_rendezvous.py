@@ -18,6 +18,7 @@ Source: https://docs.pytorch.org/docs/stable/elastic/customization.html
 """
 
 import json
+import re
 import signal
 import socket
 import threading
@@ -56,6 +57,8 @@ _FOLLOWING_S = 5.0
 _BEAT_S = 1.0
 # Characters of what another machine says, and how many missing ones are named.
 _LONGEST, _NAMED = 500, 16
+# What torch says about a port that another program has.
+_IN_USE = re.compile("EADDRINUSE|in use|only one usage", re.I)
 # What must be equal on all machines, and the option that says it.
 _CHECKS = {"machines": "--num_machines", "processes": "processes of each machine", "restarts": "--max_restarts"}
 
@@ -88,7 +91,7 @@ class MachineRendezvous(StaticTCPRendezvous):
 
     A RunError says that machine 0 cannot be looked up or reached. `meet.settings` hold the seconds to wait for the
     others (`join_timeout`, or `timeout`) and those of silence after which a machine is lost (`heartbeat_timeout`).
-    Without `meet.machine`, the machine that has the address is 0, and each of the others gets a free number.
+    Without `meet.machine`, the first launcher of the machine that has the address is 0, and each of the others gets a free number.
     `variables` let the processes talk through the interface that the other machines reach.
     """
 
@@ -100,7 +103,8 @@ class MachineRendezvous(StaticTCPRendezvous):
         super().__init__(self.host, self.port, rank, self.machines, "accelerate_machines", self.join_timeout)
         address = hardware.local_address(self.host, self.port)
         self.variables = hardware.gloo_variables(address)
-        self.is_host = meet.machine == 0 or (meet.machine is None and hardware.is_this_machine(self.host))
+        self.may_host = meet.machine is None and hardware.is_this_machine(self.host)
+        self.is_host = meet.machine == 0 or self.may_host
         self.machine = 0 if self.is_host else meet.machine
         self.record: State = {"machines": self.machines, "processes": processes, "restarts": restarts, "beat": 0}
         self.record |= {"host": socket.gethostname(), "address": address, "identity": uuid.uuid4().hex[:12]}
@@ -114,12 +118,7 @@ class MachineRendezvous(StaticTCPRendezvous):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Join the next round and wait for all machines: a LaunchError if they disagree, a RunError if one is late."""
-        self._stop_heartbeat()  # after a machine was lost, its connection may hang
-        if self.is_host and self.server is None:
-            self._listen()
-        self.said = {**self.said, "machine": self.machine, "waits": True}
-        self.heartbeat = beat = Heartbeat(self)
-        beat.start()
+        beat = self._start_heartbeat()
         began = reported = time.monotonic()
         while (begun := beat.begun_with_me()) is None:
             now = time.monotonic()
@@ -129,6 +128,10 @@ class MachineRendezvous(StaticTCPRendezvous):
             if now - reported > _REPORT_S:
                 reported = now
                 self.report(f"waiting for {beat.awaited()}")
+            if self.may_host and not self.is_host and not self.name and beat.is_refused():
+                # The launcher that had the port belonged to a run that is over.
+                self.is_host, self.machine = True, 0
+                beat = self._start_heartbeat()
             time.sleep(_LOOK_S)
         self.name, self.members = begun["round"], begun["members"]
         self.machine, self.round = self.members.index(self.record["identity"]), int(self.name.rpartition("/")[2])
@@ -140,10 +143,22 @@ class MachineRendezvous(StaticTCPRendezvous):
         store = PrefixStore(f"round/{self.round}", beat.store)
         return RendezvousInfo(store, self.machine, self.machines, RendezvousStoreInfo(self.host, begun["port"]))
 
+    def _start_heartbeat(self) -> "Heartbeat":
+        self._stop_heartbeat()  # after a machine was lost, its connection may hang
+        if self.is_host and self.server is None:
+            self._listen()
+        self.said = {**self.said, "machine": self.machine, "waits": True}
+        self.heartbeat = Heartbeat(self)
+        self.heartbeat.start()
+        return self.heartbeat
+
     def _listen(self) -> None:
         try:
             self.server = serve(self.host, self.port, _ANSWER_S)
         except (RuntimeError, ValueError) as error:
+            if self.may_host and _IN_USE.search(str(error)):  # by another launcher of this machine, which is 0
+                self.is_host, self.machine = False, None
+                return
             hint = "Choose a free --main_process_port, and let --main_process_ip be an address of machine 0."
             raise RunError(f"Machine 0 cannot listen at {self.place}: {_line_of(error)}. {hint}") from error
         # A new launcher of machine 0 begins a new run, with an empty store.
@@ -237,12 +252,18 @@ class Heartbeat(threading.Thread):
     def awaited(self) -> str:
         """Return what this launcher waits for, in words."""
         place, missing = self._home.place, self.answer.get("missing")
+        if self._broken and self._home.may_host:
+            return f"machine 0 to answer at {place}, which a program of this machine has: {self._broken}"
         if self._broken:
             return f"machine 0 to answer at {place}: {self._broken}"
         if missing is None:
             # This launcher is new, the run is not. Only the machines in it may end a round: this one may be one too many.
             return f"the run at {place}, to restart: it has begun without this machine"
         return f"machine {missing} of {self._home.machines} (numbered from 0) to come to {place}"
+
+    def is_refused(self) -> bool:
+        """Whether nothing listens at the address of machine 0."""
+        return "refused" in self._broken
 
     def next_is_open(self) -> bool:
         """Whether a machine of the round waits for the next one, or that has begun."""

@@ -125,6 +125,31 @@ def test_launchers_without_a_number_get_one_each_and_keep_it(at, join, monkeypat
     assert numbers == [other.machine for other in others] and {other.round for other in others} == {1}
 
 
+def test_launchers_of_one_machine_without_a_number_meet(at, join):
+    machines = [at(None, machines=3) for _ in range(3)]
+    all_well(join(*machines))
+    assert sorted(machine.machine for machine in machines) == [0, 1, 2]
+    assert sorted(machine.is_host for machine in machines) == [False, False, True]
+    numbers = [machine.machine for machine in machines]
+    all_well(join(*machines))
+    assert [machine.machine for machine in machines] == numbers
+
+
+def test_launchers_outlast_a_former_run_at_their_port(at, join):
+    former = at(0, machines=1)
+    all_well(join(former))
+    machines = [at(None), at(None)]
+    with ThreadPoolExecutor() as pool:
+        waiting = [pool.submit(machine.next_rendezvous) for machine in machines]
+        until(lambda: all(machine.heartbeat and machine.heartbeat.answer.get("beat") for machine in machines))
+        former.leave()
+        former.server = former.round_server = None  # its launcher has ended
+        all_well([future.exception(60) for future in waiting])
+    assert sorted(machine.machine for machine in machines) == [0, 1]
+    for machine in machines[::-1]:
+        machine.leave()
+
+
 @pytest.mark.parametrize(
     ("option", "words"), [("processes", "processes of each machine"), ("restarts", "--max_restarts")]
 )
