@@ -27,6 +27,8 @@ SAGEMAKER_KEYS = (
     *("ec2_instance_type", "iam_role_name", "image_uri", "profile", "region", "base_job_name", "additional_args"),
     *("pytorch_version", "transformers_version", "py_version", "sagemaker_inputs_file", "sagemaker_metrics_file"),
 )
+# Keys of files that other programs generate.
+_NEVER_READ = ("downcase_fp16", "downcast_fp16")
 # What older releases wrote, and what it is called today.
 _OLD_TYPES = {"TPU": "XLA", "MPS": "NO"}
 _OLD_PREFETCH, _PREFETCH = "fsdp_backward_prefetch_policy", "fsdp_backward_prefetch"
@@ -186,6 +188,9 @@ def modernise(content: Mapping[str, Any], notes: list[str] | None = None) -> dic
     if isinstance(kind, str) and kind in _OLD_TYPES:
         new["distributed_type"] = _OLD_TYPES[kind]
         notes.append(f"distributed_type: {kind} is now {_OLD_TYPES[kind]}.")
+    for key in [key for key in _NEVER_READ if key in new]:
+        del new[key]
+        notes.append(f"{key} has no effect: no version of Accelerate reads this key. Remove it.")
     ipex = new.pop("ipex_config", None)
     if isinstance(ipex, dict) and any(ipex.values()):
         notes.append("ipex_config has no effect: current versions of torch carry the speedups of Intel's extension.")

@@ -82,6 +82,7 @@ def test_what_has_no_effect(read):
     (section,) = read(fsdp_config={"fsdp_offload_parms": 1}).unused
     assert section.startswith("fsdp_config.fsdp_offload_parms is unknown and has no effect; did you mean fsdp_")
     assert read(ipex_config={"ipex": True}).unused[0].startswith("ipex_config has no effect")
+    assert read(downcase_fp16="no", num_processes=2).unused[0].startswith("downcase_fp16 has no effect")
 
 
 @pytest.fixture

@@ -43,7 +43,7 @@ def process(plan: LaunchPlan, environment: Mapping[str, str]) -> Process:
     options = {name: resolved.value for name, resolved in plan.settings.items()}
     options |= {"num_processes": plan.num_processes, "deepspeed_hostfile": path}
     words = command(options, plan.script, plan.script_args)
-    hosts = mpi.read_hosts(path, _OPTION)
+    hosts = mpi.read_hosts(path, _OPTION, repeated=False)  # DeepSpeed refuses them, too
     if name == "nossh" and not plan["main_process_ip"]:
         raise LaunchError(f"--deepspeed_multinode_launcher {name} needs --main_process_ip, the address of machine 0.")
     variables = runners.without_ranks(environment)

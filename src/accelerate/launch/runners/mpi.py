@@ -4,6 +4,7 @@ Sources: https://docs.open-mpi.org/en/main/man-openmpi/man1/mpirun.1.html and
 https://github.com/pmodels/mpich/blob/main/doc/wiki/how_to/Using_the_Hydra_Process_Manager.md
 """
 
+import ipaddress
 import os
 import pathlib
 import re
@@ -22,8 +23,16 @@ _OPTION = "--mpirun_hostfile"
 _ANSWERS = {"Open MPI": r"open[ -]mpi|openrte|prrte", "Hydra": r"mvapich|intel\(r\) mpi|hydra|mpich"}
 # Settings of Intel's OpenMP for several processes on one machine; those of the user win.
 _OPENMP = {"KMP_AFFINITY": "granularity=fine,compact,1,0", "KMP_BLOCKTIME": "1"}
-# `name`, `name:2` or `name slots=2`, and further settings. A name that began with a hyphen would be an option of ssh.
-_LINE = re.compile(r"((?:\w[\w.-]*@)?\w[\w.-]*)(?::([1-9]\d*))?(?:\s+slots=([1-9]\d*)|\s+(?!slots)\w+=\S*)*")
+# `name`, `name:2`, `name:2:adapter` or `name slots=2`, and further settings; an IPv6 address has its count behind brackets.
+# A name that began with a hyphen would be an option of ssh.
+_LINE = re.compile(
+    r"""(?P<user> \w[\w.-]*@ )?
+    (?: (?P<name> \w[\w.-]* ) (?: :(?P<count> [1-9]\d* ) (?: :[\w.-]+ )? )?
+      | (?P<bare> [\da-fA-F:.]* :[\da-fA-F:.]* :[\da-fA-F:.]* (?: %[\w.-]+ )? )
+      | \[ (?P<bracketed> [\da-fA-F:.]+ (?: %[\w.-]+ )? ) \] (?: :(?P<count6> [1-9]\d* ) )? )
+    (?: \s+ slots \s*=\s* (?P<slots> [1-9]\d* ) | \s+ (?!slots\b) \w[\w-]* \s*=\s* \S+ )*""",
+    re.VERBOSE,
+)
 
 
 def process(plan: LaunchPlan, environment: Mapping[str, str]) -> Process:
@@ -49,13 +58,21 @@ def _call(plan: LaunchPlan, environment: Mapping[str, str]) -> tuple[str, Proces
     names = runners.handed_on(variables) if len(shares) > 1 else []
     each, counted = {*shares.values()}, ",".join(f"{name}:{count}" for name, count in shares.items())
     flavour = flavour_of(variables)
+    if any(":" in name for name in shares):  # an IPv6 address: `name:count` could not be told from it
+        is_open_mpi, path = flavour == "Open MPI", str(plan["mpirun_hostfile"])
+        listed = ["--hostfile", path] if is_open_mpi else ["-f", path]
+        if len(each) == 1:
+            listed += ["--map-by", "ppr:{}:node".format(*each)] if is_open_mpi else ["-ppn", str(*each)]
+    elif flavour == "Open MPI":
+        listed = ["--host", counted]
+    else:
+        listed = ["-hosts", ",".join(shares), "-ppn", str(*each)] if len(each) == 1 else ["-hosts", counted]
     if flavour == "Open MPI":
         # More processes than cores of a socket are slow, not wrong.
-        words = ["--host", counted, "--bind-to", "socket:overload-allowed"]
+        words = [*listed, "--bind-to", "socket:overload-allowed"]
         words += [word for name in names for word in ("-x", name)]
     else:
-        words = ["-hosts", ",".join(shares), "-ppn", str(*each)] if len(each) == 1 else ["-hosts", counted]
-        words += ["-genvlist", ",".join(names)] if names else []
+        words = [*listed, *(["-genvlist", ",".join(names)] if names else [])]
     return flavour, Process("mpirun", ("mpirun", *words, "-n", str(plan.num_processes), *plan.command), variables)
 
 
@@ -90,30 +107,47 @@ def _variables(plan: LaunchPlan, environment: Mapping[str, str], shares: Mapping
     return {**variables, "MASTER_ADDR": str(plan["main_process_ip"] or first), "MASTER_PORT": str(port)}
 
 
-def read_hosts(path: str, option: str) -> dict[str, int | None]:
+def read_hosts(path: str, option: str, repeated: bool = True) -> dict[str, int | None]:
     """Read a host file: `name slots=2` (Open MPI, DeepSpeed), `name:2` (MPICH, Intel MPI, MVAPICH) or `name`.
 
-    Returns the slots of each machine in the order of the file, None where it does not say. A LaunchError names the
-    line and the option.
+    Returns the slots of each machine in the order of the file, None where it does not say. Lines of the same machine
+    add up, a line without slots as one slot; unless `repeated`, they are refused. A LaunchError names the line and the
+    option.
     """
     try:
-        lines = pathlib.Path(path).read_text(encoding="utf-8").splitlines()
+        lines = pathlib.Path(path).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise LaunchError(f"{option}: the host file cannot be read in {os.getcwd()}: {error}.") from None
-    slots: dict[str, int | None] = {}
+    slots: dict[str, list[int | None]] = {}
     for number, line in enumerate(lines, start=1):
         text = line.partition("#")[0].strip()
         if not text:
             continue
-        match = _LINE.fullmatch(text)
-        if match is None or match[1] in slots:
-            hint = "write each machine once, with its slots, such as `node1 slots=4`"
+        host, count = _host_of(text)
+        if host is None or (host in slots and not repeated):
+            once = "" if repeated else " once"
+            hint = f"write each machine{once}, with its slots, such as `node1 slots=4`"
             raise LaunchError(f"Line {number} of {path} ({option}) is {text[:100]!r}; {hint}.")
-        count = match[2] or match[3]
-        slots[match[1]] = int(count) if count else None
+        slots.setdefault(host, []).append(count)
     if not slots:
         raise LaunchError(f"{path} ({option}) names no machine. Write one on each line, such as `node1 slots=4`.")
-    return slots
+    if all(len(counts) == 1 for counts in slots.values()):
+        return {host: count for host, (count,) in slots.items()}
+    return {host: sum(count or 1 for count in counts) for host, counts in slots.items()}
+
+
+def _host_of(text: str) -> tuple[str | None, int | None]:
+    """Return the machine and the slots that a line of a host file names; no machine if it is malformed."""
+    match = _LINE.fullmatch(text)
+    if match is None:
+        return None, None
+    if address := match["bare"] or match["bracketed"]:
+        try:
+            ipaddress.IPv6Address(address)
+        except ValueError:
+            return None, None
+    count = match["count"] or match["count6"] or match["slots"]
+    return (match["user"] or "") + (match["name"] or address), int(count) if count else None
 
 
 def layout(hosts: Mapping[str, int | None], count: int, machines: int | None) -> dict[str, int]:

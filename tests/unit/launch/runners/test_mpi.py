@@ -53,6 +53,9 @@ def called(programs, plan):
     ("mpich intel mvapich", "localhost:2", 2, "-hosts localhost -ppn 2 -n 2"),
     ("mpich", "192.0.2.1 slots=2\n192.0.2.2 slots=2", 4, "-hosts 192.0.2.1,192.0.2.2 -ppn 2"),
     ("mpich", "192.0.2.1 slots=2\n192.0.2.2 slots=1", 3, "-hosts 192.0.2.1:2,192.0.2.2:1"),
+    ("mpich", "192.0.2.1\n192.0.2.2\n192.0.2.1", 3, "-hosts 192.0.2.1:2,192.0.2.2:1"),
+    ("openmpi", "2001:db8::1\n2001:db8::2", 4, "--hostfile hosts --map-by ppr:2:node --bind-to"),
+    ("mpich", "2001:db8::1 slots=2\n2001:db8::2 slots=1", 3, "-f hosts -genvlist"),
 )
 def test_each_mpirun_is_called_in_its_words(called, hosts, makers, text, count, words):
     """A host file of another style is translated."""
@@ -127,7 +130,16 @@ def test_dry_run_starts_nothing_and_needs_a_known_mpirun(programs, plan, hosts):
     ("a slots=two", "Line 1 of hosts (--x) is 'a slots=two'"),
     ("-oProxyCommand=evil", "Line 1"),
     ("$(id) slots=1", "Line 1"),
-    ("a slots=2\na slots=2", "Line 2 of hosts (--x) is 'a slots=2'; write each machine once"),
+    ("a slots=2\nb:1\na slots=3\na", {"a": 6, "b": 1}),  # a machine on several lines
+    ("a\nb\na\nc\n", {"a": 2, "b": 1, "c": 1}),
+    ("\ufeffa slots = 2 max-slots=4 sockets=2\n", {"a": 2}),
+    ("a:2:hca1\n", {"a": 2}),
+    (
+        "fe80::1%eth0 slots=2\nme@[2001:db8::2]:3\n::1\n[::2]\n",
+        {"fe80::1%eth0": 2, "me@2001:db8::2": 3, "::1": None, "::2": None},
+    ),
+    ("1:2:3::4::5 slots=2", "Line 1 of hosts (--x)"),
+    ("a slots=0\n", "Line 1 of hosts (--x)"),
     (None, "--x: the host file cannot be read"),
 )
 def test_host_files(found_or_refused, written, text, expected):
