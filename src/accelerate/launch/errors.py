@@ -83,14 +83,17 @@ class WorkerFailure:
     @property
     def status(self) -> int:
         """The exit status as a shell counts it."""
-        if self._stopped_after_error and not self.record.get("interrupt"):
-            return self.record.get("status", 1)
-        return _status(self.exitcode)
+        return _status(self._code)
 
     @property
     def words(self) -> str:
         """How it ended, in words."""
-        return _ending(self.record.get("status", 1) if self._stopped_after_error else self.exitcode)
+        return _ending(self._code)
+
+    @property
+    def _code(self) -> int:
+        # A rank that had failed and was slow to end was stopped by the launcher: its own error counts, not the signal.
+        return self.record.get("status", 1) if self._stopped_after_error else self.exitcode
 
     @property
     def own(self) -> bool:

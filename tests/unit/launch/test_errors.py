@@ -40,6 +40,11 @@ def ended(code, summary=None, time=0.0, *, stopped=False, fault="", **told):
     (KeyboardInterrupt(), 130, "interrupted"),
     # A rank that the launcher stopped while it was on its way out has failed by itself.
     (ChildError(r0=ended(-15, "E", 1.0, stopped=True), r1=ended(1, CLOSED, 1.1)), 1, "rank 0 (pid 7) failed with"),
+    (
+        ChildError(r0=ended(-15, "KeyboardInterrupt", 1.0, stopped=True, interrupt=True), r1=ended(1, CLOSED, 1.1)),
+        1,
+        "rank 0 (pid 7) failed with exit status 1;",
+    ),
     (ChildError(r0=ended(75, time=1.0), r1=ended(-15, stopped=True)), 75, "it has saved itself"),
     (subprocess.CalledProcessError(75, ["x"]), 75, "it has saved itself"),
 )
