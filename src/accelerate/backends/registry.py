@@ -20,12 +20,12 @@ class BackendSpec:
     Attributes:
         name: The backend's name.
         matches: Says of an AcceleratorState whether this backend serves it.
-        target: ``"module:Class"``, imported on first use; None for a strategy that this version does not have.
+        target: ``"module:Class"``, imported on first use.
     """
 
     name: str
     matches: Callable[[Any], bool]
-    target: str | None
+    target: str
 
 
 _REPLICAS = frozenset(kind for kind in DistributedType if kind.value.startswith("MULTI_"))
@@ -76,15 +76,11 @@ def register(spec: BackendSpec, before: str | None = None) -> None:
 
 @cache
 def load(name: str) -> Backend:
-    """Return the backend of a name, imported on first use; ValueError if unknown, NotImplementedError if not here."""
+    """Return the backend of a name, imported on first use; ValueError if unknown."""
     _third_parties()
     spec = next((spec for spec in SPECS if spec.name == name), None)
     if spec is None:
         raise ValueError(f"There is no backend {name!r}. Known: {[spec.name for spec in SPECS]}.")
-    if spec.target is None:
-        raise NotImplementedError(
-            f"The strategy {name!r} is not part of this version: use data parallelism, without its plugin and variables."
-        )
     module, _, attribute = spec.target.partition(":")
     return getattr(importlib.import_module(module), attribute)()
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from accelerate._lazy import front
-from accelerate.checkpoint import convert, layouts, load
+from accelerate.checkpoint import layouts, load
 from accelerate.checkpoint import state as states
 from accelerate.checkpoint.fsdp import _get_model_state_dict, _set_model_state_dict
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
@@ -176,5 +176,7 @@ def _distributed_checkpoint_to_merged_weights(
     checkpoint_dir: str, save_path: str, safe_serialization: bool = True
 ) -> Path:
     """Merge a sharded checkpoint into one file of weights, as `merge_fsdp_weights`, and return the file."""
+    from accelerate.checkpoint import convert  # not for saving and loading
+
     convert.merge_fsdp_weights(checkpoint_dir, save_path, safe_serialization)
     return Path(save_path) / (SAFE_WEIGHTS_NAME if safe_serialization else WEIGHTS_NAME)

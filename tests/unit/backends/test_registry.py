@@ -30,12 +30,6 @@ def test_a_state_finds_its_backend(kind, settings, name):
     assert registry.resolve(SimpleNamespace(distributed_type=kind, **settings)).name == name
 
 
-def test_a_strategy_that_is_not_there_says_what_works(monkeypatch):
-    monkeypatch.setattr(registry, "SPECS", [registry.BackendSpec("absent", bool, None)])
-    with pytest.raises(NotImplementedError, match="not part of this version.*data parallelism"):
-        registry.load("absent")
-
-
 def test_an_unknown_name_lists_the_known_ones():
     with pytest.raises(ValueError, match="single.*ddp"):
         registry.load("horovod")
