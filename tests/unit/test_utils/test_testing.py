@@ -1,5 +1,6 @@
 """Helpers of test suites."""
 
+import asyncio
 import sys
 import unittest
 from unittest import mock
@@ -101,3 +102,12 @@ def test_mocks_end_with_the_test():
 
     run_case(Case)
     assert testing.DEFAULT_LAUNCH_COMMAND != "replaced"
+
+
+def test_a_streamed_command_returns_its_status_and_lines():
+    program = "import sys; print('a'); print('b', file=sys.stderr); sys.exit(3)"
+    result = asyncio.run(testing._stream_subprocess([sys.executable, "-c", program], quiet=True))
+    assert (result.returncode, result.stdout, result.stderr) == (3, ["a"], ["b"])
+    with pytest.raises((TimeoutError, asyncio.TimeoutError)):
+        waiting = [sys.executable, "-c", "import sys; sys.stdin.read()"]
+        asyncio.run(testing._stream_subprocess(waiting, stdin=asyncio.subprocess.PIPE, timeout=0.1, quiet=True))

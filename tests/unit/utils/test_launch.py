@@ -51,3 +51,10 @@ def test_prepare_for_launch_meets_through_a_file(monkeypatch, tmp_path):
     launch.PrepareForLaunch(lambda: sizes.append(dist.get_world_size()), debug=True)(0)
     dist.destroy_process_group()
     assert sizes == [1]
+
+
+def test_mpirun_is_asked_for_its_options(programs):
+    programs.add("mpirun", "mpirun (Open MPI) 4.1.4")
+    assert launch._get_mpirun_args() == ("mpirun", "--hostfile", "-n", "--npernode", "--bind-to")
+    programs.add("mpirun", "HYDRA build details:")
+    assert launch._get_mpirun_args() == ("mpirun", "-f", "-n", "-ppn", "")
