@@ -56,7 +56,7 @@ class DataParallel(Backend):
         if _HOOKS not in accelerator.prepared.logged:
             accelerator.prepared.logged.add(_HOOKS)
             if accelerator.num_processes > 1 and accelerator.is_main_process:
-                _warn_of_hooks(accelerator.prepared.models)
+                _warn_of_hooks(accelerator._models)
         super().backward(accelerator, loss, **kwargs)
 
     def no_sync(self, accelerator: Run, model: nn.Module) -> contextlib.AbstractContextManager:

@@ -300,7 +300,7 @@ def unscale(accelerator: Facade, optimizer: Any | None) -> None:
 
 def _unscale_owners(accelerator: Facade, parameters: Any) -> Any:
     """Unscale the gradients of the optimizers that own parameters, and return the parameters, which an iterator gives once."""
-    optimizers = accelerator.prepared.optimizers
+    optimizers = accelerator._optimizers
     if accelerator.scaler is None or len(optimizers) < 2:
         unscale(accelerator, None)
         return parameters

@@ -24,9 +24,9 @@ from accelerate.checkpoint.object_store import storage_of
 from accelerate.checkpoint.state import Common
 from accelerate.checkpoint.storage import CheckpointStatus, CheckpointStorage, LocalStorage
 from accelerate.training import averages, gradients, readers
-from accelerate.training.coverage import unclaimed_states
 from accelerate.training.prepared import Facade
 from accelerate.training.readers import Readers
+from accelerate.training.unclaimed import unclaimed_states
 
 logger = logging.getLogger(__name__)
 

@@ -16,12 +16,12 @@ def unclaimed_states(accelerator: Facade, contents: Contents) -> list[str]:
     Raises:
         RuntimeError: Nothing is prepared or registered, and the checkpoint holds states.
     """
-    folder, common, prepared = contents.folder, contents.common, accelerator.prepared
+    folder, common = contents.folder, contents.common
     listed = folder.listing.files if isinstance(folder, CheckpointFolder) else ()
     files: Collection[str] = listed or os.listdir(folder)
     unclaimed = [
-        *_beyond(folder, "model", len(prepared.models)),
-        *_beyond(folder, "optimizer", len(prepared.optimizers)),
+        *_beyond(folder, "model", len(accelerator._models)),
+        *_beyond(folder, "optimizer", len(accelerator._optimizers)),
     ]
     number = len(common.schedulers)
     while (file := manifest.scheduler_file(number)) in files:
@@ -31,7 +31,15 @@ def unclaimed_states(accelerator: Facade, contents: Contents) -> list[str]:
         unclaimed.append(f"the gradient scaler ({SCALER_NAME})")
     taken = range(len(common.dataloaders), contents.saved_loaders)
     unclaimed += [f"the position of data loader {number}" for number in taken]
-    has_objects = any((prepared.models, prepared.optimizers, prepared.schedulers, prepared.dataloaders, common.custom))
+    has_objects = any(
+        (
+            accelerator._models,
+            accelerator._optimizers,
+            accelerator._schedulers,
+            accelerator._dataloaders,
+            common.custom,
+        )
+    )
     if unclaimed and not has_objects and not accelerator._load_model_state_pre_hook:
         raise RuntimeError(
             f"load_state({str(folder)!r}): nothing is prepared or registered, so the checkpoint's states cannot be restored: "
