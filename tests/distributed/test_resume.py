@@ -32,8 +32,9 @@ CASES: dict[str, dict[str, Any]] = {
     "loader with a generator": {"sampler": "loader generator"},
     "weighted sampler": {"sampler": "weighted"},
     "custom sampler": {"sampler": "custom"},
-    "custom sampler that draws from torch": {"sampler": "draws from torch"},
-    "custom sampler that draws from numpy": {"sampler": "draws from numpy"},
+    # Each rank has other random numbers, so only one may draw the order.
+    "custom sampler that draws from torch": {"sampler": "draws from torch", "dispatch": True},
+    "custom sampler that draws from numpy": {"sampler": "draws from numpy", "dispatch": True},
     "custom batch sampler": {"sampler": "custom batches"},
     "split batches": {"split": True, "batch_size": 4},
     # Worker processes.
