@@ -93,8 +93,7 @@ def torch_calls(monkeypatch):
 
 def stub(device, strategy="allgather"):
     layout = SimpleNamespace(cp_size=2, cp_handler=TorchContextParallelConfig(cp_comm_strategy=strategy))
-    prepared = SimpleNamespace(sequence_context=None)
-    parts = {"parallelism_config": layout, "torch_device_mesh": Mesh(), "prepared": prepared}
+    parts = {"parallelism_config": layout, "torch_device_mesh": Mesh(), "_cp_context": None}
     return SimpleNamespace(device=torch.device(device), **parts)
 
 
@@ -387,9 +386,7 @@ def test_padding_under_attention_that_looks_ahead(first_rank, causal):
 
 def ulysses(handler=None):
     layout = SimpleNamespace(sp_size=4, sp_handler=handler)
-    return SimpleNamespace(
-        parallelism_config=layout, torch_device_mesh=Mesh("sp", 4), prepared=SimpleNamespace(), _cp_context=None
-    )
+    return SimpleNamespace(parallelism_config=layout, torch_device_mesh=Mesh("sp", 4), _cp_context=None)
 
 
 @pytest.mark.parametrize("axis", ["cp", "sp"])
