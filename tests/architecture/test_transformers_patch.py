@@ -62,6 +62,7 @@ def test_what_travels_stands_alone():
     assert not {name for name in known if name.partition(".")[0] in ("transformers", "transformers_patch")}
 
 
+@pytest.mark.cold
 def test_importing_the_package_imports_neither_transformers_nor_torch():
     code = "import sys, transformers_patch; print([m for m in ('torch', 'transformers', 'accelerate') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

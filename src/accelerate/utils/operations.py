@@ -335,24 +335,10 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
     return reduce_with(comm.current(), tensor, reduction, scale)
 
 
-def _gpu_gather(tensor: Any) -> Any:
-    """Do what `gather` does, by the communicator of this run."""
-    return gather(tensor)
-
-
-def _tpu_gather(tensor: Any) -> Any:
-    """Do what `gather` does, by the communicator of this run."""
-    return gather(tensor)
-
-
-def _gpu_gather_object(object: Any) -> Any:
-    """Do what `gather_object` does."""
-    return gather_object(object)
-
-
-def _neuron_gather_object(object: Any) -> Any:
-    """Do what `gather_object` does."""
-    return gather_object(object)
+# Names of 1.15.0 for the same operations.
+_gpu_gather = _tpu_gather = gather
+_gpu_gather_object = _neuron_gather_object = gather_object
+_neuron_broadcast_object_list = broadcast_object_list
 
 
 def _gpu_broadcast(data: Any, src: int = 0) -> Any:
@@ -363,11 +349,6 @@ def _gpu_broadcast(data: Any, src: int = 0) -> Any:
 def _tpu_broadcast(tensor: Any, src: int = 0, name: str = "broadcast tensor") -> Any:
     """Do what `broadcast` does; `name` has no effect."""
     return broadcast(tensor, src)
-
-
-def _neuron_broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
-    """Do what `broadcast_object_list` does."""
-    return broadcast_object_list(object_list, from_process)
 
 
 def pad_with(
