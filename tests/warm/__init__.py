@@ -17,8 +17,10 @@ import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).parent
-# By name of a server's socket: the variables that it is started with besides those of the test run. Threads do not survive a fork.
+# By name of a server's socket: the variables that it is started with besides those of the test run. No library may start threads,
+# which do not survive a fork.
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+_ONE_THREAD["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # of pyarrow's allocator
 SERVERS = {"torch": _ONE_THREAD, "transformers": {**_ONE_THREAD, "HF_HUB_OFFLINE": "1"}}
 # The folder of the stand-in of this test run: processes of pytest-xdist inherit the variable.
 FOLDER = "WARM_FOLDER"
@@ -47,14 +49,16 @@ def stop() -> None:
     sys.executable = REAL
     for server, alive in _servers:
         alive.close()
-        server.wait()
+        if server.wait():
+            sys.stderr.write(Path(os.environ[FOLDER], f"{server.args[2]}.err").read_text())
     if _servers:
         shutil.rmtree(os.environ.pop(FOLDER), ignore_errors=True)
         _servers.clear()
 
 
 def _begin(folder: Path, name: str) -> None:
-    with socket.socket(socket.AF_UNIX) as listener:
+    # Libraries print lines while they are imported, which are of interest if the server fails.
+    with socket.socket(socket.AF_UNIX) as listener, open(folder / f"{name}.err", "w") as errors:
         listener.bind(str(folder / name))
         listener.listen(128)
         ours, theirs = socket.socketpair()
@@ -63,6 +67,7 @@ def _begin(folder: Path, name: str) -> None:
         files = {
             "stdin": subprocess.DEVNULL,
             "stdout": subprocess.DEVNULL,
+            "stderr": errors,
             "pass_fds": (listener.fileno(), theirs.fileno()),
         }
         _servers.append((subprocess.Popen(command, env=variables, start_new_session=True, **files), ours))
