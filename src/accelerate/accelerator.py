@@ -299,6 +299,7 @@ class Accelerator(Processes):
         self._sync_each_batch = accumulation.sync_each_batch
         self.has_lomo_optimizer = False
         self.step = 0
+        self.prepared = PreparedObjects()
         self._models: list[nn.Module] = []
         self._optimizers: list[Any] = []
         self._schedulers: list[Any] = []

@@ -144,16 +144,22 @@ def main():
     for number in CATCHABLE:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, forward)
-    socket.send_fds(connection, [len(request).to_bytes(8, "little")], files)
-    connection.sendall(request)
+    try:
+        socket.send_fds(connection, [len(request).to_bytes(8, "little")], files)
+        connection.sendall(request)
+    except OSError:
+        pass  # the same as no answer
+    number = received(connection)
+    if not number:  # the server could not start
+        os.execv(REAL, [REAL, *sys.argv[1:]])
+    child.append(int.from_bytes(number, "little"))
     # A reader of the program's output must see its end when the program closes it.
     nothing = os.open(os.devnull, os.O_RDWR)
     for fd in files:
         os.dup2(nothing, fd) if fd < 3 else os.close(fd)
-    child.append(int.from_bytes(received(connection), "little"))
     for number in early:
         forward(number, None)
-    status = int.from_bytes(received(connection), "little", signed=True)
+    status = int.from_bytes(received(connection) or b"\x46", "little", signed=True)  # 70: the server was killed
     if status < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if -status in CATCHABLE:
@@ -164,12 +170,16 @@ def main():
 
 
 def received(connection):
+    """Return the next number that the server sends; nothing if the server is gone."""
     data = b""
-    while len(data) < 8:
-        part = connection.recv(8 - len(data))
-        if not part:
-            os._exit(70)  # the server is gone, and the child with it
-        data += part
+    try:
+        while len(data) < 8:
+            part = connection.recv(8 - len(data))
+            if not part:
+                return b""
+            data += part
+    except ConnectionResetError:
+        return b""
     return data
 
 

@@ -58,6 +58,11 @@ def register_sharded(scaler: Any, model: nn.Module) -> None:
     _progress(scaler).sharded.add(model)
 
 
+def forget(scaler: Any) -> None:
+    """Forget what optimizers have done with their gradients; they are released. Not a collective."""
+    _PROGRESS.pop(scaler, None)
+
+
 def _progress(scaler: Any) -> Progress:
     return _PROGRESS.setdefault(scaler, Progress())
 

@@ -558,6 +558,8 @@ def release(accelerator: Facade, objects: tuple[Any, ...]) -> list[Any]:
         accelerator._meter = None
     accelerator.deepspeed_engine_wrapped = None
     accelerator.flag_tensor = None
+    if accelerator.scaler is not None:
+        scaling.forget(accelerator.scaler)
     accelerator._background.buffers = HostBuffers()  # a save that is being written holds its own
     torch_private.forget_named_models()
     return release_memory(*objects)

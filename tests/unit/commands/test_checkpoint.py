@@ -382,6 +382,7 @@ def test_checkpoints_of_a_run(accelerate, tmp_path):
     assert left_in(tmp_path) == ["checkpoint_1"]
 
 
+@pytest.mark.cold
 def test_only_an_export_loads_torch(project):
     program = """
 import sys

@@ -84,6 +84,7 @@ def test_who_counts_the_devices(machine, library, build, selection, found, drive
     assert DETECT({} if selection is None else {"CUDA_VISIBLE_DEVICES": selection}) == found
 
 
+@pytest.mark.cold
 def test_the_real_torch_agrees():
     import torch
 

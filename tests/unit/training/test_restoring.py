@@ -377,18 +377,18 @@ def test_load_before_prepare_is_an_error(saved):
 )
 def test_states_that_no_object_takes_are_named(tmp_path, prepared, left):
     run = Run()
-    run.accelerator.prepared.custom_objects.clear()
+    run.accelerator._custom_objects.clear()
     run.steps(2)
     run.accelerator.save_state(tmp_path / "c")
     other = Run(seed=2)
-    registry = other.accelerator.prepared
-    registry.custom_objects.clear()
+    registry = other.accelerator
+    registry._custom_objects.clear()
     keep_models = 1 if prepared == "model" else 2
-    del registry.models[keep_models:]
+    del registry._models[keep_models:]
     if "all" not in prepared:
-        registry.optimizers.clear(), registry.dataloaders.clear()
+        registry._optimizers.clear(), registry._dataloaders.clear()
     if prepared != "all":
-        registry.schedulers.clear()
+        registry._schedulers.clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         other.accelerator.load_state(tmp_path / "c")

@@ -261,6 +261,7 @@ def test_deepspeed_required(monkeypatch):
         engine()
 
 
+@pytest.mark.cold
 def test_importing_the_light_modules_leaves_torch_out():
     modules = "utils.imports utils.environment utils.constants utils.dataclasses config.enums config.handlers"
     lines = [f"import accelerate.{name}" for name in modules.split()]

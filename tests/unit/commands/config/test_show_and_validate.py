@@ -85,7 +85,7 @@ def test_everything_at_once(validate):
         "fsdp_config:",
     ]
     lines += ["  fsdp_sharding_strategy: FULL_SHRAD", "  nonsense: 1", "num_machines: 2", "machine_rank: 2"]
-    lines += ["num_processes: 3", "main_process_port: 70000", "num_processes: 5", "gpu_ids: 0,0"]
+    lines += ["main_training_function: main", "main_process_port: 70000", "num_processes: 5", "gpu_ids: 0,0"]
     status, _, err = validate("\n".join(lines))
     assert status == 2
     assert [line.partition(": ")[0] for line in err.splitlines()] == [
