@@ -4,10 +4,9 @@ import functools
 import types
 import warnings
 from collections.abc import Iterator, Sequence
-from fractions import Fraction
 from typing import Any
 
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 
 from accelerate.state import AcceleratorState, GradientState
 
@@ -35,9 +34,8 @@ class AcceleratedScheduler:
         [0.5]
     """
 
-    # Of a schedule restored on another number of replicas: its steps for one optimizer step, and the part of a step it is behind.
-    _restored_advance: Fraction | None = None
-    _owed = Fraction(0)
+    # How far a restored schedule advances for one optimizer step, where the run that saved it took another number.
+    _restored_advance: int | None = None
 
     def __init__(
         self, scheduler: Any, optimizers: Any, step_with_optimizer: bool = True, split_batches: bool = False
@@ -60,37 +58,33 @@ class AcceleratedScheduler:
         return self.accelerator_state.num_processes // (layout.sp_size if layout is not None else 1)
 
     @property
-    def advance(self) -> int | Fraction:
+    def advance(self) -> int:
         """How many steps the inner scheduler advances for one optimizer step, also after a resume on other replicas."""
-        return self.steps_per_update if self._restored_advance is None else self._restored_advance
+        if self._restored_advance is not None:
+            return self._restored_advance
+        return self.steps_per_update if self.step_with_optimizer else 1
 
-    def continue_from(self, saved: Fraction, samples: Fraction) -> str | None:
-        """Advance a restored schedule as the run that saved it; return why its rate may differ, None if it does not.
+    def continue_from(self, saved: int | None) -> str | None:
+        """Advance a restored schedule as the run that saved it did; return why its rate may differ, None if it does not.
 
         Args:
-            saved: Steps for one optimizer step in that run.
-            samples: Samples in an optimizer step of this run, divided by those of that one.
+            saved: Steps for one optimizer step in that run; None for those of this run.
         """
-        own, inner = self.steps_per_update, self.scheduler
-        self._restored_advance, self._owed = None, Fraction(0)
-        if not self.step_with_optimizer or saved == own:
+        self._restored_advance = None
+        own, name = self.advance, type(self.scheduler).__name__
+        if saved is None or saved == own:
             return None
-        # A metric comes once for each evaluation, whatever the number of samples in a step.
-        advance = saved if isinstance(inner, ReduceLROnPlateau) else saved * samples
-        self._restored_advance = advance if advance != own else None
-        numbers = (
-            f"{type(inner).__name__} was saved with {saved} steps per optimizer step (one per data-parallel replica) and "
-            f"would take {own} in this run"
-        )
-        if functions := sorted({type(part).__name__ for part in _parts_with_functions(inner)}):
+        if not self.step_with_optimizer:
             return (
-                f"{numbers}. It takes {advance}, but the function of {functions[0]} is not in the checkpoint, so its learning rate "
-                "may differ from the uninterrupted run's. Build it with the step counts of the run that saved it."
+                f"{name} was saved with {saved} steps per optimizer step, and this run steps it itself "
+                f"(step_scheduler_with_optimizer=False). Call its step() {saved} times per optimizer step to keep its learning rate."
             )
-        if advance != saved:
+        self._restored_advance = saved
+        if lacking := sorted(set(_not_in_state(self.scheduler))):
             return (
-                f"{numbers}. An optimizer step takes {float(samples):g} times the samples, so it takes {advance}: its learning rate "
-                "follows the samples, not the optimizer steps. Keep the samples per optimizer step to get the same steps."
+                f"{name} was saved with {saved} steps per optimizer step (one per data-parallel replica) and would take {own} in this "
+                f"run. It takes {saved}, but the checkpoint does not hold {', '.join(lacking)}, so its learning rate may differ from "
+                "the uninterrupted run's. Build it with the step counts of the run that saved it."
             )
         return None
 
@@ -131,16 +125,10 @@ class AcceleratedScheduler:
         if any(optimizer.step_was_skipped for optimizer in self.optimizers):
             return
         total = getattr(scheduler, "total_steps", None)
-        for _ in range(self.steps_per_update if self._restored_advance is None else self._due()):
+        for _ in range(self.advance):
             # The last update may ask for more steps than the schedule has left.
             if total is None or scheduler._step_count <= total:
                 scheduler.step(*args, **kwargs)
-
-    def _due(self) -> int:
-        """Return how many steps of a restored schedule are due."""
-        owed = self._owed + self._restored_advance
-        self._owed = owed % 1
-        return int(owed)
 
     def get_last_lr(self) -> list[float]:
         """Return the learning rates of the last step, one per parameter group."""
@@ -167,13 +155,16 @@ class AcceleratedScheduler:
 _FUNCTIONS = types.FunctionType | types.MethodType | types.BuiltinFunctionType | functools.partial
 
 
-def _parts_with_functions(schedule: Any) -> Iterator[Any]:
-    """Yield the parts of a schedule that compute rates by a caller's function, which their state does not hold."""
-    for value in vars(schedule).values():
+def _not_in_state(schedule: Any) -> Iterator[str]:
+    """Yield what the rates of a schedule may depend on and its state does not hold: functions, and numbers of other schedules."""
+    name, state = type(schedule).__name__, schedule.state_dict()
+    for attribute, value in vars(schedule).items():
+        if type(value) in (int, float) and attribute not in state:
+            yield f"{attribute} of {name}"
         for part in value if isinstance(value, list | tuple) else (value,):
             if isinstance(part, LRScheduler):
-                yield from _parts_with_functions(part)
+                yield from _not_in_state(part)
             elif isinstance(part, _FUNCTIONS):
                 function = part.func if isinstance(part, functools.partial) else part
-                if getattr(function, "__module__", None) != LRScheduler.__module__:
-                    yield schedule
+                if not str(getattr(function, "__module__", None)).startswith("torch.optim."):
+                    yield f"the function of {name}"

@@ -95,25 +95,29 @@ SCHEDULES = {
 class Resumed:
     """A run on so many simulated replicas, with one optimizer and one schedule of each kind."""
 
-    def __init__(self, monkeypatch, replicas, batch_size, split=False):
-        self.accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(split_batches=split))
+    def __init__(self, monkeypatch, replicas, split=False, steps_with_optimizer=True, accumulation=1):
+        self.accelerator = Accelerator(
+            cpu=True,
+            dataloader_config=DataLoaderConfiguration(split_batches=split),
+            step_scheduler_with_optimizer=steps_with_optimizer,
+            gradient_accumulation_steps=accumulation,
+        )
         optimizers = [torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1) for _ in SCHEDULES]
         made = [make(optimizer) for make, optimizer in zip(SCHEDULES.values(), optimizers, strict=True)]
-        loader = torch.utils.data.DataLoader(torch.arange(320), batch_size=batch_size)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            self.loader, *prepared = self.accelerator.prepare(loader, *optimizers, *made)
+            prepared = self.accelerator.prepare(*optimizers, *made)
         self.optimizers, self.schedulers = prepared[: len(SCHEDULES)], prepared[len(SCHEDULES) :]
         steps = property(lambda scheduler: 1 if scheduler.split_batches else replicas)
         monkeypatch.setattr(AcceleratedScheduler, "steps_per_update", steps)
-        total = property(lambda loader: loader.batch_size * (1 if split else replicas))
-        monkeypatch.setattr(type(self.loader), "total_batch_size", total)
 
     def update(self, number):
-        for _ in range(number):
+        for micro_batch in range(number * self.accelerator.gradient_accumulation_steps):
+            self.accelerator.sync_gradients = (micro_batch + 1) % self.accelerator.gradient_accumulation_steps == 0
             for name, optimizer, scheduler in zip(SCHEDULES, self.optimizers, self.schedulers, strict=True):
                 optimizer.step()
-                scheduler.step(*([1.0] if name == "ReduceLROnPlateau" else []))
+                if scheduler.step_with_optimizer or self.accelerator.sync_gradients:
+                    scheduler.step(*([1.0] if name == "ReduceLROnPlateau" else []))
         return {n: o.param_groups[0]["lr"] for n, o in zip(SCHEDULES, self.optimizers, strict=True)}
 
     def load(self, folder):
@@ -123,58 +127,82 @@ class Resumed:
         return [str(item.message) for item in caught if "steps per optimizer step" in str(item.message)]
 
 
-# Replicas and samples of one process: an optimizer step has the same number of samples.
-@pytest.mark.parametrize(("before", "after"), [((2, 4), (1, 8)), ((1, 8), (2, 4)), ((2, 4), (4, 2))])
-def test_resuming_on_other_replicas_keeps_the_rates(tmp_path, monkeypatch, before, after):
-    expected = Resumed(monkeypatch, *before).update(24)
-    assert before[0] != 2 or expected["CosineAnnealingLR"] == pytest.approx(0.0345492, abs=1e-6)
-    first = Resumed(monkeypatch, *before)
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 4)])
+def test_resuming_on_other_replicas_keeps_the_rates(tmp_path, monkeypatch, before, after, accumulation):
+    expected = Resumed(monkeypatch, before, accumulation=accumulation).update(24)
+    assert before != 2 or expected["CosineAnnealingLR"] == pytest.approx(0.0345492, abs=1e-6)
+    first = Resumed(monkeypatch, before, accumulation=accumulation)
     first.update(10)
     first.accelerator.save_state(tmp_path / "a")
-    second = Resumed(monkeypatch, *after)
+    second = Resumed(monkeypatch, after, accumulation=accumulation)
     messages = second.load(tmp_path / "a")
     assert len(messages) == 1, "only that of a function"
-    assert "LambdaLR" in messages[0] and f"{before[0]} steps" in messages[0] and f"take {after[0]}" in messages[0]
+    assert (
+        "the function of LambdaLR" in messages[0]
+        and f"{before} steps" in messages[0]
+        and f"take {after}" in messages[0]
+    )
     second.update(5)
     second.accelerator.save_state(tmp_path / "b")
-    third = Resumed(monkeypatch, *after)  # the steps are still those of the first run
+    third = Resumed(monkeypatch, after, accumulation=accumulation)  # the steps are still those of the first run
     third.load(tmp_path / "b")
     assert third.update(9) == pytest.approx(expected)
-    fourth = Resumed(monkeypatch, *before)
+    fourth = Resumed(monkeypatch, before, accumulation=accumulation)
     assert not fourth.load(tmp_path / "b"), "the first run's replicas again"
     assert fourth.update(9) == pytest.approx(expected)
 
 
-def test_resuming_with_other_samples_in_a_step_follows_the_samples(tmp_path, monkeypatch):
-    expected = Resumed(monkeypatch, 2, 4).update(17)  # 7 steps on 2 replicas have the samples of 14 on one
-    first = Resumed(monkeypatch, 2, 4)
+def test_the_steps_of_schedules_that_the_program_steps_are_its_own(tmp_path, monkeypatch):
+    expected = Resumed(monkeypatch, 1).update(24)
+    first = Resumed(monkeypatch, 2, steps_with_optimizer=False)
     first.update(10)
-    first.accelerator.save_state(tmp_path)
-    second = Resumed(monkeypatch, 1, 4)
-    messages = second.load(tmp_path)
-    assert any("CosineAnnealingLR was saved with 2" in text and "0.5 times the samples" in text for text in messages)
-    assert not any("ReduceLROnPlateau" in text for text in messages), "it counts metrics"
-    rates = second.update(14)
-    assert all(rates[name] == pytest.approx(expected[name]) for name in SCHEDULES if name != "ReduceLROnPlateau")
+    first.accelerator.save_state(tmp_path / "a")
+    for again in (False, True):
+        second = Resumed(monkeypatch, 4, steps_with_optimizer=again)
+        second.load(tmp_path / "a")
+        assert second.update(14) == pytest.approx(expected)
+    followed = Resumed(monkeypatch, 2)
+    followed.accelerator.save_state(tmp_path / "b")
+    messages = Resumed(monkeypatch, 2, steps_with_optimizer=False).load(tmp_path / "b")
+    assert len(messages) == len(SCHEDULES) and all("step() 2 times" in text for text in messages)
+
+
+class Warmup:
+    """A schedule whose state, unlike torch's, does not hold its length."""
+
+    def __init__(self, length):
+        self.length, self.last_epoch = length, 0
+
+    def state_dict(self):
+        return {"last_epoch": self.last_epoch}
+
+
+def test_a_length_that_no_state_holds_is_named():
+    Accelerator(cpu=True)
+    scheduler = AcceleratedScheduler(Warmup(40), [])
+    assert scheduler.continue_from(1) is None
+    message = scheduler.continue_from(2)
+    assert "Warmup was saved with 2 steps" in message and "take 1" in message and "length of Warmup" in message
 
 
 def test_a_checkpoint_without_the_record_counts_its_processes(tmp_path, monkeypatch):
-    first = Resumed(monkeypatch, 2, 4)
+    first = Resumed(monkeypatch, 2)
     first.update(10)
     monkeypatch.setattr(schedules, "units", lambda common: None)  # as upstream writes it
     first.accelerator.save_state(tmp_path)
     (tmp_path / "accelerate_manifest.json").unlink()
     (tmp_path / "random_states_1.pkl").write_bytes((tmp_path / "random_states_0.pkl").read_bytes())
-    second = Resumed(monkeypatch, 1, 8)
+    second = Resumed(monkeypatch, 1)
     second.load(tmp_path)
     assert second.update(14)["CosineAnnealingLR"] == pytest.approx(0.0345492, abs=1e-6)
 
 
 def test_split_batches_keep_one_step_on_any_number_of_replicas(tmp_path, monkeypatch):
-    first = Resumed(monkeypatch, 2, 8, split=True)
+    first = Resumed(monkeypatch, 2, split=True)
     first.update(3)
     first.accelerator.save_state(tmp_path)
-    second = Resumed(monkeypatch, 1, 8, split=True)
+    second = Resumed(monkeypatch, 1, split=True)
     assert not second.load(tmp_path) and second.update(1) == pytest.approx(first.update(1))
 
 
@@ -187,3 +215,5 @@ def test_deepspeed_schedules_keep_their_total_on_other_ranks():
     schedule.total_num_steps = 100  # the same ranks: a longer training
     engine_checkpoint._keep_length(schedule, head, 2)
     assert schedule.total_num_steps == 100
+    with pytest.warns(UserWarning, match="on 2 data-parallel ranks, and has total_num_steps=100 on 1"):
+        engine_checkpoint._keep_length(schedule, {"dp_world_size": 2}, 1)

@@ -128,6 +128,9 @@ class DeepSpeedSchedulerWrapper(AcceleratedScheduler):
     def step(self) -> None:
         """Do nothing: the engine stepped in `DeepSpeedEngineWrapper.backward`."""
 
+    def continue_from(self, saved: int | None) -> None:
+        """Do nothing: the engine advances it once for each optimizer step, on any number of replicas."""
+
 
 class DummyOptim:
     """Stands for the optimizer that the DeepSpeed config describes, until `prepare` replaces it.

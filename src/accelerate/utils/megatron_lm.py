@@ -233,6 +233,9 @@ class MegatronLMSchedulerWrapper(AcceleratedScheduler):
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: the engine stepped when the model was called."""
 
+    def continue_from(self, saved: int | None) -> None:
+        """Do nothing: the engine advances it by the samples of each optimizer step, on any number of replicas."""
+
     def get_last_lr(self) -> list[float]:
         """Return the learning rates of the parameter groups."""
         return [group["lr"] for group in self.scheduler.optimizer.param_groups]

@@ -352,12 +352,19 @@ def _keep_length(schedule: Any, head: Mapping[str, Any], ranks: int) -> None:
     parameters = ((head.get("ds_config") or {}).get("scheduler") or {}).get("params") or {}
     total, own = parameters.get("total_num_steps"), getattr(schedule, "total_num_steps", None)
     saved_ranks = head.get("dp_world_size")
-    if saved_ranks in (None, ranks) or own is None or not isinstance(total, int) or own == total:
+    if saved_ranks in (None, ranks) or own is None or own == total:
+        return
+    saved = f"{type(schedule).__name__} was saved on {saved_ranks} data-parallel ranks"
+    if not isinstance(total, int):  # a schedule that the program built
+        warn_user(
+            f"{saved}, and has total_num_steps={own} on {ranks}. The checkpoint does not hold the former total, so its learning rate may "
+            "differ from the uninterrupted run's. Build it with the total_num_steps of the run that saved it."
+        )
         return
     schedule.total_num_steps = total
     warn_user(
-        f"{type(schedule).__name__} was saved on {saved_ranks} data-parallel ranks with total_num_steps={total}, and has {own} on {ranks}: "
-        f"{total} is used, as in an uninterrupted run. To change the length, set total_num_steps of the schedule after load_state."
+        f"{saved} with total_num_steps={total}, and has {own} on {ranks}: {total} is used, as in an uninterrupted run. To change the "
+        "length, set total_num_steps of the schedule after load_state."
     )
 
 
