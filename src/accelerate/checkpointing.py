@@ -12,7 +12,7 @@ from torch import nn
 
 from accelerate import _lazy
 from accelerate._warn import warn_user
-from accelerate.checkpoint import layouts, load, save
+from accelerate.checkpoint import layouts, load, plain_data, save
 from accelerate.checkpoint.manifest import custom_file, optimizer_file
 from accelerate.checkpoint.state import Common
 from accelerate.logging import get_logger
@@ -148,6 +148,7 @@ def save_custom_state(obj: Any, path: Folder, index: int = 0, save_on_each_node:
         save_on_each_node: Write on the main process of each node.
     """
     state = obj.state_dict()
+    plain_data.refuse_unreadable({f"{type(obj).__name__} ({custom_file(index)})": state})
     with save.planned(path, save_on_each_node) as plan:
         if plan.writes_shared:
             plan.add_object(custom_file(index), state)

@@ -4,6 +4,7 @@ Weights are written as safetensors straight from their memory, without a copy of
 as upstream does. The formats are those of the libraries, which read what is written here.
 """
 
+import collections
 import contextlib
 import copy
 import io
@@ -11,6 +12,7 @@ import json
 import math
 import os
 import re
+import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -21,6 +23,9 @@ import torch
 from accelerate.checkpoint.manifest import INDEX_SUFFIX, FileEntry, TensorEntry
 from accelerate.checkpoint.storage import LocalStorage
 from accelerate.runtime.durable import Path, durable, pieces_of_file, sync_folder
+
+# Numpy's numbers and texts.
+NUMPY_KINDS = "biufcSU"
 
 # Gives the file of a path to write to, as `durable` and `CheckpointStorage.create` do.
 Create = Callable[[Path], contextlib.AbstractContextManager[Any]]
@@ -205,7 +210,10 @@ def rebuilt(state: Any, change: Callable[[Any], Any], known: dict[int, Any] | No
         return known[id(state)]
     if type(state) in (dict, OrderedDict):
         made = known[id(state)] = type(state)()
-        made.update([(key, rebuilt(value, change, known)) for key, value in state.items()])
+        for key, value in state.items():
+            made[key if isinstance(key, (str, torch.Tensor)) else rebuilt(key, change, known)] = rebuilt(
+                value, change, known
+            )
         if type(state) is OrderedDict:
             vars(made).update(rebuilt(vars(state), change, known))  # a state dict has its version there
         return made
@@ -216,9 +224,47 @@ def rebuilt(state: Any, change: Callable[[Any], Any], known: dict[int, Any] | No
     return tuple([rebuilt(value, change, known) for value in state]) if type(state) is tuple else change(state)
 
 
+class _Call:
+    """Is pickled as a call that builds a value. Torch's careful reader cannot fill a deque, for example, but builds a filled one."""
+
+    def __init__(self, function: Any, arguments: tuple[Any, ...]) -> None:
+        self.function, self.arguments = function, arguments
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.function, self.arguments
+
+
+# Arguments of the calls.
+_CALLS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
+    collections.Counter: lambda value: (dict(value),),
+    collections.defaultdict: lambda value: (value.default_factory, dict(value)),
+    collections.deque: lambda value: (list(value), value.maxlen),
+    frozenset: lambda value: (list(value),),
+    int: lambda value: (hex(value), 16),
+    range: lambda value: (value.start, value.stop, value.step),
+    set: lambda value: (list(value),),
+    slice: lambda value: (value.start, value.stop, value.step),
+    uuid.UUID: lambda value: (value.hex,),
+}
+# Pickles of longer integers have an instruction that torch's careful reader does not know.
+_LONG_INT = 2000
+
+
 def plain(state: Any) -> Any:
-    """Return a state with Python's numbers for numpy's, which schedules compute and careful readers refuse."""
-    return rebuilt(state, lambda value: value.item() if isinstance(value, np.generic) else value)
+    """Return a state that is pickled as torch's careful reader can read it, with Python's numbers for numpy's."""
+    known: dict[int, _Call] = {}
+
+    def change(value: Any) -> Any:
+        kind = type(value)
+        if isinstance(value, np.generic):
+            return value.item() if value.dtype.kind in NUMPY_KINDS else value
+        if kind not in _CALLS or (kind is int and value.bit_length() < _LONG_INT):
+            return value
+        if id(value) not in known:
+            known[id(value)] = _Call(kind, rebuilt(_CALLS[kind](value), change))
+        return known[id(value)]
+
+    return rebuilt(state, change)
 
 
 def deep_copied(obj: Any) -> Any:

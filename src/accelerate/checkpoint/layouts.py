@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from accelerate._warn import warn_user
-from accelerate.checkpoint import formats, load, manifest, state
+from accelerate.checkpoint import formats, load, manifest, plain_data, state
 from accelerate.checkpoint.load import CheckpointFolder
 from accelerate.checkpoint.manifest import INDEX_SUFFIX, NAME, DamagedCheckpoint
 from accelerate.checkpoint.save import SavePlan
@@ -342,7 +342,13 @@ def write(values: dict[str, Any], folder: Path, kind: Kind, index: int = 0, layo
     if layout == "full":
         values = state.gathered(values)
     owns = layout == "full" and state.rank_and_size()[0] == 0
+
+    def check() -> None:
+        others = formats.rebuilt(values, lambda value: None if isinstance(value, torch.Tensor) else value)
+        plain_data.refuse_unreadable({f"{kind} {index}": others})
+
     if isinstance(folder, SavePlan):
+        check()
         if layout == "sharded":
             folder.add_shards(shards, {kind: values})
         elif owns:
@@ -350,6 +356,7 @@ def write(values: dict[str, Any], folder: Path, kind: Kind, index: int = 0, layo
         return
 
     def put() -> None:
+        check()
         os.makedirs(folder, exist_ok=True)
         if os.path.exists(os.path.join(folder, NAME)):
             raise ValueError(f"{os.fspath(folder)!r} is a checkpoint of save_state. Save to another folder.")

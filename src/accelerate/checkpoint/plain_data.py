@@ -1,33 +1,43 @@
 """Which values of a state cannot be read again as plain data. Any rank, alone."""
 
+import collections
+import datetime
+import decimal
+import fractions
 import io
-from collections import OrderedDict
+import pathlib
+import uuid
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
-from accelerate._warn import warn_user
 from accelerate.checkpoint import formats
-from accelerate.checkpoint.state import Common
 from accelerate.utils import other
 
 # These load for certain; other values are tried.
-_PLAIN = frozenset((bool, float, str, bytes, type(None), torch.Tensor, nn.Parameter))
-# Pickles of longer integers have an instruction that torch's careful reader does not know.
-_LONGEST = 2000
+_TENSORS = (torch.Tensor, nn.Parameter)
+_PLAIN = frozenset((bool, int, float, complex, str, bytes, bytearray, type(None), range, uuid.UUID))
+_PLAIN |= {datetime.date, datetime.timedelta, datetime.timezone, decimal.Decimal, fractions.Fraction}
+_PLAIN |= {type(pathlib.Path()), pathlib.PurePosixPath, pathlib.PureWindowsPath}
+_MAPPINGS = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)
 
 
-def warn_of_unreadable(common: Common, states: Mapping[str, Any]) -> None:
-    """Warn of states, by the names of their files, that `load_state` refuses to read."""
-    for obj, file, _ in common.shared():
-        if (found := unreadable(formats.plain(states[file]))) is not None:
+def refuse_unreadable(states: Mapping[str, Any]) -> None:
+    """Raise TypeError for a state with a value that `load_state` does not read.
+
+    Args:
+        states: States by what an error calls their owners.
+    """
+    for owner, state in states.items():
+        if (found := unreadable(state)) is not None:
             path, kind = found
-            warn_user(
-                f"The state of {type(obj).__name__} ({file}) has a {kind} at {path}, which load_state does not read by default. Return "
-                "plain data from state_dict() (lists, dicts, sets, numbers, texts, tensors), or load the checkpoint with "
-                "load_kwargs={'weights_only': False}."
+            raise TypeError(
+                f"Cannot save the state of {owner}: it has a {kind} at {path}, which load_state does not read by default. Return plain "
+                "values from state_dict(): tensors, numbers, texts, dates, paths, and containers of them; the .value of an enum. For "
+                "classes that you trust, call torch.serialization.add_safe_globals([...]) with them before you save and load."
             )
 
 
@@ -36,29 +46,41 @@ def unreadable(state: Any) -> tuple[str, str] | None:
     for path, value in _leaves(state, "state", set()):
         try:
             memory = io.BytesIO()
-            torch.save(value, memory)
+            torch.save(formats.plain(value), memory)
             memory.seek(0)
-            other.load(memory, "cpu")
+            is_read = type(other.load(memory, "cpu")) is type(value)
         except Exception:
-            return path, type(value).__qualname__
+            is_read = False
+        if not is_read:
+            return path, (value if isinstance(value, type) else type(value)).__qualname__
     return None
 
 
 def _leaves(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
     """Yield the values inside containers, and keys, that may not load."""
     kind = type(value)
-    if kind in _PLAIN or (kind is int and value.bit_length() < _LONGEST):
-        return
-    if kind not in (dict, OrderedDict, list, tuple):
-        yield path, value
-        return
-    if id(value) in seen:
+    if kind in _PLAIN or id(value) in seen or (kind in _TENSORS and not vars(value)):
         return
     seen.add(id(value))
-    if kind in (list, tuple):
-        for index, inner in enumerate(value):
-            yield from _leaves(inner, f"{path}[{index}]", seen)
+    if isinstance(value, np.generic) or kind is np.ndarray:
+        inside = [] if value.dtype.kind in formats.NUMPY_KINDS else None
+    elif kind in (datetime.datetime, datetime.time):
+        inside = [] if type(value.tzinfo) in (type(None), datetime.timezone) else None
+    elif kind in (list, tuple, collections.deque):
+        inside = [(f"{path}[{index}]", part) for index, part in enumerate(value) if type(part) not in _PLAIN]
+    elif kind in (set, frozenset):
+        inside = [(f"an item of {path}", part) for part in value if type(part) not in _PLAIN]
+    elif kind is slice:
+        inside = [(f"{path}.{name}", getattr(value, name)) for name in ("start", "stop", "step")]
+    elif kind in _MAPPINGS:
+        inside = [(f"the key {key!r:.80} of {path}", key) for key in value if type(key) not in _PLAIN]
+        inside += [(f"{path}[{key!r:.80}]", part) for key, part in value.items() if type(part) not in _PLAIN]
+        if kind is collections.defaultdict:
+            inside.append((f"{path}.default_factory", value.default_factory))
+    else:
+        inside = None
+    if inside is None:
+        yield path, value
         return
-    for key, inner in value.items():
-        yield from _leaves(key, f"the key {key!r:.80} of {path}", seen)
-        yield from _leaves(inner, f"{path}[{key!r:.80}]", seen)
+    for inner_path, part in inside:
+        yield from _leaves(part, inner_path, seen)

@@ -189,6 +189,7 @@ def write_model(
             state = clean_state_dict_for_safetensors(state_dict)
             plan.add_tensors(file, state, metadata={"format": "pt"}, aliases=same_tensors(state_dict))
         else:
+            plain_data.refuse_unreadable({f"model {index} ({file})": state_dict})
             plan.add_object(file, state_dict)
     if plan is not folder:
         # Of an earlier save in the other format; a reader would not know which of the two is newer.
@@ -200,6 +201,7 @@ def write_optimizer(state: Any, folder: durable.Path, index: int = 0, save_on_ea
     """Write the state of optimizer number `index`. All ranks call it, one process writes."""
     with planned(folder, save_on_each_node) as plan:
         if plan.writes_shared:
+            plain_data.refuse_unreadable({f"optimizer {index}": state})
             plan.add_object(manifest.optimizer_file(index), state)
 
 
@@ -209,25 +211,29 @@ def write_common(common: Common, folder: durable.Path, step: int, save_on_each_n
     loaders = common.loaders()
     # Ranks stand at different places of their data.
     positions = [resume.capture(loader) if isinstance(loader, PreparedLoader) else None for loader in loaders]
+    states = {
+        index: {name: value for name, value in loader.state_dict().items() if name != resume.KEY}
+        for index, loader in enumerate(loaders)
+        if keeps_state(loader)
+    }
+    owners = {f"{type(obj).__name__} ({file})": shared[file] for obj, file, _ in common.shared()}
+    of_data = {index: (position, states.get(index)) for index, position in enumerate(positions)}
+    plain_data.refuse_unreadable(owners | {f"data loader {index}": data for index, data in of_data.items()})
     with planned(folder, save_on_each_node) as plan:
-        if plan.writes_shared:
-            plain_data.warn_of_unreadable(common, shared)
-            for file, state in shared.items():
-                plan.add_object(file, state)
+        for file, state in shared.items() if plan.writes_shared else ():
+            plan.add_object(file, state)
         own = {
             "step": step,
             **generators.collect(common.device),
             POSITIONS: positions,
             schedules.KEY: schedules.units(common),
         }
-        for index, loader in enumerate(loaders):
-            if keeps_state(loader):
-                state = {name: value for name, value in loader.state_dict().items() if name != resume.KEY}
-                # The writer of shared files leaves its states in files of their own, which other programs and new ranks read.
-                if plan.writes_shared:
-                    plan.add_object(manifest.dataloader_file(index), state)
-                else:
-                    own.setdefault(LOADERS, {})[index] = state
+        for index, state in states.items():
+            # The writer of shared files leaves its states in files of their own, which other programs and new ranks read.
+            if plan.writes_shared:
+                plan.add_object(manifest.dataloader_file(index), state)
+            else:
+                own.setdefault(LOADERS, {})[index] = state
         plan.add_object(manifest.random_states_file(common.process_index), own)
 
 

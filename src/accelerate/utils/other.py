@@ -1,7 +1,10 @@
 """Saving and loading objects, and small helpers; with ``accelerate.modules`` the public home of module questions."""
 
 import codecs
+import collections
 import contextlib
+import functools
+import importlib
 import logging
 import os
 import pickle
@@ -10,7 +13,6 @@ import re
 import socket
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from functools import reduce
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -88,22 +90,44 @@ def _scalar(record: Any, data: bytes) -> Any:
 _RECORDS = {"numpy.dtype": _DtypeRecord, "numpy.ndarray": _ArrayRecord, "_codecs.encode": codecs.encode}
 for _name in ("numpy.core.multiarray", "numpy._core.multiarray"):
     _RECORDS |= {f"{_name}._reconstruct": _ArrayRecord, f"{_name}.scalar": _scalar}
-_SAFE = [(record, path) for path, record in _RECORDS.items()]
+# Values of the standard library, whose constructors do no more than to build them; collections of defaults have types, too.
+_VALUES = {
+    "builtins": "bool bytes dict float frozenset int list range slice str tuple",
+    "collections": "defaultdict deque",
+    "datetime": "date datetime time timedelta timezone",
+    "decimal": "Decimal",
+    "fractions": "Fraction",
+    "pathlib": "PosixPath PurePosixPath PureWindowsPath WindowsPath",
+    "uuid": "UUID",
+}
 _loading = threading.Lock()  # what torch allows is the same for all threads
 _built: list[_ArrayRecord] = []  # by the load that holds the lock
 
 
+@functools.cache
+def _buildable() -> dict[str, Any]:
+    """Return what a file may build beside torch's own, by its path; here, since some modules are imported by the first load only."""
+    values = {
+        (module, name): getattr(importlib.import_module(module), name)
+        for module, names in _VALUES.items()
+        for name in names.split()
+    }
+    # Python 3.13 writes another module of paths.
+    paths = {f"pathlib._local.{name}": kind for (module, name), kind in values.items() if module == "pathlib"}
+    return _RECORDS | {f"{module}.{name}": kind for (module, name), kind in values.items()} | paths
+
+
 @contextlib.contextmanager
-def _numpy_as_records() -> Iterator[None]:
-    """Let torch build numpy's arrays and numbers from records, whatever else may be allowed."""
+def _values_allowed() -> Iterator[None]:
+    """Let torch build values of the standard library, and numpy's arrays and numbers from records, whatever else may be allowed."""
     serialization = torch.serialization
     with _loading:
-        former = serialization.get_safe_globals()
+        former, ours = serialization.get_safe_globals(), _buildable()
         paths = [one[1] if isinstance(one, tuple) else f"{one.__module__}.{one.__qualname__}" for one in former]
-        others = [one for one, path in zip(former, paths, strict=True) if path not in _RECORDS]
+        others = [one for one, path in zip(former, paths, strict=True) if path not in ours]
         try:
             serialization.clear_safe_globals()
-            serialization.add_safe_globals([*others, *_SAFE])
+            serialization.add_safe_globals([*others, *[(kind, path) for path, kind in ours.items()]])
             yield
         finally:
             _built.clear()
@@ -111,24 +135,25 @@ def _numpy_as_records() -> Iterator[None]:
             serialization.add_safe_globals(former)
 
 
+_CHANGED = (dict, list, collections.deque)
 _PLAIN = frozenset((int, float, str, bytes, bool, type(None)))
 
 
 def _with_arrays(value: Any, known: dict[int, Any]) -> Any:
-    """Return a value in which arrays are numpy's own; dicts and lists are changed where they are."""
+    """Return a value in which arrays are numpy's own; dicts, lists and deques are changed where they are."""
     if id(value) in known:
         return known[id(value)]
     if type(value) is tuple:
         made = [one if type(one) in _PLAIN else _with_arrays(one, known) for one in value]
         return tuple(made) if list(map(id, made)) != list(map(id, value)) else value
-    left = [value] if isinstance(value, (dict, list)) else []
+    left = [value] if isinstance(value, _CHANGED) else []
     known[id(value)] = value
     while left:
         held = left.pop()
         for key, one in list(held.items() if isinstance(held, dict) else enumerate(held)):
             if id(one) in known:
                 held[key] = known[id(one)]
-            elif isinstance(one, (dict, list)):
+            elif isinstance(one, _CHANGED):
                 known[id(one)] = one
                 left.append(one)
             # The state of a generator is hundreds of numbers.
@@ -207,7 +232,7 @@ def load_each(files: Sequence[Path | BinaryIO], map_location: Any = None, **kwar
     """Load several objects as `load` does. What torch may build is the same for all threads, so it is set once for all files."""
     options = {"weights_only": True, "map_location": map_location, **kwargs}
     found = []
-    with _numpy_as_records() if options["weights_only"] else contextlib.nullcontext():
+    with _values_allowed() if options["weights_only"] else contextlib.nullcontext():
         for file in files:
             value = torch.load(file, **options)
             if options["weights_only"] and _built:  # otherwise it is another thread's
@@ -264,7 +289,7 @@ def recursive_getattr(obj: Any, attr: str) -> Any:
         >>> recursive_getattr(torch.nn.Linear(1, 1), "weight.shape")
         torch.Size([1, 1])
     """
-    return reduce(getattr, attr.split("."), obj)
+    return functools.reduce(getattr, attr.split("."), obj)
 
 
 def convert_bytes(size: int | float) -> str:

@@ -186,7 +186,7 @@ def test_what_is_missing_or_unreadable_is_named(tmp_path):
     torch.save([1], tmp_path / "random_states_0.pkl")
     with pytest.raises(RuntimeError, match="random_states_0.pkl is damaged: it holds a list"):
         read_common(common(), str(tmp_path))
-    checkpointing.save_custom_state(Object(Object(1)), tmp_path, 1)
+    torch.save({"value": Object(1)}, tmp_path / "custom_checkpoint_1.pkl")
     with pytest.raises(pickle.UnpicklingError, match="(?s)custom_checkpoint_1.pkl.*weights_only.: False"):
         checkpointing.load_custom_state(Object(), tmp_path, 1)
     trusted = load.read_file(tmp_path, "custom_checkpoint_1.pkl", load_kwargs={"weights_only": False})
