@@ -312,6 +312,7 @@ ROWS: dict[str, list[tuple[str | None, ...]]] = {
     "`join_uneven_inputs` works on CPU": [("ValueError", "", "stepping.join(*what='none')*")],
     "`load_state` returns which checkpoint it loaded.": [("", "", "checkpoints.*(*) <returne|loa>d*")],
     "After `load_state`, a loader that was being": [("", "", "checkpoints.going_on(*")],
+    "A schedule resumed on another number of replicas": [("", "", "checkpoints.saved(*) random_states_*.pkl*")],
     "Each rank saves the state of its stateful": [
         ("", "", "checkpoints.saved(*stateful=True) random_states_1.pkl*"),
         ("", "", "checkpoints.saved(*stateful=True) files*"), (None, None, "checkpoints.saved(*) rank1_dl_state*")],
