@@ -97,10 +97,10 @@ def test_standing_still_in_a_collective_is_waiting(store, watched, other_thread)
             pass
 
     watched(0, other_thread(as_if_in("torch.distributed.made_up", compute), other_thread.over))
-    deadline = time.monotonic() + 30
-    # A thread that gets no processor for a while looks as if it waited.
-    while any(answer.waits for answer in (answers := [ask(store, [0], 2)[0] for _ in range(10)])):
+    answers, deadline = [answer], time.monotonic() + 30
+    while any(answer.waits for answer in answers):  # a thread that gets no processor for a while looks as if it waited
         assert time.monotonic() < deadline, answers
+        answers = [ask(store, [0], 2)[0] for _ in range(10)]
     assert answers[-1].operation == "compute"
 
 
