@@ -348,10 +348,11 @@ class _DiskSink(Sink):
 
     _descriptor = -1
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, writer: int | None = None) -> None:
         super().__init__()
         folder, name = os.path.split(path)
-        self._path, self._aside = path, os.path.join(folder, STAGING_PREFIX + name)
+        suffix = "" if writer is None else f".{writer}"
+        self._path, self._aside = path, os.path.join(folder, f"{STAGING_PREFIX}{name}{suffix}")
         self._begun = 0  # the disk has begun with so much
         self._since = time.monotonic()
         with contextlib.suppress(FileNotFoundError):
@@ -395,9 +396,14 @@ class _DiskSink(Sink):
             raise self.problem from None
 
 
-def durable(path: Path) -> contextlib.AbstractContextManager[HashedFile]:
-    """Write a file aside that takes its place, complete and on the disk, when the block ends well, else nothing."""
-    return hashed(_DiskSink(os.fspath(path)))
+def durable(path: Path, writer: int | None = None) -> contextlib.AbstractContextManager[HashedFile]:
+    """Write a file aside that takes its place, complete and on the disk, when the block ends well, else nothing.
+
+    Args:
+        path: The file.
+        writer: Number of this process among those that may write the file at a time: the last one counts. None if only one does.
+    """
+    return hashed(_DiskSink(os.fspath(path), writer))
 
 
 @contextlib.contextmanager

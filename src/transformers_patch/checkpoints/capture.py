@@ -14,7 +14,9 @@ from typing import Any
 
 import safetensors.torch
 import torch
+import transformers.trainer
 
+from accelerate.checkpoint import manifest
 from accelerate.checkpoint.save import SavePlan
 from transformers_patch.symbols import shadowed
 
@@ -23,6 +25,11 @@ say_once = functools.cache(logging.getLogger(__name__).warning)
 
 # By these names the callbacks of transformers keep whether they upload checkpoints.
 _UPLOADS = ("_log_model", "_log_artifacts", "_log_checkpoints", "_should_upload_checkpoint", "sync_checkpoints")
+# Methods of a Trainer that write a checkpoint.
+_WRITERS = (
+    "_save_checkpoint", "_save", "save_model", "_save_optimizer_and_scheduler", "_save_scaler", "_save_rng_state",
+    "_rotate_checkpoints",
+)  # fmt: skip
 Stamp = tuple[int, int, int]  # of a file: which it is, its size, when it was written
 
 
@@ -44,7 +51,7 @@ def into(plan: SavePlan, waits: bool) -> Iterator[dict[str, Stamp]]:
     def written(name: str) -> None:
         if not waits:
             plan.write_file(name)
-            stamps[name] = _stamp(plan, name)
+            stamps[name] = _stamp(os.path.join(plan.folder, name))
 
     def take_object(obj: Any, f: Any, *rest: Any, **options: Any) -> None:
         if rest or options or (name := name_of(f)) is None:
@@ -69,24 +76,45 @@ def into(plan: SavePlan, waits: bool) -> Iterator[dict[str, Stamp]]:
         yield stamps
 
 
-def _stamp(plan: SavePlan, name: str) -> Stamp:
-    found = os.stat(os.path.join(plan.folder, *name.split("/")))
-    return found.st_ino, found.st_size, found.st_mtime_ns
+def _stamp(path: str) -> Stamp | None:
+    try:
+        status = os.stat(path)
+    except FileNotFoundError:
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def stamps_below(folder: str) -> dict[str, Stamp]:
+    """Return the stamps of the files below a folder, by name; none without a folder."""
+    stamps = {name: _stamp(os.path.join(folder, name)) for name in manifest.files_below(folder)}
+    return {name: stamp for name, stamp in stamps.items() if stamp is not None}
 
 
 def look_again(plan: SavePlan, stamps: dict[str, Stamp]) -> None:
-    """Leave to the leader what was written again in another way since, by a callback or a subclass. Any rank, alone."""
-    for name in [name for name, stamp in stamps.items() if _stamp(plan, name) != stamp]:
+    """Leave to the leader what was written again since, by a subclass or another rank. Any rank, after all have written."""
+    for name in [name for name, stamp in stamps.items() if _stamp(os.path.join(plan.folder, name)) != stamp]:
         plan.forget(name)
 
 
-def reader_among(callbacks: list[Any], base: type) -> str | None:
-    """Return the name of a callback whose `on_save` may read what was saved: a user's, or one of transformers that uploads."""
-    for callback in callbacks:
+def is_foreign(function: Any) -> bool:
+    """Say whether a function is a project's, not one of transformers or of this package."""
+    module = getattr(function, "__module__", None) or ""
+    return function is not None and module.partition(".")[0] not in ("transformers", "transformers_patch")
+
+
+def reader_among(trainer: Any, base: type) -> str | None:
+    """Return the name of what may read files of a save: a method of a project, or the `on_save` of a callback of a user or that uploads."""
+    for kind in type(trainer).__mro__:
+        for name in _WRITERS:
+            if is_foreign(vars(kind).get(name)) or is_foreign(vars(trainer).get(name)):
+                return f"{kind.__name__}.{name}"
+    if is_foreign(getattr(transformers.trainer, "rotate_checkpoints", None)):
+        return "rotate_checkpoints"
+    for callback in trainer.callback_handler.callbacks:
         kind = type(callback)
         if kind.on_save is base.on_save:
             continue
         settings = [vars(callback)[name] for name in _UPLOADS if name in vars(callback)]
         if not settings or any(getattr(setting, "is_enabled", setting) for setting in settings):
-            return kind.__name__
+            return f"{kind.__name__}.on_save"
     return None

@@ -16,7 +16,6 @@ from accelerate.checkpoint.barrier import Group, SaveBarrier, default_store
 from accelerate.checkpoint.layouts import unreadable
 from accelerate.checkpoint.manifest import DamagedCheckpoint
 from accelerate.checkpoint.storage import LocalStorage
-from accelerate.runtime.durable import STAGING_PREFIX
 
 logger = logging.getLogger(__name__)
 
@@ -39,16 +38,8 @@ def numbers(folder: str) -> list[int]:
     return sorted((int(match[1]) for match in found if match), reverse=True)
 
 
-def is_staged_link(place: str) -> bool:
-    """Say whether a path is the link by which callbacks find what is staged; a killed run may leave it."""
-    target = os.readlink(place) if os.path.islink(place) else ""
-    return os.path.basename(os.path.dirname(target)).startswith(STAGING_PREFIX)
-
-
 def flaw(folder: str | os.PathLike[str], deep: bool = False) -> str:
     """Return why the Trainer cannot resume from a folder, or nothing; `deep` reads all bytes that a manifest lists. Any rank, alone."""
-    if is_staged_link(os.fspath(folder)):
-        return "its saving did not come to its end"
     try:
         status = LocalStorage(folder).state()
         if not status.loads:

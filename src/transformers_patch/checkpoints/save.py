@@ -4,8 +4,6 @@ What is written, and by which rank, is the Trainer's affair: strategies, adapter
 is what comes before and after: the agreement of the ranks, the hidden folder, the manifest, the rename, and what must wait for it.
 """
 
-import contextlib
-import copy
 import errno
 import logging
 import os
@@ -20,8 +18,9 @@ import accelerate.comm
 from accelerate.checkpoint.manifest import NAME, Manifest
 from accelerate.checkpoint.save import Background, Save, SavePlan, snapshot, unlisted
 from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, prune
+from accelerate.runtime import durable
 from transformers_patch import preempt
-from transformers_patch.checkpoints import capture, choose, ranks, sharded, streams
+from transformers_patch.checkpoints import callbacks, capture, choose, ranks, sharded, streams
 from transformers_patch.symbols import shadowed
 
 logger = logging.getLogger(__name__)
@@ -62,6 +61,7 @@ def wait(trainer: Any) -> None:
     Raises:
         RuntimeError: It could not be saved.
     """
+    callbacks.settle(trainer)
     if (flight := vars(trainer).get(_FLIGHT)) is not None:
         flight.finish()
         flight.push(trainer)
@@ -71,8 +71,8 @@ def save_checkpoint(trainer: Any, trial: Any, write: Callable[[], Any]) -> None:
     """Save a Trainer's checkpoint as `write` writes it, whole or not at all. All ranks.
 
     While it writes, the Trainer's own output folder is a hidden one. There is no other checkpoint in there, so that the Trainer
-    removes none; it is done here, after the rename. What it pushes to the hub waits for the rename, too. In the background a thread writes
-    what was copied (see `capture`), brings all to the disk and publishes.
+    removes none. Pushes to the hub follow the rename, and so do `on_save` and the removal of older checkpoints: callbacks find the
+    final folder. In the background a thread writes what was copied (see `capture`), brings all to the disk and publishes.
 
     Args:
         trainer: The Trainer.
@@ -87,7 +87,7 @@ def save_checkpoint(trainer: Any, trial: Any, write: Callable[[], Any]) -> None:
     if "_get_output_dir" in vars(trainer):  # an outer call has staged
         write()
         return
-    vars(trainer.callback_handler).pop("on_save", None)
+    callbacks.settle(trainer)
     run_dir = trainer._get_output_dir(trial=trial)
     place = choose.place_of(run_dir, trainer.state.global_step)
     flight = vars(trainer).setdefault(_FLIGHT, _Flight())
@@ -96,26 +96,26 @@ def save_checkpoint(trainer: Any, trial: Any, write: Callable[[], Any]) -> None:
     save.begin(former)
     flight.push(trainer)
     staged, goes_on, pushes = save.plan.folder, _goes_on(trainer, save), []
-    methods = {"_get_output_dir": lambda trial: os.path.dirname(staged), "_push_from_checkpoint": pushes.append}
+    hidden, rotations = os.path.dirname(staged), callbacks.Rotations(trainer)
+    # Ranks may write files of one name: the last writer's counts.
+    save.plan.create = lambda name: durable.durable(os.path.join(staged, name), writer=save.group.rank)
+    methods = {"_get_output_dir": lambda trial: hidden, "_push_from_checkpoint": pushes.append}
     try:
-        with shadowed(trainer, **methods, **sharded.writers(trainer, save.plan)):
-            stamps = save.attempt(lambda: _written(trainer, write, save.plan, goes_on))
+        with shadowed(trainer, **methods, **sharded.writers(trainer, save.plan)), rotations.postponed():
+            stamps = save.attempt(lambda: _written(write, save.plan, goes_on))
         flight.pushes = (place,) * len(pushes)
         save.attempt(lambda: _settle_state(trainer, run_dir, place, staged))
         if goes_on:
             save.attempt(lambda: snapshot(save.plan, flight.buffers))
         save.check_collected()
-        if not goes_on:  # callbacks find all files
-            save.attempt(save.plan.write)
-        elif save.plan.has_shards and save.group.world_size > 1:
-            save.shards = accelerate.comm.side_group(beside=True)
-        if trainer.control.should_save:
-            _call_back(trainer, save, place)
         save.attempt(lambda: capture.look_again(save.plan, stamps))
+        if goes_on and save.plan.has_shards and save.group.world_size > 1:
+            save.shards = accelerate.comm.side_group(beside=True)
         # A subclass may save elsewhere, or nothing.
         holds = save.plan.contents() or save.leads and os.listdir(staged)
         exists = save.barrier.any_of(bool(holds), save.problem)
         if exists and goes_on:
+            save.prune_old = lambda new: _rotate(trainer, run_dir, new)
             flight.start(lambda: save.finish(writers=1), what=place)
             return
         if exists:
@@ -129,7 +129,13 @@ def save_checkpoint(trainer: Any, trial: Any, write: Callable[[], Any]) -> None:
         raise
     save.storage.discard()  # nothing is left of what has been published
     flight.push(trainer)
-    preempt.leave_if_due(trainer, place)
+
+    def remove_older() -> None:
+        if exists and save.leads:
+            _rotate(trainer, run_dir, save.storage, limited=not rotations.calls)
+        rotations.run(hidden, run_dir)
+
+    callbacks.expect(trainer, save, remove_older, lambda: preempt.leave_if_due(trainer, place))
 
 
 class _Flight(Background):
@@ -158,30 +164,27 @@ def _goes_on(trainer: Any, save: Save) -> bool:
     asked = vars(trainer).get(_IN_BACKGROUND, False) and not trainer.control.should_training_stop
     if asked and not save.barrier.in_background:
         capture.say_once("checkpoints='async' saves at once here: these ranks have no key-value store.")
-    return bool(asked and save.barrier.in_background)
+    reader = capture.reader_among(trainer, TrainerCallback) if asked else None
+    if reader is not None:
+        capture.say_once(
+            f"checkpoints='async' saves at once here: {reader!r} may read or change the files of a checkpoint."
+        )
+    return bool(asked and save.barrier.in_background and reader is None)
 
 
 def _save_of(trainer: Any, run_dir: str, place: str) -> Save:
     path = os.path.join(os.path.realpath(run_dir), os.path.basename(place))
     storage = LocalStorage(path)
-    if choose.is_staged_link(path):
-        storage.location = path  # the link is replaced; of a user's own link what it leads to
     facts = {"world_size": trainer.args.world_size, "strategy": "trainer", "iteration": trainer.state.global_step}
-    save = Save(storage, choose.group_of(trainer.args), facts, _make_way, lambda new: _rotate(trainer, run_dir, new))
+    save = Save(storage, choose.group_of(trainer.args), facts, _make_way)
     save.barrier.kind = "save_checkpoint"
     return save
 
 
-def _written(trainer: Any, write: Callable[[], Any], plan: SavePlan, goes_on: bool) -> dict[str, capture.Stamp]:
+def _written(write: Callable[[], Any], plan: SavePlan, goes_on: bool) -> dict[str, capture.Stamp]:
     """Let the Trainer write, and return the stamps of what the plan wrote. Of a full disk torch and safetensors say that a writer failed; here the system's reason is raised."""
-    reader = capture.reader_among(trainer.callback_handler.callbacks, TrainerCallback) if goes_on else None
-    if reader is not None:
-        capture.say_once(
-            f"checkpoints='async' lets the training wait until files are written, though not for the disk: `{reader}.on_save` "
-            "may read them."
-        )
     try:
-        with contextlib.nullcontext({}) if reader else capture.into(plan, waits=goes_on) as stamps:
+        with capture.into(plan, waits=goes_on) as stamps:
             write()
         return stamps
     except Exception as error:
@@ -193,10 +196,6 @@ def _written(trainer: Any, write: Callable[[], Any], plan: SavePlan, goes_on: bo
 def _make_way(storage: CheckpointStorage) -> None:
     """See to it that what lies at the location can be exchanged for the new checkpoint. The leader, before it stages."""
     place = storage.location
-    for number in choose.numbers(os.path.dirname(place)) if os.path.isdir(os.path.dirname(place)) else ():
-        # A killed run left it; what it led to is gone, or is removed with its hidden folder.
-        if choose.is_staged_link(link := choose.place_of(os.path.dirname(place), number)):
-            os.unlink(link)
     if not os.path.isdir(place):
         return
     if reason := choose.flaw(place):
@@ -220,54 +219,13 @@ def _settle_state(trainer: Any, run_dir: str, place: str, staged: str) -> None:
         ranks.record(trainer, staged)
 
 
-# -- callbacks ---------------------------------------------------------------------------------------------------------
-
-
-def _call_back(trainer: Any, save: Save, place: str) -> None:
-    """Call `on_save` while the checkpoint is staged: what callbacks write belongs to it. All ranks.
-
-    They look for it at its place. A link leads from there to the hidden folder; where there is an older checkpoint, their
-    arguments name the folder around the hidden one instead.
-    """
-    handler, staged = trainer.callback_handler, save.plan.folder
-    if save.leads:  # where the place is not free, or the system has no links, the arguments lead there
-        with contextlib.suppress(OSError, NotImplementedError):
-            os.symlink(staged, place)
-    links = save.leads and choose.is_staged_link(place)
-    try:
-        linked, args = save.barrier.share(links, save.barrier.leader(), save.problem), trainer.args
-        if not linked:
-            args = copy.copy(args)
-            args.output_dir = os.path.dirname(staged)
-        save.attempt(lambda: setattr(trainer, "control", handler.on_save(args, trainer.state, trainer.control)))
-        save.check_collected()
-    finally:
-        if links:
-            os.unlink(place)
-    if not linked and save.leads:
-        save.attempt(lambda: _bring_back(os.path.dirname(staged), trainer.args.output_dir, os.path.basename(place)))
-    # The Trainer calls it once more, when the checkpoint is in its place.
-    vars(handler)["on_save"] = lambda args, state, control: (vars(handler).pop("on_save"), control)[1]
-
-
-def _bring_back(aside: str, output_dir: str, name: str) -> None:
-    """Move what callbacks wrote beside the checkpoint to where it belongs."""
-    for entry in [entry for entry in os.listdir(aside) if entry != name and not entry.startswith(".accelerate")]:
-        source, target = os.path.join(aside, entry), os.path.join(output_dir, entry)
-        if os.path.isdir(source):
-            shutil.copytree(source, target, dirs_exist_ok=True)
-            shutil.rmtree(source)
-        else:
-            os.replace(source, target)
-
-
 # -- older ones --------------------------------------------------------------------------------------------------------
 
 
-def _rotate(trainer: Any, run_dir: str, new: CheckpointStorage) -> None:
+def _rotate(trainer: Any, run_dir: str, new: CheckpointStorage, limited: bool = True) -> None:
     """Remove the oldest whole checkpoints beyond `save_total_limit`; not the new one, nor the best. One rank per file system.
 
-    The new one is in its place by then, so what goes wrong is a warning. One that is not whole stays, to be looked at.
+    Without `limited` only what killed saves left is removed. The new one is in its place by then, so what goes wrong is a warning. One that is not whole stays, to be looked at.
     """
     folder, limit, best = LocalStorage(run_dir), trainer.args.save_total_limit, trainer.state.best_model_checkpoint
 
@@ -279,4 +237,9 @@ def _rotate(trainer: Any, run_dir: str, new: CheckpointStorage) -> None:
         tells = max(times.values(), default=0) - min(times.values(), default=0) >= 1.0
         return [LocalStorage(place) for place in (sorted(times, key=times.__getitem__) if tells else times)]
 
-    prune(folder, limit if limit and limit > 0 else None, [new.location, os.path.realpath(best or "")], by_age)
+    prune(
+        folder,
+        limit if limited and limit and limit > 0 else None,
+        [new.location, os.path.realpath(best or "")],
+        by_age,
+    )
