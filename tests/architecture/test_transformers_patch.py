@@ -24,7 +24,10 @@ def imported(path):
 
 
 # The only files that need this fork's accelerate: nothing imports them before `checkpoints.available` has said that it is there.
-STAGES = ("preempt.py", *(f"checkpoints/{name}.py" for name in ("capture", "choose", "save", "sharded", "streams")))
+STAGES = (
+    "preempt.py",
+    *(f"checkpoints/{name}.py" for name in ("callbacks", "capture", "choose", "save", "sharded", "streams")),
+)
 OURS = (
     "accelerate.backends.deepspeed",
     "accelerate.checkpoint",
