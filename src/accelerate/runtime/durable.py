@@ -315,6 +315,11 @@ class HashedFile(io.BufferedWriter):
         """The checksum of what the sink has."""
         return self.raw.checksum  # type: ignore[attr-defined]
 
+    @property
+    def status(self) -> os.stat_result:
+        """The system's record of a finished file on the disk."""
+        return self.raw.status  # type: ignore[attr-defined]
+
     def flush(self) -> None:
         """Do nothing: only what is finished counts."""
 
@@ -371,7 +376,8 @@ class _DiskSink(Sink):
     def finish(self) -> None:
         with self.naming():
             os.fsync(self._descriptor)
-            if not os.path.samestat(os.fstat(self._descriptor), os.lstat(self._aside)):
+            self.status = os.fstat(self._descriptor)
+            if not os.path.samestat(self.status, os.lstat(self._aside)):
                 raise OSError(errno.EBUSY, "Another process writes this file at the same time")
         self.close()
         os.replace(self._aside, self._path)

@@ -6,10 +6,11 @@ they warn, and change nothing.
 """
 
 import contextlib
+import functools
 import importlib.util
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 from transformers_patch.symbols import shadowed
@@ -69,6 +70,24 @@ def save_checkpoint(run: Callable[..., Any], trainer: Any, model: Any, trial: An
     return save.save_checkpoint(trainer, trial, lambda: run(model, trial, *args, **options))
 
 
+@contextlib.contextmanager
+def _stages(trainer: Any) -> Iterator[None]:
+    """Let transformers' own `_save_checkpoint` stage, for one Trainer: what a class in between does before and after it finds the final folder."""
+    from transformers import Trainer
+
+    stock = Trainer._save_checkpoint
+
+    def stage(self: Any, *args: Any, **options: Any) -> Any:
+        run = functools.partial(stock, self)
+        return save_checkpoint(run, self, *args, **options) if self is trainer else run(*args, **options)
+
+    Trainer._save_checkpoint = stage
+    try:
+        yield
+    finally:
+        Trainer._save_checkpoint = stock
+
+
 def get_last_checkpoint(folder: str | os.PathLike[str]) -> str | None:
     """Return the newest whole checkpoint of a run, as transformers' function of that name does for any folder.
 
@@ -104,11 +123,12 @@ def get_last_checkpoint(folder: str | os.PathLike[str]) -> str | None:
 class CheckpointMixin:
     """Stands before a Trainer among the bases of a class, and makes its checkpoints whole or not there.
 
-    `train` takes the newest whole checkpoint for ``resume_from_checkpoint=True``, and refuses a damaged one. What the Trainer
-    and its subclasses write at a save, and what callbacks write in `on_save`, is staged and takes its place in one step. All ranks.
+    `train` takes the newest whole checkpoint for ``resume_from_checkpoint=True``, and refuses a damaged one. The files that the Trainer's
+    own `_save_checkpoint` writes are staged and published in one step. `on_save` and the rest of an overriding `_save_checkpoint` follow, and
+    find the final folder. All ranks.
 
     Attributes:
-        checkpoints: "async" lets the training go on once the files of a checkpoint are written; True waits for the disk.
+        checkpoints: "async" saves in the background, unless other code may read or change the files; True waits for the disk.
 
     Raises:
         CollectiveMisuse: Not all ranks save or train.
@@ -146,4 +166,5 @@ class CheckpointMixin:
         return train(super().train, self, resume_from_checkpoint, *args, **options)  # type: ignore[misc]
 
     def _save_checkpoint(self, *args: Any, **options: Any) -> Any:
-        return save_checkpoint(super()._save_checkpoint, self, *args, **options)  # type: ignore[misc]
+        with _stages(self):
+            return super()._save_checkpoint(*args, **options)  # type: ignore[misc]

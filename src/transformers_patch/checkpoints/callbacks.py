@@ -1,7 +1,7 @@
-"""What follows the publishing of a Trainer's checkpoint: `on_save`, the manifest of what callbacks changed, and the removal of older ones.
+"""Steps after the publishing of a Trainer's checkpoint: `on_save`, the update of the manifest, and the removal of older checkpoints.
 
-Callbacks get the final folder and may do anything with it. The files that they leave are the checkpoint. Older checkpoints are removed
-afterwards: a run that is killed while a callback changes the new one still has the one before.
+Callbacks get the final folder and may change it. The manifest is updated afterwards, and older checkpoints are removed last: a run that
+is killed while a callback edits the new checkpoint still has the one before.
 """
 
 import contextlib
@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from transformers import Trainer
@@ -23,21 +23,14 @@ from transformers_patch.symbols import shadowed
 
 logger = logging.getLogger(__name__)
 
-# Attribute of a Trainer: what is still to be done after its last save.
-_DUE = "_due_after_on_save"
+# Attribute of a Trainer: the checkpoint that it published last.
+_PUBLISHED = "_published_checkpoint"
 
 
 def expect(trainer: Any, save: Save, remove_older: Callable[[], None], leave: Callable[[], None]) -> None:
-    """Wait for the Trainer's call of `on_save`, then finish a published save; at once if the Trainer will not call it. All ranks."""
+    """Run the steps after `on_save` when the Trainer has called it; at once if the Trainer will not call it. All ranks."""
     folder, handler = save.storage.location, trainer.callback_handler
-    stamps = capture.stamps_below(folder) if save.leads else {}
-
-    def finish() -> None:
-        if save.leads:
-            _amend(folder, save.barrier.name, stamps, save.group.rank)
-        remove_older()
-
-    vars(trainer)[_DUE] = finish
+    vars(trainer)[_PUBLISHED] = _Published(folder, save.barrier.name, save.group.rank, save.leads, remove_older)
     if not trainer.control.should_save:
         settle(trainer)
         leave()
@@ -51,8 +44,12 @@ def expect(trainer: Any, save: Save, remove_older: Callable[[], None], leave: Ca
         except BaseException as error:  # the other ranks raise, too
             problem = error
         barrier = SaveBarrier("on_save", folder, save.group, default_store())
-        barrier.begin()
-        barrier.any_of(False, problem)
+        try:
+            barrier.begin()
+            barrier.any_of(False, problem)
+        except BaseException:
+            vars(trainer).pop(_PUBLISHED, None)  # a half-edited file must not be accepted
+            raise
         settle(trainer)
         barrier.leave()
         leave()
@@ -62,30 +59,58 @@ def expect(trainer: Any, save: Save, remove_older: Callable[[], None], leave: Ca
 
 
 def settle(trainer: Any) -> None:
-    """Finish a save whose `on_save` has been called, or was never called. Not a collective."""
+    """Update the manifest of the last published checkpoint, and then remove older checkpoints, once. Not a collective.
+
+    Called after `on_save`, and again before the next save and at the end of the training: threads of callbacks may still write.
+    """
     vars(trainer.callback_handler).pop("on_save", None)
-    if (finish := vars(trainer).pop(_DUE, None)) is not None:
-        finish()
+    if (published := vars(trainer).get(_PUBLISHED)) is not None:
+        published.settle()
 
 
-def _amend(folder: str, save: str, stamps: dict[str, capture.Stamp], rank: int) -> None:
-    """Let the manifest list the files as callbacks left them. One process per folder; a folder that is gone stays gone."""
-    try:
-        now = capture.stamps_below(folder)
-        removed = stamps.keys() - now.keys()
-        changed = [name for name, stamp in now.items() if stamps.get(name) != stamp]
-        if not (removed or changed) or manifest.NAME not in now:
+@dataclass
+class _Published:
+    """A published checkpoint, and the files in it as its manifest lists them."""
+
+    folder: str
+    save: str
+    rank: int
+    leads: bool
+    remove_older: Callable[[], None]
+    stamps: dict[str, capture.Stamp] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.stamps = capture.stamps_below(self.folder) if self.leads else {}
+
+    def settle(self) -> None:
+        if self.leads:
+            self._amend()
+        remove_older, self.remove_older = self.remove_older, lambda: None
+        remove_older()
+
+    def _amend(self) -> None:
+        """Let the manifest list the files as callbacks left them; a folder that is gone stays gone.
+
+        A new file is the user's own, and is not listed, unless a reader would take it for a part of the checkpoint.
+        """
+        former, self.stamps = self.stamps, capture.stamps_below(self.folder)
+        names = {name for name in former | self.stamps if former.get(name) != self.stamps.get(name)} - {manifest.NAME}
+        if not names or manifest.NAME not in self.stamps:
             return
-        listing = Manifest.read(folder)
-        if listing.save != save:
-            return
-        files = {name: entry for name, entry in listing.files.items() if name not in removed}
-        files |= {
-            name: formats.describe(os.path.join(folder, name), rank) for name in changed if name != manifest.NAME
-        }
-        replace(listing, files=files).write(folder)
-    except (OSError, manifest.DamagedCheckpoint) as error:
-        logger.warning("The manifest of %s does not list what callbacks changed: %s", folder, error)
+        try:
+            listing = Manifest.read(self.folder)
+            if listing.save != self.save:
+                return
+            files = dict(listing.files)
+            for name in names:
+                known = files.pop(name, None) or manifest.is_checkpoint_file(name.split("/")[0])
+                if known and name in self.stamps:
+                    with contextlib.suppress(FileNotFoundError):
+                        files[name] = formats.describe(os.path.join(self.folder, name), self.rank)
+            if files != listing.files:
+                replace(listing, files=files).write(self.folder)
+        except (OSError, manifest.DamagedCheckpoint) as error:
+            logger.warning("The manifest of %s does not list what callbacks changed: %s", self.folder, error)
 
 
 class Rotations:

@@ -8,6 +8,7 @@ import contextlib
 import functools
 import logging
 import os
+import stat
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -18,6 +19,7 @@ import transformers.trainer
 
 from accelerate.checkpoint import manifest
 from accelerate.checkpoint.save import SavePlan
+from accelerate.runtime import durable
 from transformers_patch.symbols import shadowed
 
 # Warns at the first save of many.
@@ -37,9 +39,17 @@ Stamp = tuple[int, int, int]  # of a file: which it is, its size, when it was wr
 def into(plan: SavePlan, waits: bool) -> Iterator[dict[str, Stamp]]:
     """Let a plan take the files of its folder that are saved in a block, and give the stamps of those that it wrote.
 
-    It writes each at once, or `waits` for the call that writes.
+    It writes each at once, or `waits` for the call that writes. Ranks may write files of one name: the last writer's counts.
     """
     stamps: dict[str, Stamp] = {}
+
+    @contextlib.contextmanager
+    def create(name: str) -> Iterator[durable.HashedFile]:
+        with durable.durable(os.path.join(plan.folder, name), writer=plan.rank) as file:
+            yield file
+        stamps[name] = _stamp(file.status)
+
+    plan.create = create
     save, save_file = torch.save, safetensors.torch.save_file
 
     def name_of(path: Any) -> str | None:
@@ -51,7 +61,6 @@ def into(plan: SavePlan, waits: bool) -> Iterator[dict[str, Stamp]]:
     def written(name: str) -> None:
         if not waits:
             plan.write_file(name)
-            stamps[name] = _stamp(os.path.join(plan.folder, name))
 
     def take_object(obj: Any, f: Any, *rest: Any, **options: Any) -> None:
         if rest or options or (name := name_of(f)) is None:
@@ -76,23 +85,25 @@ def into(plan: SavePlan, waits: bool) -> Iterator[dict[str, Stamp]]:
         yield stamps
 
 
-def _stamp(path: str) -> Stamp | None:
-    try:
-        status = os.stat(path)
-    except FileNotFoundError:
-        return None
+def _stamp(status: os.stat_result) -> Stamp:
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def stamps_below(folder: str) -> dict[str, Stamp]:
-    """Return the stamps of the files below a folder, by name; none without a folder."""
-    stamps = {name: _stamp(os.path.join(folder, name)) for name in manifest.files_below(folder)}
-    return {name: stamp for name, stamp in stamps.items() if stamp is not None}
+    """Return the stamps of the regular files below a folder, by name; none without a folder."""
+    stamps = {}
+    for name in filter(durable.is_inside, manifest.files_below(folder)):
+        with contextlib.suppress(OSError):  # it was removed just now
+            status = os.stat(os.path.join(folder, name))
+            if stat.S_ISREG(status.st_mode):
+                stamps[name] = _stamp(status)
+    return stamps
 
 
 def look_again(plan: SavePlan, stamps: dict[str, Stamp]) -> None:
-    """Leave to the leader what was written again since, by a subclass or another rank. Any rank, after all have written."""
-    for name in [name for name, stamp in stamps.items() if _stamp(os.path.join(plan.folder, name)) != stamp]:
+    """Leave to the leader the files that a subclass or another rank has written again. Any rank, after all have written."""
+    present = stamps_below(plan.folder)
+    for name in [name for name, stamp in stamps.items() if present.get(name) != stamp]:
         plan.forget(name)
 
 

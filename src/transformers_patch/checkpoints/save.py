@@ -18,7 +18,6 @@ import accelerate.comm
 from accelerate.checkpoint.manifest import NAME, Manifest
 from accelerate.checkpoint.save import Background, Save, SavePlan, snapshot, unlisted
 from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, prune
-from accelerate.runtime import durable
 from transformers_patch import preempt
 from transformers_patch.checkpoints import callbacks, capture, choose, ranks, sharded, streams
 from transformers_patch.symbols import shadowed
@@ -97,8 +96,6 @@ def save_checkpoint(trainer: Any, trial: Any, write: Callable[[], Any]) -> None:
     flight.push(trainer)
     staged, goes_on, pushes = save.plan.folder, _goes_on(trainer, save), []
     hidden, rotations = os.path.dirname(staged), callbacks.Rotations(trainer)
-    # Ranks may write files of one name: the last writer's counts.
-    save.plan.create = lambda name: durable.durable(os.path.join(staged, name), writer=save.group.rank)
     methods = {"_get_output_dir": lambda trial: hidden, "_push_from_checkpoint": pushes.append}
     try:
         with shadowed(trainer, **methods, **sharded.writers(trainer, save.plan)), rotations.postponed():
