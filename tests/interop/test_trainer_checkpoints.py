@@ -36,7 +36,7 @@ def test_stock_and_ours_resume_from_each_other_bit_for_bit(found, processes):
     stock, ours = map(set, found["names"])
     parts = {"accelerate_manifest_parts"} if processes > 1 else set()  # each rank hashes its own files
     assert ours - stock == ADDED | parts and stock <= ours and found["world size"] == processes
-    assert found["rotated"] == ["checkpoint-8"]
+    assert found["rotated"] == ["checkpoint-8"] and found["all ranks write"] == [""] * 8
 
 
 def test_an_error_of_one_rank_comes_out_on_all(found, processes):

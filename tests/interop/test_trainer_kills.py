@@ -20,7 +20,7 @@ from interop.scripts.killing import wait_and_kill
 pytestmark = pytest.mark.interop
 SCRIPT = str(SCRIPTS / "trainer_kills.py")
 STEPS = 10
-QUICK = [(1, "async", 1, 3)]
+QUICK = [(1, "async", 1, 2), (1, "apply", 1, 2)]
 SLOW = [
     (1, "mixin", 1, 12), (1, "apply", 2, 12), (1, "async", 1, 12), (2, "mixin", 1, 8), (2, "apply", 2, 8), (2, "async", 2, 8),
 ]  # fmt: skip

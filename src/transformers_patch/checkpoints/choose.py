@@ -133,5 +133,6 @@ def _newest_number(folder: str) -> int:
     number, passed = newest(folder, deep=True) if os.path.isdir(folder) else (None, [])
     if number is None:
         what = "\n  ".join([" These are not whole:", *manifest.first_of(passed)] if passed else [])
+        what += "\nIf you changed files on purpose, accept them: accelerate checkpoint accept FOLDER" if passed else ""
         raise ValueError(f"No valid checkpoint found in output directory ({folder}).{what}")
     return number

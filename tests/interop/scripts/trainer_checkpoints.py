@@ -42,6 +42,14 @@ class Own(CheckpointMixin, Exact):
     pass
 
 
+class WritesOnAllRanks(Own):
+    """As sentence-transformers' trainer does: the last writer's file counts."""
+
+    def _save(self, output_dir=None, state_dict=None):
+        super()._save(output_dir, state_dict)
+        torch.save({"rank": RANK}, f"{output_dir}/extra.pt")
+
+
 class Fails(Own):
     """Rank 1 cannot write its generators at step 4."""
 
@@ -128,6 +136,8 @@ def main(root, disk=None):
     rest = [losses[4:] for losses in whole]
     found["ours from stock"] = train(stock, Own, f"{stock}/checkpoint-4") == rest
     found["stock from ours"] = train(ours, Exact, f"{ours}/checkpoint-4") == rest
+    train(f"{root}/all", WritesOnAllRanks, save_steps=1, save_total_limit=8)
+    found["all ranks write"] = [choose.flaw(f"{root}/all/{name}", deep=True) for name in names(f"{root}/all")]
     found["a rank fails"] = refused(f"{root}/fails", Fails)
     found["after it"] = names(f"{root}/fails")
     found["goes on"] = train(f"{root}/fails", Own, True) == [losses[2:] for losses in whole]

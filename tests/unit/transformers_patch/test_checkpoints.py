@@ -325,13 +325,13 @@ def test_a_callback_that_fails_in_an_edit_leaves_the_checkpoint_before(tmp_path,
     with pytest.raises(Interrupted):
         trainer.train()
     assert names(tmp_path) == ["checkpoint-2", "checkpoint-4"]
+    with pytest.raises(Interrupted):
+        trainer.train(resume_from_checkpoint=True)
+    assert "optimizer.pt has" in choose.flaw(tmp_path / "checkpoint-4")  # no step after it has accepted the edit
     resumed = build(tmp_path, kind, save_total_limit=1)
     resumed.train(resume_from_checkpoint=True)
     assert len(resumed.losses) == 6 and names(tmp_path) == ["checkpoint-8"]
     assert any("checkpoint-4: optimizer.pt has" in line for line in warned())
-    with pytest.raises(Interrupted):
-        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-8")), trainer.train()
-    assert "optimizer.pt" in choose.flaw(tmp_path / "checkpoint-4")
 
 
 def test_a_push_gets_the_published_folder(tmp_path, kind, monkeypatch):
@@ -761,6 +761,11 @@ def test_a_stream_that_begins_anew_says_how_many_samples_come_again(tmp_path, ki
 class Signals(TrainerCallback):
     """What a scheduler does, in the middle of step 3."""
 
+    saved = ()
+
+    def on_save(self, args, state, control, **rest):
+        self.saved = names(args.output_dir)
+
     def on_step_begin(self, args, state, control, **rest):
         if state.global_step == 2:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -770,9 +775,11 @@ class Signals(TrainerCallback):
 def test_a_signal_saves_and_leaves_and_the_next_start_goes_on(tmp_path, kind, options):
     whole = build(tmp_path / "whole", kind)
     whole.train()
-    trainer = build(tmp_path / "run", kind, [Signals()], save_total_limit=1, **options)
+    signals = Signals()
+    trainer = build(tmp_path / "run", kind, [signals], save_total_limit=1, **options)
     with pytest.raises(SystemExit) as left:
         trainer.train()
+    assert signals.saved == ["checkpoint-3"]
     assert left.value.code == 75 and names(tmp_path / "run") == ["checkpoint-3"]
     assert (
         signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
