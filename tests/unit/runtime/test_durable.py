@@ -79,3 +79,12 @@ def test_a_thread_that_rests_does_so_until_somebody_waits(tmp_path, monkeypatch)
     with durable.resting(3.0, hurry):
         written(tmp_path / "f", os.urandom(48 * MB))
     assert len(rests) == 3 and all(seconds >= 0 for seconds in rests)
+
+
+def test_the_last_of_several_writers_of_one_file_counts(tmp_path):
+    with durable.durable(tmp_path / "x.bin", writer=0) as first, durable.durable(tmp_path / "x.bin", writer=1) as last:
+        first.write(b"first"), last.write(b"last")
+    now = os.stat(tmp_path / "x.bin")
+    assert (tmp_path / "x.bin").read_bytes() == b"first" and os.listdir(tmp_path) == ["x.bin"]  # it was closed last
+    assert (first.status.st_ino, first.status.st_mtime_ns) == (now.st_ino, now.st_mtime_ns)
+    assert last.status.st_ino != now.st_ino
