@@ -172,10 +172,8 @@ def test_a_new_accelerator_that_changes_the_steps_of_a_live_one_warns():
     assert not quiet, "without an effect"
     fourth, said = messages(gradient_accumulation_steps=2)
     assert "gradient_accumulation_steps from 1 to 2, sync_with_dataloader from False to True" in said[0]
-    for one in (first, same, second, third, fourth):
-        one.free_memory()
-    _, quiet = messages(gradient_accumulation_steps=4)
-    assert not quiet, "no training is left"
+    for accelerator in (first, same, second, third, fourth):
+        accelerator.free_memory()
 
 
 def test_a_new_accelerator_steps_although_the_last_window_was_left_open():
