@@ -51,6 +51,9 @@ def words_of(child):
 
 def end(process, whole):
     """Kill the launcher and its ranks, or one rank alone, which the launcher then ends the others for."""
+    if not alive(process):  # it came to its end before
+        assert process.returncode == 0
+        return
     children = psutil.Process(process.pid).children(recursive=True)
     ranks = [child for child in children if any("trainer_kills" in word for word in words_of(child))]
     for victim in [psutil.Process(process.pid), *children] if whole or not ranks else ranks[:1]:
