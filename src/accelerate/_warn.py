@@ -32,10 +32,13 @@ def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
     warnings.warn(message, category, stacklevel=depth)
 
 
-def user_line() -> str:
-    """Return file name and number of the line outside this package that runs now, without the file's directory."""
-    _, frame = _outside()
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+def user_lines(most: int = 4) -> list[str]:
+    """Return the lines outside this package that run now, innermost first, each as file name and number."""
+    frame, lines = _outside()[1], []
+    while frame is not None and len(lines) < most:
+        lines.append(f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}")
+        frame = frame.f_back
+    return lines
 
 
 def _outside() -> tuple[int, FrameType]:

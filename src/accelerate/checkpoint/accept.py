@@ -1,4 +1,4 @@
-"""Accepting files that a user has changed in a checkpoint: the manifest is written again, for the files that are there."""
+"""Accept files that a user has changed in a checkpoint: write the manifest again, for the present files."""
 
 import contextlib
 import os
@@ -13,9 +13,9 @@ from accelerate.runtime import durable
 
 
 def accept(storage: CheckpointStorage) -> list[str]:
-    """Let the manifest of a checkpoint say what its files are; return a line for each difference, none if there was none.
+    """Write the manifest of a checkpoint for its present files; return a line for each difference, none if nothing has changed.
 
-    ValueError for a location that is no local folder; FileNotFoundError without a manifest; DamagedCheckpoint for a save that did not end,
+    ValueError for a location that is not a local folder; FileNotFoundError without a manifest; DamagedCheckpoint for a save that did not end,
     a manifest that cannot be read, or a file that no reader can open: then nothing is changed.
     """
     if not isinstance(storage, LocalStorage):
@@ -31,12 +31,10 @@ def _accept(folder: str) -> list[str]:
     if NAME not in names:
         refuse_unfinished(names)
         raise FileNotFoundError(
-            f"{folder!r} has no {NAME}, so its files load as they are and there is nothing to accept."
+            f"{folder!r} has no {NAME}, so its files load without verification, and there is nothing to accept."
         )
     if marker := next((name for name in names if name.startswith(manifest.INCOMPLETE_MARKER)), None):
-        raise DamagedCheckpoint(
-            f"{folder!r} has {marker}: its saving did not come to its end. Load another checkpoint."
-        )
+        raise DamagedCheckpoint(f"{folder!r} has {marker}: its save was interrupted. Load another checkpoint.")
     try:
         listing = Manifest.read(folder)
     except DamagedCheckpoint as error:
@@ -88,7 +86,7 @@ def _details(folder: str, listing: Manifest) -> dict[str, FileEntry]:
 
 
 def _entry(path: str, former: FileEntry | None) -> FileEntry:
-    """Return the entry of a file as it is now."""
+    """Return the entry of a file with its present size and checksum."""
     entry = formats.describe(path, former.rank if former else 0, durable.threads())
     if not path.endswith(".safetensors"):
         return entry

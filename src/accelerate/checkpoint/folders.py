@@ -33,10 +33,10 @@ _AS_IT_IS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 @contextlib.contextmanager
 def warned(what: str) -> Iterator[None]:
-    """Turn what goes wrong into a warning: the new checkpoint is whole all the same."""
+    """Turn an error into a warning, because the new checkpoint is complete without this step."""
     try:
         yield
-    except Exception as error:  # file systems and stores have errors of their own
+    except Exception as error:  # file systems and stores define more errors
         logger.warning("%s: %s", what, error or type(error).__name__)
 
 
@@ -51,7 +51,7 @@ def scan(folder: str) -> list[os.DirEntry[str]]:
 
 
 def is_folder(path: str) -> bool:
-    """Say whether a path is a folder, and no link to one."""
+    """Say whether a path is a folder, and not a link to one."""
     try:
         return stat.S_ISDIR(os.lstat(path).st_mode)
     except (OSError, ValueError):  # a name that no file system has
@@ -99,7 +99,7 @@ def _has_links(aside: str, name: str) -> bool:
 
 
 def remove_aside(aside: str) -> None:
-    """Remove what is worth nothing in a hidden folder; and the folder, once nothing else is in it, the file that marks it last."""
+    """Remove what a hidden folder no longer needs, and then the folder if it is empty; the file that marks it is removed last."""
     gone = os.path.join(aside, GONE)
     if is_folder(gone):
         with warned(f"{gone} could not be removed"):
@@ -126,7 +126,7 @@ def remove_empty_asides(folder: str) -> None:
 
 
 def open_lock(path: str) -> int:
-    """Open the file of a lock, which is made if it is missing; OSError, which names it, for a link or what is no file."""
+    """Open the file of a lock, created if it is missing; OSError with its path for a link or a special file."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | _AS_IT_IS, 0o666)
     except OSError as error:
@@ -140,7 +140,7 @@ def open_lock(path: str) -> int:
 
 
 def lock(descriptor: int, path: str) -> bool | None:
-    """Lock a file (flock) unless another process has; return whether that succeeded, None where there are no locks."""
+    """Lock a file (flock) without waiting; return whether that succeeded, None if the file system has no locks."""
     try:
         import fcntl
 
@@ -156,7 +156,7 @@ def lock(descriptor: int, path: str) -> bool | None:
 
 
 def make_folder(path: str) -> None:
-    """Make a folder and those above it, on the disk."""
+    """Create a folder and its parents, and sync them to the disk."""
     if not os.path.isdir(path):
         make_folder(os.path.dirname(path))
         Path(path).mkdir(exist_ok=True)
@@ -164,7 +164,7 @@ def make_folder(path: str) -> None:
 
 
 def parts_of(folder: str) -> list[str]:
-    """Return the files of a checkpoint and, in the folder itself, what has a name of checkpoints alone; the rest is the user's own."""
+    """Return the files that a checkpoint lists, and other entries of the folder with a name of a checkpoint's file; the rest belongs to the user."""
     listed: list[str] = []
     with contextlib.suppress(FileNotFoundError, DamagedCheckpoint):
         listed += Manifest.read(folder).files
@@ -174,7 +174,7 @@ def parts_of(folder: str) -> list[str]:
 
 
 def carry_over(former: str, folder: str, parts: Collection[str]) -> None:
-    """Move all but the parts of a checkpoint from the folder that was replaced to the one that replaced it, and overwrite nothing."""
+    """Move all but the parts of a checkpoint from the replaced folder to the new one, without overwriting."""
     for entry in scan(former):
         if entry.name in parts:
             continue

@@ -1,4 +1,4 @@
-"""Which values of a state cannot be read again as plain data. Any rank, alone."""
+"""Find values of a state that `load_state` would refuse to read."""
 
 import collections
 import datetime

@@ -229,7 +229,7 @@ def write_common(common: Common, folder: durable.Path, step: int, save_on_each_n
             schedules.KEY: schedules.units(common),
         }
         for index, state in states.items():
-            # The writer of shared files leaves its states in files of their own, which other programs and new ranks read.
+            # The writer of shared files puts its states into separate files, which other programs and new ranks read.
             if plan.writes_shared:
                 plan.add_object(manifest.dataloader_file(index), state)
             else:

@@ -1,8 +1,8 @@
 """Comparison of what ranks read: orders or datasets that differ between them lose samples, without an error.
 
-Once per loader and epoch, a rank leaves a small message in the key-value store of the process group, next to its first batch. The
-first rank's message is compared with each of the others', by those. The outcome is read before the second batch. Nothing here is
-a collective: a loop over a loader that only some of the ranks run ends as it would without the comparison.
+Once per loader and epoch, a rank leaves a small message in the key-value store of the process group, next to its first batch. Each
+rank compares its message with the first one. All ranks read the outcome before the second batch. Nothing here is a collective: a loop
+that only some ranks run ends as it would without the comparison.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from accelerate._warn import user_line, warn_user
+from accelerate._warn import user_lines, warn_user
 from accelerate.data import contents
 from accelerate.runtime import simulated, torch_private
 
@@ -45,10 +45,11 @@ class Agreement:
     """
 
     def __init__(self, dataset: Any, decided: bool, read_by_all: bool) -> None:
-        self.line = user_line()
-        # By the line, because some ranks may prepare loaders that others do not.
-        self.name = f"{self.line}#{_prepared_at[self.line]}"
-        _prepared_at[self.line] += 1
+        # By the lines, because some ranks may prepare loaders that others do not, also by a function that all ranks call.
+        lines = user_lines()
+        self.line, place = lines[0], "<".join(lines)
+        self.name = f"{place}#{_prepared_at[place]}"
+        _prepared_at[place] += 1
         self.dataset, self.decided, self.read_by_all = dataset, decided, read_by_all
         self.epoch, self.begun, self.former = -1, 0, ""
         self.warned = False
@@ -56,7 +57,7 @@ class Agreement:
         self.tables: list[tuple[int, contents.Arrangement | None]] | None = None  # read once
 
     def compared(self, batches: Iterator[Any], epoch: int, order: Callable[[], tuple[Any, Any]]) -> Iterator[Any]:
-        """Yield the batches of an epoch; RuntimeError if the ranks' orders or datasets differ.
+        """Yield the first batches of an epoch, until the ranks are compared; RuntimeError if their orders or datasets differ.
 
         Args:
             batches: the batches of this rank.
@@ -65,7 +66,6 @@ class Agreement:
         """
         store = _store()
         if store is None:
-            yield from batches
             return
         first = next(batches, _END)
         key = self._publish(store, epoch, self._facts(*order()))
@@ -79,9 +79,7 @@ class Agreement:
                 if number == due:
                     settled, due = self._settle(store, key), 2 * due
                     if settled:
-                        break
-        yield from batches
-        if not settled:
+                        return
             self._settle(store, key)
 
     def _facts(self, order: str | None, length: int | None) -> Facts:
@@ -113,10 +111,9 @@ class Agreement:
                 store.compare_set(f"{key}/warning", "", outcome)
             if store.add(f"{key}/come", 1) == dist.get_world_size():
                 store.compare_set(f"{key}/outcome", "", store.compare_set(f"{key}/warning", "", "null").decode())
-                for name in (
-                    ("first", "come", "warning", "outcome") if self.former else ()
-                ):  # all ranks have left that epoch
-                    store.delete_key(f"{self.former}/{name}")
+                if self.former:  # all ranks have left that epoch
+                    for name in ("first", "come", "warning", "outcome"):
+                        store.delete_key(f"{self.former}/{name}")
         self.former = key
         return key
 
@@ -185,9 +182,7 @@ def _difference_of(first: contents.Arrangement, own: contents.Arrangement, ranks
     if first.name != own.name or (first.order, first.items) == (own.order, own.items):
         return
     decides, name = first.decides and own.decides, own.name
-    if first.items is None:
-        yield decides, f"{name} is different on {ranks}, so samples may be read twice or never."
-    elif first.items == own.items:
+    if first.items == own.items is not None:
         yield decides, f"{name} has a different order on {ranks}, so samples would be read twice or never."
     elif first.sketch and own.sketch and set(first.sketch).isdisjoint(own.sketch):
         yield (
@@ -196,8 +191,10 @@ def _difference_of(first: contents.Arrangement, own: contents.Arrangement, ranks
         )
     elif first.sketch and own.sketch:
         yield decides, f"{name} was drawn differently on {ranks}, so samples would be read twice or never."
-    elif decides:
-        yield False, f"{name} is different on {ranks}. Samples may be read twice or never."
+    elif decides or first.items is None:
+        # Only of numbers, such as the indices of a subset, it is certain that they decide the order.
+        certain = decides and first.items is None
+        yield certain, f"{name} is different on {ranks}, so samples may be read twice or never."
 
 
 def _length(dataset: Any) -> int | None:

@@ -7,12 +7,14 @@ import operator
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.utils.data import Subset
+
+from accelerate.modules.unwrap import references
 
 # Limits of the search, which datasets with many files or a tokenizer would make expensive.
 _DEEPEST, _MOST_ITEMS, _MOST_OBJECTS = 5, 64, 2000
@@ -43,24 +45,12 @@ def _inside(value: Any) -> list[Any]:
         return list(islice(value.values(), _MOST_ITEMS))
     if isinstance(value, (list, tuple, set)):
         return list(islice(value, _MOST_ITEMS))
-    if isinstance(value, functools.partial):
-        return [value.func, *value.args, *value.keywords.values()]
-    if isinstance(value, FunctionType):
-        cells = (cell for cell in value.__closure__ or () if _is_filled(cell))
-        return [*(cell.cell_contents for cell in cells), *(value.__defaults__ or ())]
-    if hasattr(value, "__func__"):
-        return [value.__self__]
+    if isinstance(value, (functools.partial, FunctionType, MethodType)):
+        return list(references(value))
     if type(value).__module__.partition(".")[0] in _OPAQUE:
         return []
     slots = (getattr(value, name, None) for name in getattr(type(value), "__slots__", ()) if isinstance(name, str))
     return [*getattr(value, "__dict__", {}).values(), *slots]
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:
-        return False
 
 
 def calls(value: Any, names: frozenset[str]) -> bool:
@@ -108,9 +98,11 @@ def _key(value: Any, depth: int = 0) -> int | None:
     """Return a number for an index, a name or a record of these, equal on all ranks; None for anything else."""
     if type(value) is int:
         return value
-    if isinstance(value, (str, bytes)):
-        start = value[:256]
-        return zlib.crc32(start if isinstance(start, bytes) else start.encode(errors="replace"))
+    if isinstance(value, str):
+        # Each node may have its own copy of the files below another folder.
+        return zlib.crc32(value[:512].rpartition("/")[2].encode(errors="replace"))
+    if isinstance(value, bytes):
+        return zlib.crc32(value[:512])
     if isinstance(value, (torch.Tensor, np.ndarray)) and value.ndim:
         values = value.reshape(-1)[:_MOST_ITEMS].tolist()
         return zlib.crc32(repr(values).encode()) if values and type(values[0]) is int else None
@@ -169,7 +161,10 @@ class Arrangements:
         place = id(holder), name, len(values)
         if place not in self._sums:
             self._sums[place] = _sums_of_numbers(values) if numbers else _sums_of_keys(values)
-        return Arrangement(name, order or "", *self._sums[place], decides or not numbers)
+        items, sketch = self._sums[place]
+        # Of too many names it is not known whether their order differs, or each rank has other names for the same samples.
+        decides = (decides or not numbers) and (numbers or items is not None)
+        return Arrangement(name, order or "", items, sketch, decides)
 
 
 def _sequences(part: Any) -> Iterator[tuple[str, Any, bool]]:

@@ -81,7 +81,7 @@ class Group(NamedTuple):
         return sum(self.sizes)
 
     def round(self, divider: Divider, shards: int, whole: bool) -> Round:
-        """Give each shard its batch as it is, or divide all samples into shares that differ by one sample at most."""
+        """Give each shard its unchanged batch, or divide all samples into shares that differ by one sample at most."""
         width, longer = -(-self.real // shards), self.real % shards or shards
         numbers = (None, self.real, width, longer)
         if whole:

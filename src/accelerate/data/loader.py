@@ -207,9 +207,11 @@ class PreparedLoader(ResumableLoader):
             if type(base.dataset) is SeededDataset:
                 progress.worker_seed = base.dataset.choose(progress.worker_seed, progress.epoch, base.generator)
             batches = self._iterate(pending)
+            if watch is not None:
+                batches = watch.watched(batches, self)
             if self._agreement is not None:
-                batches = self._agreement.compared(batches, progress.epoch, self._drawn_order)
-            yield from batches if watch is None else watch.watched(batches, self)
+                yield from self._agreement.compared(batches, progress.epoch, self._drawn_order)
+            yield from batches
         finally:
             self.end()
 

@@ -238,7 +238,7 @@ def _needs_identity(module: nn.Module) -> bool:
         return True
     parts, seen = set(map(id, module.modules())), set()
     values = [value for name, value in vars(module).items() if name not in _TABLES]
-    # A method of its own is bound to the twin, so only its function counts.
+    # A twin's methods are bound to the twin, so only their functions count.
     pending = [value.__func__ if getattr(value, "__self__", None) is module else value for value in values]
     while pending:
         value = pending.pop()
@@ -246,11 +246,11 @@ def _needs_identity(module: nn.Module) -> bool:
             return True
         if id(value) not in seen:
             seen.add(id(value))
-            pending += _references(value)
+            pending += references(value)
     return False
 
 
-def _references(value: Any) -> Iterable[Any]:
+def references(value: Any) -> Iterable[Any]:
     """Return what a container or a callable reaches in one step."""
     if isinstance(value, Mapping):
         return value.values()
@@ -274,8 +274,8 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
     Each block of a list of equal blocks is a region, so that its code is compiled once; elsewhere the largest modules
     without such a list inside are regions. The modules above the regions stay uncompiled.
 
-    Regions below a module whose ``forward`` was replaced (a hook, a closure) are compiled in place: that forward calls the modules
-    that it knows.
+    Regions below a module whose ``forward`` was replaced (a hook, a closure) are compiled in place, because that
+    forward calls the original modules.
 
     Args:
         module: The module to compile.

@@ -64,7 +64,7 @@ SCHEMES = (
     ("MPI", ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")),
     ("MVAPICH", _after("MV2_COMM_WORLD_")),
 )
-# What torch's elastic agent writes for each rank beside these numbers; a launch that has it was started by a rank.
+# Further variables that torch's elastic agent sets for each rank; a launch that has them was started by a rank.
 _OF_AGENT = (
     "TORCHELASTIC_RUN_ID",
     "TORCHELASTIC_RESTART_COUNT",

@@ -116,7 +116,7 @@ _NEEDS: dict[str, tuple[str, Callable[[], bool]]] = {
     "tp": ("transformers 4.52 or newer", _has_tensor_parallelism),
     "huggingface_suite": ("transformers and datasets", _has_huggingface_suite),
     "trackers": (
-        "a tracker, and no comet_ml beside it",
+        "a tracker, and no comet_ml",
         lambda: has_tracker() and not imports.is_comet_ml_available(),
     ),
 }

@@ -1,4 +1,4 @@
-"""Which states of a checkpoint no object of this run takes. Any rank, alone."""
+"""Find states of a checkpoint that no prepared object takes."""
 
 import os
 from collections.abc import Collection

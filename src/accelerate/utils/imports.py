@@ -46,7 +46,7 @@ def _is_installed(package: str, *distributions: str) -> bool:
 
 
 def _is_package_available(pkg_name: str, metadata_name: str | None = None) -> bool:
-    """Tell whether a package is installed by a distribution of its own name, or of `metadata_name`."""
+    """Tell whether a package is installed by a distribution of the same name, or by `metadata_name`."""
     return _is_installed(pkg_name, *filter(None, [metadata_name]))
 
 

@@ -106,7 +106,7 @@ _built: list[_ArrayRecord] = []  # by the load that holds the lock
 
 @functools.cache
 def _buildable() -> dict[str, Any]:
-    """Return what a file may build beside torch's own, by its path; here, since some modules are imported by the first load only."""
+    """Return the classes that a file may build in addition to torch's, by path; cached, because only a load imports some modules."""
     values = {
         (module, name): getattr(importlib.import_module(module), name)
         for module, names in _VALUES.items()

@@ -17,6 +17,7 @@ def rows(order, items=None, sketch=()):
 
 
 NAMES = [f"file {number}" for number in range(40)]
+MANY = [f"file {number}" for number in range(60_000)]
 
 
 @pytest.mark.parametrize(
@@ -46,6 +47,8 @@ NAMES = [f"file {number}" for number in range(40)]
         (facts(0, NAMES), facts(1, NAMES[::-1]), (True, "the list has a different order")),
         (facts(0, NAMES[:30]), facts(1, NAMES[10:]), (True, "the list was drawn differently")),
         (facts(0, NAMES[:20]), facts(1, NAMES[20:]), (False, "each rank reads a part")),
+        (facts(0, [f"/node0/{name}" for name in NAMES]), facts(1, [f"/node1/{name}" for name in NAMES]), None),
+        (facts(0, MANY), facts(1, MANY[::-1]), (False, "the list is different")),
         (facts(0, ["a", "a"]), facts(1, ["b", "b"]), (False, "the list is different")),
         (facts(0, NAMES, stream="a"), facts(1, NAMES[::-1], stream="b"), (True, "different order")),
     ],
@@ -72,7 +75,9 @@ def ranks(monkeypatch):
 
     def read(rank, batches, epoch, order):
         present["rank"] = rank
-        yield from loaders[rank].compared(iter(batches), epoch, lambda: (order, 8))
+        batches = iter(batches)
+        yield from loaders[rank].compared(batches, epoch, lambda: (order, 8))
+        yield from batches
 
     return read, store
 
@@ -93,6 +98,16 @@ def test_epochs_are_compared_with_the_same_epoch(ranks):
     assert list(read(0, [1], 1, "c")) == [1], "the epoch is begun a second time"
     assert list(read(1, [1, 2], 0, "a")) == [1, 2] and list(read(1, [1], 1, "b")) == [1]
     assert store.num_keys() < 9, "messages of earlier epochs are deleted"
+
+
+def test_loaders_of_a_function_are_told_apart_by_its_caller():
+    def prepare():
+        return Agreement(range(8), True, True)
+
+    of_one_rank = prepare().name
+    of_all_ranks = prepare().name
+    assert of_one_rank.partition("<")[0] == of_all_ranks.partition("<")[0]
+    assert of_one_rank.endswith("#0") and of_all_ranks.endswith("#0") and of_one_rank != of_all_ranks
 
 
 def test_store_that_has_ended_ends_the_comparison(ranks, monkeypatch):

@@ -57,14 +57,14 @@ _OPTIONS: tuple[Option, ...] = (
 
 
 def _get_iam_role_arn(role_name: str) -> str:
-    """Return the ARN of a role of IAM; needs boto3 and an account."""
+    """Return the ARN of an IAM role; needs boto3 and an account."""
     import boto3
 
     return boto3.client("iam").get_role(RoleName=role_name)["Role"]["Arn"]
 
 
 def _create_iam_role_for_sagemaker(role_name: str) -> None:
-    """Create a role of IAM that SageMaker may take, with Amazon's policy for it; one that exists stays as it is."""
+    """Create an IAM role for SageMaker with Amazon's policy; an existing role is not changed."""
     import boto3
 
     client = boto3.client("iam")
@@ -73,7 +73,7 @@ def _create_iam_role_for_sagemaker(role_name: str) -> None:
     try:
         client.create_role(RoleName=role_name, AssumeRolePolicyDocument=policy)
     except client.exceptions.EntityAlreadyExistsException:
-        print(f"The role {role_name} exists already and is used as it is.")
+        print(f"The role {role_name} exists already and is used without changes.")
         return
     client.attach_role_policy(RoleName=role_name, PolicyArn="arn:aws:iam::aws:policy/AmazonSageMakerFullAccess")
 
