@@ -427,7 +427,7 @@ def test_accept_lets_changed_files_load(accelerate, tmp_path):
         lambda folder: (folder / NAME).write_text("{"),
         f"delete {NAME}, accelerate_manifest_parts and parameter_names.json",
     ),
-    (lambda folder: (folder / f"{INCOMPLETE_MARKER}_1").touch(), "did not come to its end"),
+    (lambda folder: (folder / f"{INCOMPLETE_MARKER}_1").touch(), "its save was interrupted"),
     (lambda folder: (folder / NAME).unlink(), "nothing to accept"),
     (lambda folder: folder.rename(folder.parent / "d"), "There is no checkpoint"),
 )
