@@ -57,7 +57,7 @@ ACCUMULATION = (
 ADDITIONS = (
     "A step of three layers of 512 and AdamW with what is asked for beside it, and the same by torch alone: `AveragedModel`; `fully_shard` without a "
     "declaration, every rank calling the module; `torch.distributed.nn.functional.all_gather`; `fully_shard` of each layer with its policy, and with torch's Muon; "
-    "`PipelineStage` and `Schedule1F1B`; DDP. Packed rows: a Llama of transformers, 256 wide, and documents of 12 to 740 tokens, in rows of 1,024 "
+    "`PipelineStage` and `Schedule1F1B`. Packed rows: a Llama of transformers, 256 wide, and documents of 12 to 740 tokens, in rows of 1,024 "
     "that two ranks share, and padded to the longest of as many. Whole weights: 64 MiB, in buckets and by `get_model_state_dict(full_state_dict="
     "True)`. Adapters: 16 of rank 16, by `save_adapter`, which syncs them to the disk, and by PEFT's `save_pretrained` after that function. "
     "New models in turns in one process; ratios of medians."

@@ -53,7 +53,6 @@ SECTIONS: dict[str, dict[str, str]] = {
         "accelerate.checkpoint.barrier": "CollectiveMisuse",
         "accelerate.training.preemption": "Preempted",
         "accelerate.training.divergence": "ReplicasDiffer",
-        "accelerate.training.replay": "ReplayDiffers",
     },
     "Big models": {
         "accelerate": "init_empty_weights init_on_device load_checkpoint_and_dispatch load_checkpoint_in_model dispatch_model "

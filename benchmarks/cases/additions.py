@@ -1,5 +1,5 @@
-"""What is asked for beside a step costs: averages, modules that ranks may leave out, a gather, precision by name, Muon, pipelines, replays, packed
-rows, weights and adapters that are made whole; beside plain torch. additions.py [ROUNDS [WORD ...]]: those that have one of the words.
+"""What is asked for beside a step costs: averages, modules that ranks may leave out, a gather, precision by name, Muon, pipelines, packed rows,
+weights and adapters that are made whole; beside plain torch. additions.py [ROUNDS [WORD ...]]: those that have one of the words.
 """
 
 import json
@@ -190,21 +190,6 @@ def pipeline():
     return taken
 
 
-def replicas_of_torch():
-    model = nn.parallel.DistributedDataParallel(Model().layers)
-    return stepping(model, adamw(model), torch.Tensor.backward)
-
-
-def replayed():
-    os.environ["ACCELERATE_REPLAY_EVERY"] = "10"
-    accelerator, model = Accelerator(cpu=True), Model().layers
-    del os.environ["ACCELERATE_REPLAY_EVERY"]
-    model, optimizer = accelerator.prepare(model, adamw(model))
-    taken = stepping(model, optimizer, accelerator.backward)
-    accelerator.free_memory()
-    return taken
-
-
 def orthogonal(model):
     return torch.optim.Muon([weight for weight in model.parameters() if weight.ndim == 2], lr=1e-3)
 
@@ -359,7 +344,6 @@ KINDS = {
     "step with norms in float32 by name, FSDP2 in bf16": (precision_by_name, precision_of_torch),
     "step with Muon on shards of FSDP2": (muon, muon_of_torch),
     "step with a pipeline of two stages, 1F1B": (pipeline, pipeline_of_torch),
-    "step with every tenth step computed twice, DDP": (replayed, replicas_of_torch),
     "step with packed rows, context parallelism": (packed_rows, padded_rows),
     "all weights by stream_weights, FSDP2": (stream, whole_of_torch),
     "save_adapter, FSDP2": (adapter, adapter_of_peft),

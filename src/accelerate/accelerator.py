@@ -225,7 +225,7 @@ class Accelerator(Processes):
     _finished_trackers = _derived(lambda self: [])
     _exact_accumulation = _derived(lambda self: self.gradient_state.plugin_kwargs.get("exact", False))
     _sync_each_batch = _derived(lambda self: self.gradient_state.plugin_kwargs.get("sync_each_batch", False))
-    _cp_context = _meter = _loaded_checkpoint = _unfinished_save = _replica_check = _replay_check = None
+    _cp_context = _meter = _loaded_checkpoint = _unfinished_save = _replica_check = None
 
     def __init__(
         self,
@@ -252,6 +252,7 @@ class Accelerator(Processes):
         parallelism_config: ParallelismConfig | None = None,
     ) -> None:
         # 1. Arguments and environment become settings.
+        setup.refuse_removed_variables()
         self.trackers: list[GeneralTracker] = []
         self.project_configuration = setup.project(project_config, project_dir)
         if deepspeed_plugin is not None and deepspeed_plugins is not None:
@@ -289,7 +290,7 @@ class Accelerator(Processes):
         self._begin(accumulation)
         preemption.install(self)
         memory.watch(self)
-        self._replica_check, self._replay_check = setup.replica_check(self), setup.replay_check(self)
+        self._replica_check = setup.replica_check(self)
 
     def _begin(self, accumulation: GradientAccumulationPlugin) -> None:
         """Set what belongs to gradients, to prepared and registered objects, and to checkpoints: none yet."""

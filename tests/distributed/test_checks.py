@@ -3,14 +3,14 @@
 import pytest
 
 TRAINING = "check_training.py check_wrappers.py check_prepare.py check_watching.py"
-REPLAY, PIPELINE = "check_replay.py", "check_pipeline.py"
+PIPELINE = "check_pipeline.py"
 STATES = "check_operations.py check_processes.py"
 LOADERS = "check_loaders.py check_active_loader.py check_orders.py check_streams.py check_metrics_property.py"
 OF_TRANSFORMERS = "check_tensor_parallel.py check_long_sequences.py check_pippy.py"
 SHARDS = "check_sharded_checkpoints.py"
 
 QUICK = [
-    (2, f"check_collective_errors.py {TRAINING} {REPLAY}"),
+    (2, f"check_collective_errors.py {TRAINING}"),
     (2, LOADERS),
     (2, f"{OF_TRANSFORMERS} {PIPELINE}"),
     (
@@ -33,7 +33,7 @@ SLOW = [
     (4, "check_norms.py check_ four_"),
     (4, "check_sharded.py check_fsdp2_units.py check_adapters.py check_conditional.py four_"),
     (4, "check_ema.py"),
-    (2, f"{REPLAY} {PIPELINE} slow_"),
+    (2, f"{PIPELINE} slow_"),
     (2, "check_fsdp2_units.py"),
     (4, f"{PIPELINE} four_"),
     (1, "check_ema.py"),

@@ -44,10 +44,9 @@ def adopt(accelerator: Run, model: nn.Module) -> None:
             f"{name} arrives as a pipeline of {size} stages, which train neither with a plugin nor in fp16 or fp8 (distributed_type is "
             f"{accelerator.distributed_type}, mixed_precision={accelerator.mixed_precision!r}). Leave the plugin out, and use 'bf16' or 'no'."
         )
-    if any(getattr(accelerator, check, None) for check in ("_replica_check", "_replay_check")):
+    if getattr(accelerator, "_replica_check", None) is not None:
         raise ValueError(
-            f"{name} arrives as a pipeline of {size} stages, and ACCELERATE_CHECK_EVERY and ACCELERATE_REPLAY_EVERY check what ranks share or "
-            "compute alone. Unset them."
+            f"{name} arrives as a pipeline of {size} stages, and ACCELERATE_CHECK_EVERY checks what ranks share. Unset it."
         )
     if derived and accelerator._dataloaders:
         raise ValueError(

@@ -354,22 +354,6 @@ def sharded_parameters(model: nn.Module) -> Iterator[tuple[nn.Parameter, dict[st
             yield shard, {**known, "reduce": reduce or compute, "unreduced": unreduced}, list(distinct.values())
 
 
-def gradient_leaves(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return by name what gradients reach in backward: trainable parameters, or what `fully_shard` has gathered them into once."""
-    whole: dict[tuple[int, str], torch.Tensor] = {}
-    for item in (item for group in shard_groups(model) for item in getattr(group, "fsdp_params", ())):
-        place = item._module_info
-        if hasattr(item, "_unsharded_param"):
-            whole[id(place.module), place.param_name] = item._unsharded_param
-    found: dict[int, tuple[str, torch.Tensor]] = {}
-    for prefix, module in model.named_modules():
-        for name, parameter in module._parameters.items():
-            leaf = whole.get((id(module), name), parameter)
-            if leaf is not None and leaf.requires_grad:
-                found.setdefault(id(leaf), (f"{prefix}.{name}" if prefix else name, leaf))
-    return dict(found.values())
-
-
 def acts_in_backward(parameter: torch.Tensor) -> bool:
     """Say whether something happens in backward as soon as the gradient of a parameter is there, such as its update."""
     return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))

@@ -171,8 +171,7 @@ def _registered(accelerator: Any) -> Callable[[], None]:
     lists = [*prepared.lists(), prepared.hooks]
     before = [list(registered) for registered in lists]
     loaders = [resume.kept(loader) for loader in accelerator._dataloaders]
-    context, check = accelerator._cp_context, accelerator._replay_check
-    averages, hooks, counted = len(prepared.averages), len(prepared.hooks), 0 if check is None else len(check._steps)
+    context, averages, hooks = accelerator._cp_context, len(prepared.averages), len(prepared.hooks)
 
     def put_back() -> None:
         for average in prepared.averages[averages:]:
@@ -187,8 +186,6 @@ def _registered(accelerator: Any) -> Callable[[], None]:
         accelerator._cp_context = context  # that of the failed try holds a process group
         gradients.reset(accelerator)
         accelerator.step = step
-        if check is not None:
-            del check._steps[counted:]
         if accelerator._meter is not None:
             accelerator._meter.close()
             accelerator._meter = None

@@ -283,9 +283,8 @@ def register(accelerator: Facade, kind: str, outer: Any, *inners: Any, **details
     outer._is_accelerate_prepared = True
     accelerator.prepared.record(kind, outer, inners, settings=settings_of(accelerator), **details)
     _enlist(accelerator, kind, outer)
-    for check in (accelerator._replica_check, accelerator._replay_check) if kind == "model" else ():
-        if check is not None and not details.get("evaluation"):
-            check.watch_model(outer)
+    if accelerator._replica_check is not None and kind == "model" and not details.get("evaluation"):
+        accelerator._replica_check.watch_model(outer)
     return outer
 
 
@@ -433,9 +432,8 @@ def prepare_optimizer(
     with own_states(accelerator):
         remap_optimizer(optimizer, prepared.histories(accelerator.prepared))
         wrapped = AcceleratedOptimizer(optimizer, device_placement=device_placement, scaler=accelerator.scaler)
-    for check in (accelerator._replica_check, accelerator._replay_check):
-        if check is not None:
-            check.watch(wrapped)
+    if accelerator._replica_check is not None:
+        accelerator._replica_check.watch(wrapped)
     return register(accelerator, "optimizer", wrapped, optimizer)
 
 
@@ -551,8 +549,6 @@ def release(accelerator: Facade, objects: tuple[Any, ...]) -> list[Any]:
     gradients.reset(accelerator)
     accelerator.step = 0
     accelerator.has_lomo_optimizer = False
-    if accelerator._replay_check is not None:
-        accelerator._replay_check.clear()
     if accelerator._meter is not None:
         accelerator._meter.close()
         accelerator._meter = None

@@ -26,12 +26,13 @@ from accelerate.config.options.schema import to_int
 from accelerate.config.project import DataLoaderConfiguration, ProjectConfiguration
 from accelerate.runtime import storage, traits
 from accelerate.state import ENGINE_PLUGINS, GradientState
-from accelerate.training import replay
 from accelerate.training.prepared import Facade, others_alive
 from accelerate.utils.environment import get_int_from_env, parse_flag_from_env
 
 # Before each how many-th step the ranks compare what they train, and whether they look at the outputs of modules, too.
 CHECK_EVERY, CHECK_MODULES = "ACCELERATE_CHECK_EVERY", "ACCELERATE_CHECK_MODULES"
+# Environment variables of features that were removed, and what to use.
+REMOVED_VARIABLES = {"ACCELERATE_REPLAY_EVERY": "ACCELERATE_CHECK_EVERY, which compares replicas"}
 # Which attribute of the Accelerator each kind of handler becomes.
 HANDLERS: dict[type, str] = {
     DistributedDataParallelKwargs: "ddp_handler",
@@ -44,6 +45,13 @@ HANDLERS: dict[type, str] = {
     TERecipeKwargs: "te_recipe_handler",
     MSAMPRecipeKwargs: "msamp_recipe_handler",
 }
+
+
+def refuse_removed_variables() -> None:
+    """Raise ValueError for a variable of a feature that was removed; an empty one and 0 ask for nothing."""
+    for name, replacement in REMOVED_VARIABLES.items():
+        if (value := os.environ.get(name, "").strip()) not in ("", "0"):
+            raise ValueError(f"{name}={value} has no effect: the feature was removed. Unset it and use {replacement}.")
 
 
 def project(config: ProjectConfiguration | None, folder: str | os.PathLike | None) -> ProjectConfiguration:
@@ -192,28 +200,6 @@ def replica_check(accelerator: Facade) -> Any:
     from accelerate.training import divergence
 
     return divergence.ReplicaCheck(accelerator, every, parse_flag_from_env(CHECK_MODULES))
-
-
-def replay_check(accelerator: Facade) -> Any:
-    """Return what computes every so many steps twice, as the environment says; None by default."""
-    every = get_int_from_env([replay.REPLAY_EVERY], 0)
-    if not every:
-        return None
-    kind, layout = traits.of(accelerator.distributed_type), accelerator.parallelism_config
-    cannot = {
-        "DeepSpeed, whose engine keeps gradients": kind.deepspeed,
-        "Megatron-LM, whose call is a whole step": kind.megatron,
-        "XLA, which traces a step": kind.xla,
-        "fsdp_version=1, which flattens parameters; set fsdp_version=2": kind.sharded and not accelerator.is_fsdp2,
-        "context or sequence parallelism": layout is not None and (layout.cp_enabled or layout.sp_enabled),
-        "pp_size above 1, as the call of a pipeline is its backward pass, too": layout is not None
-        and layout.pp_enabled,
-        "fp8, whose scales follow what was computed before": accelerator.fp8_enabled,
-    }
-    if why := next((words for words, holds in cannot.items() if holds), None):
-        warn_user(f"{replay.REPLAY_EVERY}={every} has no effect with {why}.")
-        return None
-    return replay.ReplayCheck(accelerator, every)
 
 
 def warn_of_other_accumulation(plugin: GradientAccumulationPlugin) -> None:
