@@ -39,19 +39,11 @@ def test_trainer_trains_sharded_and_resumes(launched):
         pytest.param(["fsdp"], marks=pytest.mark.slow),
         pytest.param(["ep-tp", "own-ep"], marks=pytest.mark.slow),
         pytest.param(["tp", "norms-tp", "ep-fsdp"], marks=pytest.mark.slow),
-        pytest.param(["tied-stages"], marks=pytest.mark.slow),
     ],
 )
 def test_models_that_arrive_sharded_train_as_on_one_process(launched, layouts):
     need("transformers")
     launched("arrived_models.py", "train", *layouts)
-
-
-@pytest.mark.slow
-def test_stages_of_transformers_load_what_other_layouts_saved(launched):
-    need("transformers")
-    launched("arrived_models.py", "train", "stages", "norms-tp")
-    launched("arrived_models.py", "load", "stages<norms-tp", "norms-tp<stages")
 
 
 @pytest.mark.slow
@@ -79,7 +71,6 @@ def test_adapters_train_as_on_one_process_and_load_into_stock_peft(launched, pro
 def test_models_that_arrive_sharded_on_four_processes_load_on_two(launched):
     need("transformers")
     names = [
-        "four-stages",
         "fsdp-tp",
         "norms-fsdp-tp",
         "hsdp",

@@ -83,8 +83,7 @@ class PipelineParallel(Sharded):
 
     def no_sync(self, accelerator: Run, model: nn.Module) -> contextlib.AbstractContextManager:
         """Return the pipeline's own context."""
-        hold = getattr(model, "no_sync", None)
-        return hold() if hold is not None else contextlib.nullcontext()
+        return model.no_sync() if hasattr(model, "holdings") else contextlib.nullcontext()
 
     def join(self, joinables: Sequence[Any]) -> contextlib.AbstractContextManager:
         """Raise NotImplementedError: a stage has nothing to shadow the schedule of others with."""

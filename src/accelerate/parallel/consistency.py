@@ -158,7 +158,7 @@ def register_whole_parameters(accelerator: Run, model: nn.Module, parameters: Ma
 
     Those that differ stay each rank's own: a program may keep parts of its own in modules that FSDP ignores.
     """
-    if dist.get_world_size() == 1 or any(known is model for known, *_ in accelerator.prepared.replicated):
+    if dist.get_world_size() == 1 or any(known is model for known, _ in accelerator.prepared.replicated):
         return
     sums = [checksum(tensor).to(accelerator.device, non_blocking=True) for tensor in parameters.values()]
     sums = dict(zip(parameters, torch.stack(sums).tolist() if sums else [], strict=True))
@@ -172,7 +172,7 @@ def register_whole_parameters(accelerator: Run, model: nn.Module, parameters: Ma
         own = sorted({*first, *sums} - same)
     replicated = {name: parameter for name, parameter in parameters.items() if name not in own}
     if replicated:
-        accelerator.prepared.replicated.append((model, list(replicated.values()), None))
+        accelerator.prepared.replicated.append((model, list(replicated.values())))
     if replicated and dist.get_rank() == 0:
         logger.warning(
             f"{len(replicated)} trainable parameters of {type(model).__name__} are whole on each rank, {next(iter(replicated))!r} for one: "
@@ -191,9 +191,9 @@ def average(accelerator: Run, held: Collection[int]) -> None:
 
     Ranks that share layers or a batch have the same gradients, so that this is the mean over batches, bit for bit the same on all.
     """
-    for model, parameters, group in accelerator.prepared.replicated:
+    for model, parameters in accelerator.prepared.replicated:
         if id(model) not in held:
-            average_gradients(parameters, group)
+            average_gradients(parameters)
 
 
 @torch.no_grad()

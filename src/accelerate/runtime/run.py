@@ -17,14 +17,13 @@ class Prepared(Protocol):
         engines: Wrappers of engines that train: of DeepSpeed.
         moved: The `modules.optimizer_remap.MovedParameters`: what became of parameters that preparing replaced.
         logged: Messages that were logged, and are logged once.
-        replicated: Models with the trainable parameters that ranks have whole beside shards, and those ranks' process group (None: all);
-            see `parallel.consistency`.
+        replicated: Models with the trainable parameters that all ranks have unsharded; see `parallel.consistency`.
     """
 
     engines: list[Any]
     moved: Any
     logged: set[str]
-    replicated: list[tuple[nn.Module, list[nn.Parameter], Any]]
+    replicated: list[tuple[nn.Module, list[nn.Parameter]]]
 
     def find(self, obj: Any) -> Any | None:
         """Return the entry that an object belongs to, as the prepared one or as what that was made from."""

@@ -331,7 +331,7 @@ def clip_value(accelerator: Facade, parameters: Any, clip_value: float) -> None:
 def trigger_sync(model: nn.Module) -> Iterator[None]:
     """Make the next backward pass synchronise, although the forward passes ran without synchronisation."""
     inner = model._orig_mod if is_compiled_module(model) else model
-    if hasattr(inner, "holdings") and hasattr(inner, "no_sync"):  # a pipeline, whose call is the backward pass, too
+    if hasattr(inner, "holdings"):  # a pipeline, whose call is the backward pass, too
         with inner.no_sync(held=False):
             yield
         return

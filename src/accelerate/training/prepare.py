@@ -148,18 +148,20 @@ def own_states(accelerator: Facade) -> Iterator[None]:
         yield
 
 
-def _adopt_sharded(accelerator: Facade, objects: Sequence[Any]) -> None:
+def _adopt_sharded(accelerator: Facade, objects: Sequence[Any], evaluation: bool = False) -> None:
     """Let the run follow the layout of models that arrive sharded, which are those that it has not sharded itself."""
     new = [obj for obj in objects if isinstance(obj, nn.Module) and accelerator.prepared.find(obj) is None]
+    for model in new:
+        stages = getattr(getattr(model, "_pp_stage", None), "pp_size", 1)
+        if stages > 1 and not evaluation:
+            raise ValueError(
+                f"{type(model).__name__} was loaded as one of {stages} pipeline stages by transformers, whose stages exchange no "
+                "gradients. Load the full model without DistributedConfig(pp_size=...), and call accelerator.prepare_pipeline(model, ...)."
+            )
     if models := [model for model in new if model_has_dtensor(model)]:
         from accelerate.parallel import adopt
 
         adopt.adopt(accelerator, models)
-    for model in new:
-        if hasattr(model, "_pp_stage"):  # what transformers leaves in a pipeline
-            from accelerate.parallel import arrived_stages
-
-            arrived_stages.adopt(accelerator, model)
 
 
 def _overlay_mesh(accelerator: Facade, model: nn.Module, evaluation: bool) -> nn.Module:
@@ -320,7 +322,7 @@ def prepare_model(accelerator: Facade, model: nn.Module, device_placement: bool 
             "prepared as well, so the shared parameters get gradients from two wrappers. Prepare the whole model once, "
             "and reach its parts through `accelerator.unwrap_model`."
         )
-    _adopt_sharded(accelerator, (model,))
+    _adopt_sharded(accelerator, (model,), evaluation_mode)
     if not evaluation_mode:  # once more: a model may come here without `prepare`
         accelerator._backend = resolve(accelerator.state)
         accelerator._backend.check(accelerator, (model,))

@@ -70,7 +70,7 @@ class PreparedObjects:
         self.hooks: list[Any] = []
         self.engines: list[Any] = []
         self.logged: set[str] = set()
-        self.replicated: list[tuple[nn.Module, list[nn.Parameter], Any]] = []
+        self.replicated: list[tuple[nn.Module, list[nn.Parameter]]] = []
         self.moved = MovedParameters()
         # By the identity of each object that belongs to one, which another object may have once it is gone.
         self._entries: dict[int, Entry] = {}

@@ -1,17 +1,13 @@
 """A traced model in stages computes what it does whole, in training and in evaluation, and so do its gradients."""
 
 import contextlib
-from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import dropout
 
-from accelerate import comm
 from accelerate.parallel import balance, stages
-from accelerate.parallel.holdings import Holdings
-from sharded_samples import fake_group
 
 BOTH = pytest.mark.parametrize("points", [["blocks.2"], ["blocks.1", "blocks.2", "blocks.3"]], ids=len)
 
@@ -139,15 +135,3 @@ def test_blocks_are_balanced_by_what_they_cost():
         [nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(2, 2) for _ in range(8)])}) for _ in range(4)]
     )
     assert balance.costly_stages(nn.ModuleDict({"layers": experts}), 2, lambda: None) == ["layers.2"]
-
-
-def test_groups_of_what_stages_share_are_as_many_whatever_the_pipelines():
-    holders = {"tied": (0, 7), "all": tuple(range(8)), "elsewhere": (1, 2), "alone": (0,)}
-    with fake_group(0, 1024):
-        everybody = torch.distributed.group.WORLD
-        held = Holdings({}, holders, 0, range(0, 1024, 128), everybody, [], frozenset())
-        with mock.patch.object(torch.distributed, "new_group", wraps=torch.distributed.new_group) as made:
-            groups = held.make_groups()
-        assert made.call_count == 1 and groups.keys() == {"tied", "all"} and groups["all"] is everybody
-        assert torch.distributed.get_process_group_ranks(groups["tied"]) == [0, 896]
-        comm.forget()

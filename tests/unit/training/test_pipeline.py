@@ -1,13 +1,17 @@
 """What a pipeline refuses before it is made; training is compared on real processes by `check_pipeline.py`."""
 
+from types import SimpleNamespace
+from unittest import mock
+
 import pytest
 import torch
 from torch import nn
 
-from accelerate import Accelerator, ParallelismConfig
+from accelerate import Accelerator, ParallelismConfig, comm
 from accelerate.state import AcceleratorState
-from accelerate.training.pipeline import _Batch, _only_loss, _place
+from accelerate.training.pipeline import Holdings, _Batch, _only_loss, _place
 from accelerate.utils import FullyShardedDataParallelPlugin, is_torch_version
+from sharded_samples import fake_group
 
 OLD = pytest.mark.skipif(is_torch_version("<", "2.10"), reason="pipelines train with torch 2.10 or newer")
 
@@ -46,6 +50,17 @@ def test_models_that_are_not_divided():
     assert accelerator.prepare_model(teacher, evaluation_mode=True) is teacher
     with pytest.raises(ValueError, match=r"pipeline\.parameters"):
         accelerator.prepare(torch.optim.SGD(teacher.parameters()))
+
+
+def test_stages_of_transformers_are_refused_for_training():
+    model, accelerator = nn.Linear(2, 2), Accelerator(cpu=True)
+    model._pp_stage = SimpleNamespace(pp_size=2)
+    for prepare in (accelerator.prepare, accelerator.prepare_model):
+        with pytest.raises(
+            ValueError, match=r"Linear was loaded as one of 2 pipeline stages.*prepare_pipeline\(model"
+        ):
+            prepare(model)
+    assert accelerator.prepare_model(model, evaluation_mode=True) is model
 
 
 @pytest.mark.parametrize(
@@ -107,3 +122,15 @@ def test_the_loss_of_a_model():
     for output in (torch.ones(3), {"scores": loss}, None):
         with pytest.raises(ValueError, match="without a loss"):
             _only_loss(output)
+
+
+def test_groups_of_what_stages_share_are_as_many_whatever_the_pipelines():
+    holders = {"tied": (0, 7), "all": tuple(range(8)), "elsewhere": (1, 2), "alone": (0,)}
+    with fake_group(0, 1024):
+        everybody = torch.distributed.group.WORLD
+        held = Holdings({}, holders, 0, range(0, 1024, 128), everybody, [], frozenset())
+        with mock.patch.object(torch.distributed, "new_group", wraps=torch.distributed.new_group) as made:
+            groups = held.make_groups()
+        assert made.call_count == 1 and groups.keys() == {"tied", "all"} and groups["all"] is everybody
+        assert torch.distributed.get_process_group_ranks(groups["tied"]) == [0, 896]
+        comm.forget()
