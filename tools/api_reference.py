@@ -35,7 +35,7 @@ SECTIONS: dict[str, dict[str, str]] = {
     "Settings": {
         "accelerate": "DataLoaderConfiguration AutocastKwargs DistributedDataParallelKwargs DDPCommunicationHookType "
         "GradScalerKwargs InitProcessGroupKwargs ProfileKwargs",
-        "accelerate.utils": "ProjectConfiguration GradientAccumulationPlugin AORecipeKwargs TERecipeKwargs MSAMPRecipeKwargs",
+        "accelerate.utils": "ProjectConfiguration GradientAccumulationPlugin AORecipeKwargs TERecipeKwargs",
     },
     "Collectives and tensors": {
         "accelerate.utils": "gather gather_object reduce broadcast broadcast_object_list pad_across_processes send_to_device "

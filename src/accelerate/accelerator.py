@@ -691,8 +691,8 @@ class Accelerator(Processes):
         return fp8.prepare_ao(self, args, convert_model_to_fp8_ao)
 
     def _prepare_msamp(self, *args: Any, device_placement: Any) -> tuple[Any, ...]:
-        """Hand the model and the optimizer among the objects to MS-AMP."""
-        return fp8.prepare_msamp(self, args, device_placement)
+        """Raise NotImplementedError: MS-AMP is not supported."""
+        raise NotImplementedError(fp8.NO_MSAMP)
 
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: nn.Module) -> Any:
         """Adapt a loader to DeepSpeed's sequence parallelism, as ``prepare`` does for those that come with their model. All ranks.

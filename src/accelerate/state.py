@@ -369,7 +369,7 @@ def _precision(value: str | None) -> str:
         raise ValueError(f"Unknown {source}: {value!r}. Choose one of {', '.join(PrecisionType.list())}.")
     if name == PrecisionType.FP8.value and not is_fp8_available():
         raise ValueError(
-            "mixed_precision='fp8' needs one of the libraries torchao, transformer_engine and MS-AMP. Install one, or use "
+            "mixed_precision='fp8' needs one of the libraries torchao and transformer_engine. Install one, or use "
             "'bf16'."
         )
     return name

@@ -32,7 +32,7 @@ _OF_A_RUN = re.compile(
 )
 _COMPANIONS = (
     "transformers peft trl diffusers datasets huggingface_hub safetensors torchdata torchvision triton fsspec deepspeed "
-    "megatron-core transformer-engine torchao msamp bitsandbytes flash-attn torch_xla torch_npu torch_mlu torch_musa torch_sdaa "
+    "megatron-core transformer-engine torchao bitsandbytes flash-attn torch_xla torch_npu torch_mlu torch_musa torch_sdaa "
     "torch_neuronx intel_extension_for_pytorch habana-torch-plugin mpi4py nvidia-ml-py wandb tensorboard mlflow comet_ml aim "
     "clearml dvclive swanlab trackio sagemaker"
 )

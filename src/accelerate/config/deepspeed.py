@@ -163,7 +163,7 @@ class DeepSpeedPlugin:
         zero3_save_16bit_model: gather 16-bit weights to save them in stage 3 (ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL).
         transformer_moe_cls_names: comma-joined classes of mixture-of-experts layers, which stage 3 then gathers whole
             (ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES).
-        enable_msamp: 8-bit training with MS-AMP (ACCELERATE_FP8_BACKEND=MSAMP).
+        enable_msamp: 8-bit training with MS-AMP (ACCELERATE_FP8_BACKEND=MSAMP), which `prepare` refuses.
         msamp_opt_level: O1 or O2 (ACCELERATE_FP8_OPT_LEVEL).
 
     Raises:

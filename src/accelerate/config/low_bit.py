@@ -15,7 +15,7 @@ from accelerate.config.enums import CustomDtype, at_public_path
 from accelerate.config.handlers import KwargsHandler
 from accelerate.config.options import of_feature
 from accelerate.config.options.schema import one_of, to_bool
-from accelerate.utils.imports import is_msamp_available, is_torchao_available, is_transformer_engine_available
+from accelerate.utils.imports import is_torchao_available, is_transformer_engine_available
 
 # Fields of `TERecipeKwargs`, the options that stand for them, and their defaults.
 _TE_FIELDS = {
@@ -119,16 +119,13 @@ class TERecipeKwargs(KwargsHandler):
 @at_public_path
 @dataclass
 class MSAMPRecipeKwargs(KwargsHandler):
-    """How far MS-AMP goes.
+    """Name the level of MS-AMP, which is not supported: an Accelerator that gets it raises NotImplementedError.
 
     Args:
-        opt_level: "O1" keeps gradients and their exchange in 8 bits, "O2" (the default) the optimizer state as well
-            (ACCELERATE_FP8_OPT_LEVEL).
+        opt_level: "O1" or "O2" (the default) (ACCELERATE_FP8_OPT_LEVEL).
 
     Raises:
         ValueError: `opt_level` is unknown.
-
-    Source: https://azure.github.io/MS-AMP/docs/user-tutorial/optimization-level
     """
 
     opt_level: Literal["O1", "O2"] | None = None
@@ -141,11 +138,10 @@ class MSAMPRecipeKwargs(KwargsHandler):
 @at_public_path
 @dataclass
 class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
-    """The fields of `TERecipeKwargs` and `MSAMPRecipeKwargs` in one; deprecated, use these instead.
+    """The fields of `TERecipeKwargs` and `MSAMPRecipeKwargs` in one; deprecated, use `TERecipeKwargs`.
 
     Args:
-        backend: "TE" or "MSAMP", in any case (ACCELERATE_FP8_BACKEND). None takes MS-AMP where it is installed, else
-            Transformer Engine.
+        backend: "TE" (the default) or "MSAMP", which an Accelerator refuses, in any case (ACCELERATE_FP8_BACKEND).
 
     Raises:
         ImportError: the backend is "TE" and Transformer Engine is not installed.
@@ -156,8 +152,8 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
 
     def __post_init__(self) -> None:
         if env.environment():  # empty for the recipe that `to_kwargs` compares with
-            warn_user("FP8RecipeKwargs is deprecated; use TERecipeKwargs or MSAMPRecipeKwargs.", FutureWarning)
-        env.fill(self, {"backend": ("fp8_backend", "MSAMP" if is_msamp_available() else "TE")})
+            warn_user("FP8RecipeKwargs is deprecated; use TERecipeKwargs or AORecipeKwargs.", FutureWarning)
+        env.fill(self, {"backend": ("fp8_backend", "TE")})
         self.backend = one_of("backend", str(self.backend).upper(), ("MSAMP", "TE"))
         if self.backend == "TE":
             TERecipeKwargs.__post_init__(self)

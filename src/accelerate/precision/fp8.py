@@ -9,18 +9,19 @@ from torch import nn
 
 from accelerate._warn import warn_user
 from accelerate.config.enums import FP8BackendType
-from accelerate.config.low_bit import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
+from accelerate.config.low_bit import AORecipeKwargs, TERecipeKwargs
 from accelerate.modules.optimizer_remap import remapping
-from accelerate.runtime import storage, traits
+from accelerate.runtime import storage
 from accelerate.runtime.run import Run
 from accelerate.utils import transformer_engine
 from accelerate.utils.environment import parse_choice_from_env
-from accelerate.utils.imports import is_msamp_available, is_torchao_available, is_transformer_engine_available
+from accelerate.utils.imports import is_torchao_available, is_transformer_engine_available
 
 # Ada (8.9) and Hopper (9.0) are the first with 8-bit tensor cores: https://docs.nvidia.com/cuda/cuda-c-programming-guide
 CAPABILITY = (8, 9)
 # The superseded recipe names its library in a field.
 GENERAL = "fp8_recipe_handler"
+NO_MSAMP = "MS-AMP is not supported, because nobody maintains it. Use AORecipeKwargs (torchao) or TERecipeKwargs (Transformer Engine)."
 _EMULATED = (
     "fp8 on a CPU is emulated: matrix products see the values that 8 bits can hold, and are computed in higher precision. "
     "Use it to try the numerics; it saves neither time nor memory. Set AORecipeKwargs(config=Float8LinearConfig(emulate=True)) "
@@ -106,27 +107,8 @@ class TorchAO(Engine):
         return isinstance(module, Float8Linear)
 
 
-class MSAMP(Engine):
-    """Microsoft's MS-AMP: 8-bit weights, gradients and, at its second level, optimizer state."""
-
-    kind = FP8BackendType.MSAMP
-    title = "MS-AMP"
-    package = "msamp"
-    attribute = "msamp_recipe_handler"
-    recipe = MSAMPRecipeKwargs
-    available = staticmethod(is_msamp_available)
-
-    def refusal(self, device: torch.device, recipe: Any | None) -> str | None:
-        """Return why MS-AMP cannot run on a device: it wants CUDA, and stores in 8 bits on older GPUs as well."""
-        return None if device.type == "cuda" else f"MS-AMP does not run on {device.type!r}"
-
-    def computes(self, module: nn.Module) -> bool:
-        """Whether a module is a layer of MS-AMP."""
-        return any(kind.__name__ == "FP8Linear" for kind in type(module).__mro__)
-
-
 # In the order in which they are taken where nothing says which.
-ENGINES: dict[FP8BackendType, Engine] = {engine.kind: engine for engine in (TransformerEngine(), TorchAO(), MSAMP())}
+ENGINES: dict[FP8BackendType, Engine] = {engine.kind: engine for engine in (TransformerEngine(), TorchAO())}
 
 
 def setup(accelerator: Run, handlers: Mapping[str, Any]) -> FP8BackendType:
@@ -154,7 +136,8 @@ def setup(accelerator: Run, handlers: Mapping[str, Any]) -> FP8BackendType:
 
 def _recipes(handlers: Mapping[str, Any]) -> dict[FP8BackendType, Any]:
     """Return the recipe that was passed, under its library."""
-    found = [(kind, handlers[engine.attribute]) for kind, engine in ENGINES.items() if handlers.get(engine.attribute)]
+    attributes = {kind: f"{kind.value.lower()}_recipe_handler" for kind in FP8BackendType}
+    found = [(kind, handlers[name]) for kind, name in attributes.items() if handlers.get(name)]
     general = handlers.get(GENERAL)
     if general is not None:
         found.append((FP8BackendType[general.backend], general))
@@ -167,13 +150,15 @@ def _recipes(handlers: Mapping[str, Any]) -> dict[FP8BackendType, Any]:
 def choose_engine(recipes: Mapping[FP8BackendType, Any], device: torch.device | None = None) -> FP8BackendType:
     """Return the fp8 library: that of a recipe, else of ACCELERATE_FP8_BACKEND, else the first to serve the device.
 
-    ImportError: not installed. ValueError: an unknown name, or a device that cannot compute in 8 bits; None leaves
+    NotImplementedError: MS-AMP. ImportError: not installed. ValueError: an unknown name, or a device that cannot compute in 8 bits; None leaves
     hardware out.
     """
     asked = [kind for kind, recipe in recipes.items() if recipe is not None]
     source = f"kwargs_handlers has {type(recipes[asked[0]]).__name__}" if asked else "ACCELERATE_FP8_BACKEND is set"
     if not asked:
         asked = _from_environment()
+    if FP8BackendType.MSAMP in asked:
+        raise NotImplementedError(f"{source}, which asks for fp8 with MS-AMP. {NO_MSAMP}")
     refusals = []
     for kind in asked or ENGINES:
         engine = ENGINES[kind]
@@ -194,7 +179,7 @@ def choose_engine(recipes: Mapping[FP8BackendType, Any], device: torch.device | 
         )
         raise ValueError(f"mixed_precision='fp8' cannot run here: {'; '.join(refusals)}. Use 'bf16'.{torchao}")
     raise ImportError(
-        "mixed_precision='fp8' needs one of the packages transformer_engine, torchao or msamp, and none is installed. "
+        "mixed_precision='fp8' needs transformer_engine or torchao, and neither is installed. "
         "Install one (`pip install torchao` runs on the most devices), or use mixed_precision='bf16'."
     )
 
@@ -272,43 +257,4 @@ def prepare_te(accelerator: Run, objects: Sequence[Any]) -> tuple[Any, ...]:
     for model in _convert(accelerator, objects, engine, transformer_engine.convert_model, rule):
         if not transformer_engine.runs_in_fp8(model):
             transformer_engine.apply_fp8_autowrap(model, recipe)
-    return tuple(objects)
-
-
-def prepare_msamp(accelerator: Run, objects: Sequence[Any], device_placement: Any) -> tuple[Any, ...]:
-    """Hand a model and its optimizer to MS-AMP, and return what it made of them in their places. All ranks.
-
-    ValueError: several models to train, or one without exactly one optimizer; or a strategy shards the model.
-    """
-    objects = [getattr(item, "__dict__", {}).get("_accelerate_fp8_made", item) for item in objects]
-    places = {index for index, item in enumerate(objects) if isinstance(item, torch.optim.Optimizer)}
-    models = list(_new_models(accelerator, objects))
-    trained = [model for model in models if any(parameter.requires_grad for parameter in model.parameters())]
-    if not trained:
-        return tuple(objects)
-    if traits.of(accelerator.distributed_type).custom_device_placement:
-        raise ValueError(
-            f"fp8 with MS-AMP was asked for beside distributed_type={accelerator.distributed_type.value}, but its weights cannot be sharded from outside. Use "
-            "AORecipeKwargs (torchao) or TERecipeKwargs (Transformer Engine), or train without sharding."
-        )
-    if len(trained) != 1 or len(places) != 1:
-        raise ValueError(
-            f"prepare() got {len(trained)} models to train and {len(places)} optimizers; MS-AMP converts one model and its one "
-            "optimizer together. Pass both in one call, one pair to each Accelerator."
-        )
-    (model,), (place,) = trained, places
-    index = next(index for index, item in enumerate(objects) if item is model)
-    moves = accelerator.device_placement if device_placement is None else device_placement[index]
-    if moves is None or moves:
-        model = model.to(accelerator.device)  # it counts on CUDA tensors
-    import msamp
-
-    recipe = accelerator.msamp_recipe_handler or accelerator.fp8_recipe_handler
-    optimizer = objects[place]
-    made_model, made_optimizer = msamp.initialize(model, optimizer, opt_level=recipe.opt_level)
-    # A second prepare() of the objects that the user still holds must find what stands for them.
-    for given, made in ((objects[index], made_model), (optimizer, made_optimizer)):
-        if made is not given:
-            given.__dict__["_accelerate_fp8_made"] = made
-    objects[index], objects[place] = made_model, made_optimizer
     return tuple(objects)

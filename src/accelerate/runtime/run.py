@@ -58,7 +58,6 @@ class Run(Protocol):
     fp8_recipe_handler: Any
     ao_recipe_handler: Any
     te_recipe_handler: Any
-    msamp_recipe_handler: Any
     parallelism_config: ParallelismConfig | None
     torch_device_mesh: Any
     project_configuration: ProjectConfiguration

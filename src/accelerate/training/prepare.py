@@ -95,8 +95,6 @@ def prepare(accelerator: Facade, objects: Sequence[Any], device_placement: list[
     elif traits.of(accelerator.distributed_type).megatron:
         result = accelerator._prepare_megatron_lm(*objects)
     else:
-        if accelerator.fp8_enabled and accelerator.fp8_backend is FP8BackendType.MSAMP:
-            objects = accelerator._prepare_msamp(*objects, device_placement=device_placement)
         result = in_order(accelerator, objects, device_placement)
         prepared.check_optimizers(result)
     _check_schedules(accelerator, result)

@@ -18,7 +18,7 @@ from accelerate.config.low_bit import (
 from cases import cases
 
 FOUR = {"load_in_4bit": True}
-LIBRARIES = ("is_torchao_available", "is_transformer_engine_available", "is_msamp_available")
+LIBRARIES = ("is_torchao_available", "is_transformer_engine_available")
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,8 @@ def test_transformer_engine_reads_variables(libraries, monkeypatch):
 def test_the_old_recipe_chooses_a_backend(libraries, monkeypatch):
     with pytest.warns(FutureWarning, match="use TERecipeKwargs") as caught:
         FP8RecipeKwargs(backend="MSAMP").to_kwargs()
-    assert len(caught) == 1 and FP8RecipeKwargs().backend == "MSAMP"
-    assert FP8RecipeKwargs(backend="te", margin=3).to_kwargs() == {"backend": "TE", "margin": 3}
+    assert len(caught) == 1 and FP8RecipeKwargs().backend == "TE"
+    assert FP8RecipeKwargs(backend="te", margin=3).to_kwargs() == {"margin": 3}
     monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "te")
     assert FP8RecipeKwargs().backend == "TE"
     with pytest.raises(ValueError, match="backend is 'AO'.*MSAMP, TE"):

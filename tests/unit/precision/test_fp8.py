@@ -60,7 +60,7 @@ def handlers(**given):
 
 @pytest.mark.parametrize(
     ("there", "device", "kind"),
-    [((AO,), CPU, AO), ((TE, AO), CPU, AO), ((TE, AO), CUDA, TE), ((MSAMP,), CUDA, MSAMP), ((AO, MSAMP), CUDA, AO)],
+    [((AO,), CPU, AO), ((TE, AO), CPU, AO), ((TE, AO), CUDA, TE)],
 )
 def test_without_a_recipe_the_first_library_that_can_serves(installed, capability, there, device, kind):
     installed(*there)
@@ -73,34 +73,45 @@ def test_the_environment_chooses(installed, capability, monkeypatch):
     installed(TE, AO)
     monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "ao")
     assert fp8.setup(accelerator(CUDA), handlers()) is AO
+    monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "te")
+    installed(AO)
+    with pytest.raises(
+        ImportError, match=r"ACCELERATE_FP8_BACKEND.*Transformer Engine.*`transformer_engine` is not installed"
+    ):
+        fp8.setup(accelerator(CUDA), handlers())
     monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "msamp")
-    with pytest.raises(ImportError, match=r"ACCELERATE_FP8_BACKEND.*MS-AMP.*`msamp` is not installed"):
+    assert fp8.setup(accelerator(enabled=False), handlers()) is MSAMP  # nothing computes in it
+    with pytest.raises(
+        NotImplementedError, match=r"ACCELERATE_FP8_BACKEND is set.*MS-AMP is not supported.*AORecipeKwargs"
+    ):
         fp8.setup(accelerator(CUDA), handlers())
     monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "fast")
-    with pytest.raises(ValueError, match=r"'FAST'; choose one of TE, AO, MSAMP"):
+    with pytest.raises(ValueError, match=r"'FAST'; choose one of TE, AO, or"):
         fp8.setup(accelerator(CUDA), handlers())
 
 
 def test_the_general_recipe_names_its_library(installed, capability):
-    installed(TE, MSAMP)
-    assert fp8.setup(accelerator(CUDA), handlers(fp8_recipe_handler=bare(FP8RecipeKwargs, backend="MSAMP"))) is MSAMP
+    installed(TE, AO)
+    assert fp8.setup(accelerator(CUDA), handlers(fp8_recipe_handler=bare(FP8RecipeKwargs, backend="TE"))) is TE
+    with pytest.raises(NotImplementedError, match="FP8RecipeKwargs.*MS-AMP is not supported"):
+        fp8.setup(accelerator(CUDA), handlers(fp8_recipe_handler=bare(FP8RecipeKwargs, backend="MSAMP")))
 
 
 @pytest.mark.parametrize(
     ("there", "device", "given", "error", "said"),
     [
-        ((), CPU, {}, ImportError, "none is installed"),
-        ((AO,), CUDA, {"msamp": MSAMPRecipeKwargs()}, ImportError, r"MSAMPRecipeKwargs.*`msamp` is not installed"),
+        ((), CPU, {}, ImportError, "neither is installed"),
+        ((AO,), CUDA, {"msamp": MSAMPRecipeKwargs()}, NotImplementedError, "MSAMPRecipeKwargs.*Use AORecipeKwargs"),
         (
-            (AO, MSAMP),
+            (AO,),
             CPU,
             {"ao": bare(AORecipeKwargs), "msamp": MSAMPRecipeKwargs()},
             ValueError,
             "AORecipeKwargs and MSAMPRecipeKwargs",
         ),
-        ((TE, MSAMP), CPU, {}, ValueError, r"Transformer Engine.*'cpu'; MS-AMP.*'cpu'.*pip install torchao"),
+        ((TE,), CPU, {}, ValueError, r"Transformer Engine.*'cpu'.*pip install torchao"),
         (
-            (TE, MSAMP),
+            (TE,),
             CPU,
             {"te": bare(TERecipeKwargs)},
             ValueError,

@@ -52,7 +52,9 @@ def check(plugin: DeepSpeedPlugin, model: nn.Module, optimizer: Any, scheduler: 
 
     config, stage = plugin.deepspeed_config, plugin.zero_stage
     if plugin.enable_msamp:
-        raise NotImplementedError("enable_msamp=True: DeepSpeed has no MS-AMP any more. Leave it out, and use bf16.")
+        raise NotImplementedError(
+            "enable_msamp=True: MS-AMP is not supported. Remove it and use mixed_precision='bf16'."
+        )
     if plugin.get_value("fp16.enabled") is True and not deepspeed.get_accelerator().is_fp16_supported():
         raise ValueError(
             "mixed_precision='fp16' (fp16.enabled in the DeepSpeed configuration): DeepSpeed has no float16 on this processor. Take 'bf16'."

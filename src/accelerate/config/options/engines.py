@@ -256,7 +256,7 @@ _ao = partial(_fp8, default=True, style=BIT, when=_AO)
 _te = partial(_fp8, when={"fp8_backend": ("te",)})
 
 FP8_OPTIONS = (
-    _fp8("backend", "Library: torchao, Transformer Engine or MS-AMP.", choices="ao te msamp"),
+    _fp8("backend", "Library: torchao or Transformer Engine.", choices="ao te msamp", words="ao te"),
     _te("use_autocast_during_eval", "Evaluate in FP8 too (te).", default=False, switch=True),
     _te("margin", "Margin of the scaling factor, as a power of two (te).", default=0, check=at_least(0)),
     _te("interval", "Steps between two computations of the scaling factor (te).", default=1, check=at_least(1)),
@@ -271,7 +271,13 @@ FP8_OPTIONS = (
         env=None,
         env_names=("ACCELERATE_FP8_OVERRIDE_FPROP", "ACCELERATE_FP8_OVERRIDE_DGRAD", "ACCELERATE_FP8_OVERRIDE_WGRAD"),
     ),
-    _fp8("opt_level", "How much is in FP8 (msamp).", choices="O1 O2", default="O2", when={"fp8_backend": ("msamp",)}),
+    _fp8(
+        "opt_level",
+        "Level of MS-AMP, which is not supported (msamp).",
+        choices="O1 O2",
+        default="O2",
+        when={"fp8_backend": ("msamp",)},
+    ),
     _ao("enable_fsdp_float8_all_gather", "Let FSDP2 gather the weights in FP8 (ao).", when={**_AO, **_FSDP_2}),
     _ao("pad_inner_dim", "Pad matrices to sizes FP8 can do (ao)."),
 )
