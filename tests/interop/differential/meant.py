@@ -100,6 +100,9 @@ ROWS: dict[str, list[tuple[str | None, ...]]] = {
         (None, "PackageNotFoundError", "engines.<active_plugin|plugin_actions>(*"),
         ("", None, "engines.active_plugin(plugins=one*select=True)*"),
         (None, "ImportError", "numerics.fp8_recipe(backend='<msamp|MSAMP>'*")],
+    "fp8 with MS-AMP raises": [
+        ("NotImplementedError", "", "words.handlers(handlers=msamp, precision='fp8')*",
+         "variables.fp8_ACCELERATE_FP8_BACKEND(value='MSAMP')*")],
     "An argument of a wrong type, or a word that is unknown,": [
         (None, "ImportError", "numerics.without_transformer_engine(*model=nothing)*"),
         ("ValueError", None, "engines.active_plugin(*", "accelerator.arguments(*rng_types)*",
@@ -113,8 +116,6 @@ ROWS: dict[str, list[tuple[str | None, ...]]] = {
          "words.accelerator_<rng_type|gradient_accumulation_step>s(*"),
         ("ValueError", "AttributeError", "words.accelerator_dynamo_backend(value=1)*",
          "numerics.fp8_recipe(backend=1,*"),
-        ("ImportError", "", "words.handlers(handlers=msamp, precision='fp8')*",
-         "variables.fp8_ACCELERATE_FP8_BACKEND(value='MSAMP')*"),
         ("", "ImportError", "words.accelerator_deepspeed_plugins(value={})*"),
         ("", None, "words.accelerator_torch_tp_plugin(value='nonsense')*"),
         (None, None, "configs.basic_config(precision=None, *",
