@@ -10,7 +10,7 @@ import itertools
 import logging
 import sys
 import types
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any
 
@@ -372,28 +372,6 @@ def _compile_forward(options: dict[str, Any], module: nn.Module) -> None:
     # A single layer of torch's gains nothing, and all of them share one function, of which few versions are kept.
     if next(module.children(), None) is not None or not own.startswith("torch.nn."):
         module.forward = torch.compile(module.forward, **options)
-
-
-# So many compilations of one function for other guards are not by chance.
-_MANY = 3
-_warned: set[str] = set()
-
-
-def warn_of_recompilations() -> None:
-    """Warn, once for each function, when torch.compile compiles it again and again, and name the guards. Any rank, alone."""
-    torch_private.after_compilations(_warn_of_recompilations)
-
-
-def _warn_of_recompilations(*_: Any) -> None:
-    compiled = torch_private.recompilations()
-    for place, count in Counter(place for place, _ in compiled).items():
-        if count >= _MANY and place not in _warned:
-            _warned.add(place)
-            guards = (reason.splitlines()[0].partition("  #")[0] for other, reason in compiled if other == place)
-            warn_user(
-                f"torch.compile has compiled {place} {count + 1} times, as guards failed: {'; '.join(guards)}. Pad to few shapes, set dynamic=True "
-                "in TorchDynamoPlugin, or keep what changes out of arguments and attributes; after recompile_limit it runs uncompiled."
-            )
 
 
 # Names of parameters ---------------------------------------------------------------------------------------------------

@@ -455,23 +455,6 @@ def is_compiled_in_place(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None or hasattr(forward, "_torchdynamo_orig_callable")
 
 
-def after_compilations(report: Callable[..., None]) -> None:
-    """Let torch call a function after each compilation, once however often this is asked for; never where it offers no calls."""
-    with contextlib.suppress(ImportError, AttributeError):
-        from torch._dynamo import callback
-
-        if report not in callback.callback_handler.end_callbacks:  # `torch.compiler.reset` takes all off
-            callback.on_compile_end(report)
-
-
-def recompilations() -> list[tuple[str, str]]:
-    """Return which functions torch.compile has compiled again lately, in words, and which guard failed."""
-    metrics = [
-        item for item in torch._dynamo.utils.get_compilation_metrics() if getattr(item, "recompile_reason", None)
-    ]
-    return [(f"{m.co_name} ({m.co_filename}:{m.co_firstlineno})", m.recompile_reason) for m in metrics]
-
-
 def skip_when_compiling(code: Any) -> None:
     """Keep torch.compile, where it is loaded, from compiling a function, given by its code object."""
     compiler = sys.modules.get("torch._dynamo.eval_frame")

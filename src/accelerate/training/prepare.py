@@ -23,7 +23,6 @@ from accelerate.modules.unwrap import (
     is_compiled_module,
     loaded_wrappers,
     model_has_dtensor,
-    warn_of_recompilations,
 )
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.parallel import mesh as meshes
@@ -375,7 +374,6 @@ def compile_model(accelerator: Facade, model: nn.Module) -> nn.Module:
     plugin = accelerator.state.dynamo_plugin
     if plugin.backend.value == "NO" or is_compiled_module(model):
         return model
-    warn_of_recompilations()
     options = plugin.to_kwargs()
     if options.pop("use_regional_compilation", plugin.use_regional_compilation):
         # What shards finds its state by the modules themselves, so there they are compiled in place.

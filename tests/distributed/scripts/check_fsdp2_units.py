@@ -247,21 +247,6 @@ def check_units_are_blocks_wherever_they_are():
     assert graphs == 0 and "compiled nothing of FSDPSequential" in told[0], told
 
 
-def check_a_block_that_is_compiled_again_and_again_is_named():
-    torch.compiler.reset()
-    model, optimizer = build(blocks=2)
-    dynamo = TorchDynamoPlugin(backend="eager", use_regional_compilation=True, dynamic=False)
-    accelerator = fresh_accelerator(fsdp_plugin=sharding(), dynamo_plugin=dynamo)
-    model, optimizer = accelerator.prepare(model, optimizer)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for size in range(2, 8):
-            learn(accelerator, model(batch(0, size)).square().mean(), optimizer)
-    (told,) = [str(item.message) for item in caught if "torch.compile has compiled" in str(item.message)]
-    assert "has compiled forward (" in told and "check_fsdp2_units.py:" in told, told
-    assert "tensor 'x' size mismatch at index 0. expected 2, actual 3" in told, told
-
-
 def four_precision_by_name_where_layers_are_split():
     """Tensor parallelism follows: what FSDP2 gathers and casts is each rank's part of a layer."""
 
