@@ -17,7 +17,6 @@ from accelerate.commands.utils import brief, make_parser, or_exit
 from accelerate.config.options import OPTIONS
 from accelerate.launch import config_file
 from accelerate.launch.secrets import masked
-from accelerate.runtime import known_faults
 
 __getattr__ = _lazy.aliases(__name__)
 
@@ -35,6 +34,38 @@ _COMPANIONS = (
     "megatron-core transformer-engine torchao bitsandbytes flash-attn torch_xla torch_npu torch_mlu torch_musa torch_sdaa "
     "torch_neuronx intel_extension_for_pytorch habana-torch-plugin mpi4py nvidia-ml-py wandb tensorboard mlflow comet_ml aim "
     "clearml dvclive swanlab trackio sagemaker"
+)
+
+# Releases of other packages that compute something wrong without a message: distribution, versions, fault, replacement, source.
+_FAULTS = (
+    (
+        "deepspeed",
+        ">=0.17.6,<0.18.3",
+        "with ZeRO stage 2 gradients are too small",
+        "0.18.3 or newer, or stage 3",
+        "https://github.com/deepspeedai/DeepSpeed/issues/7718",
+    ),
+    (
+        "deepspeed",
+        ">=0.18.3,<=0.19.3",
+        "with ZeRO stage 2 in bf16 on several ranks, part of the gradient is lost if a module is called more than once in a step",
+        "another release or stage for such a model",
+        "https://github.com/deepspeedai/DeepSpeed/issues/8224",
+    ),
+    (
+        "bitsandbytes",
+        ">=0.36,<0.41.1",
+        "8-bit optimizers round wrongly, and the loss may become NaN",
+        "0.41.1 or newer",
+        "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/152",
+    ),
+    (
+        "bitsandbytes",
+        "==0.48.0",
+        "models that were saved in 8 bits compute wrong results",
+        "0.48.1 or newer",
+        "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1775",
+    ),
 )
 
 
@@ -96,7 +127,7 @@ def _system() -> dict[str, Any]:
     facts["CPU cores"] = os.cpu_count()
     versions = {name: _version(name) for name in _COMPANIONS.split()}
     facts["Libraries"] = {name: version for name, version in versions.items() if version} or "none"
-    facts["Known faults of these releases"] = dict(enumerate(map(str, known_faults.installed()), 1)) or "none"
+    facts["Known faults of these releases"] = dict(enumerate(_faults(), 1)) or "none"
     return facts
 
 
@@ -121,6 +152,18 @@ def _torch() -> dict[str, Any]:
         names = dict.fromkeys(name_of(index) for index in range(device.count()))
         kind, devices = device.type.upper(), f"{device.count()} ({', '.join(names)})"
     return {"PyTorch version": torch.__version__, "PyTorch accelerator": kind, "Devices": devices}
+
+
+def _faults() -> list[str]:
+    """Return the known faults of the installed releases, in words."""
+    from packaging.specifiers import SpecifierSet
+    from packaging.version import Version
+
+    return [
+        f"{name} {version}: {fault}. Use {replacement}. See {source}"
+        for name, releases, fault, replacement, source in _FAULTS
+        if (version := _version(name)) and Version(Version(version).base_version) in SpecifierSet(releases)
+    ]
 
 
 def _list(content: Mapping[str, Any], indent: str = "\t") -> str:

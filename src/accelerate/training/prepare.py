@@ -28,7 +28,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.parallel import mesh as meshes
 from accelerate.precision import amp, four_bit, scaling
 from accelerate.precision.amp import precision
-from accelerate.runtime import known_faults, storage, torch_private, traits
+from accelerate.runtime import storage, torch_private, traits
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.training import conditional, gradients, prepared
 from accelerate.training.prepared import Entry, Facade
@@ -83,8 +83,6 @@ def prepare(accelerator: Facade, objects: Sequence[Any], device_placement: list[
     _adopt_sharded(accelerator, objects)
     backend = accelerator._backend = resolve(accelerator.state)
     backend.check(accelerator, objects)
-    if concerned := _concerned(accelerator, objects):
-        known_faults.warn(concerned)
     if traits.of(accelerator.distributed_type).deepspeed:
         if device_placement is not None:
             raise ValueError(
@@ -98,21 +96,6 @@ def prepare(accelerator: Facade, objects: Sequence[Any], device_placement: list[
         prepared.check_optimizers(result)
     _check_schedules(accelerator, result)
     return result if len(result) > 1 else result[0]
-
-
-def _concerned(accelerator: Facade, objects: Sequence[Any]) -> set[str]:
-    """Return which of the runs this one is that faults of other packages concern."""
-    plugin = accelerator.deepspeed_plugin
-    zero_2 = plugin is not None and plugin.zero_stage == 2
-    in_bf16 = zero_2 and accelerator.mixed_precision == "bf16" and accelerator.num_processes > 1
-    optimizers = [obj for obj in objects if isinstance(obj, torch.optim.Optimizer)]
-    are = {
-        known_faults.ZERO_2: zero_2,
-        known_faults.ZERO_2_BF16: in_bf16,
-        known_faults.OPTIMIZER_8BIT: any(type(each).__module__.startswith("bitsandbytes.") for each in optimizers),
-        known_faults.MODEL_8BIT: any(getattr(obj, "is_loaded_in_8bit", False) for obj in objects),
-    }
-    return {run for run, is_one in are.items() if is_one}
 
 
 def in_order(

@@ -6,6 +6,7 @@ from unittest.mock import Mock
 import torch
 
 from accelerate.commands import env as command
+from cases import cases
 
 
 def test_what_cannot_be_read_or_loaded_is_a_line_of_the_report(accelerate, place, monkeypatch):
@@ -40,3 +41,20 @@ def test_the_first_line_says_which_accelerate_this_is(accelerate, place, monkeyp
     assert first.endswith(str(Path(command.__file__).parents[1]))
     monkeypatch.setattr(command, "_version", lambda name: "1.15.0" if name == "accelerate" else "")
     assert "; pip has accelerate 1.15.0 installed, " in accelerate("env")[1]
+
+
+@cases(
+    "package, version, fault",
+    ("deepspeed", "0.18.2", "gradients are too small"),
+    ("deepspeed", "0.18.3+local", "called more than once"),
+    ("deepspeed", "0.17.5", ""),
+    ("deepspeed", "0.19.4", ""),
+    ("bitsandbytes", "0.41.0", "round wrongly"),
+    ("bitsandbytes", "0.48.0", "wrong results"),
+    ("bitsandbytes", "0.48.1", ""),
+)
+def test_faults_of_installed_releases_are_listed(monkeypatch, package, version, fault):
+    monkeypatch.setattr(command, "_version", lambda name: version if name == package else "")
+    faults = command._faults()
+    assert len(faults) == bool(fault)
+    assert all(text.startswith(f"{package} {version}: ") and fault in text and "https://" in text for text in faults)
