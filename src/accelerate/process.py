@@ -21,6 +21,7 @@ from accelerate.devices import Device, affinity, detect, row
 from accelerate.devices.table import DEVICES
 from accelerate.diagnostics import hang, monitor
 from accelerate.runtime import failure, rendezvous, storage, torch_private, traits
+from accelerate.runtime.removed import refuse_removed_variables
 from accelerate.utils.environment import check_cuda_p2p_ib_support, parse_flag_from_env, set_numa_affinity
 from accelerate.utils.nested import piece
 
@@ -279,6 +280,7 @@ class PartialState(ProcessView):
             raise
 
     def _start(self, cpu: bool, settings: dict[str, Any]) -> None:
+        refuse_removed_variables()
         kind = os.environ.get("ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE")
         asked = parse_flag_from_env("ACCELERATE_USE_SAGEMAKER") and kind == SageMakerDistributedType.DATA_PARALLEL
         sagemaker = settings.pop("_use_sagemaker_dp", asked)

@@ -21,12 +21,6 @@ def test_saving_and_loading_together(launch, tmp_path, monkeypatch):
     check_checkpoint.read(places["OF_SEVERAL"])
 
 
-@pytest.mark.slow
-def test_one_rank_reads_for_others(launch):
-    done = launch("readers_of_files.py", processes=4, cpu=True)
-    assert done.stdout.count("ok check_") == 3
-
-
 def test_nodes_with_disks_of_their_own(tmp_path):
     """Each of two processes has a file system at the same path that the other one does not see."""
     disk = tmp_path / "disk"

@@ -36,8 +36,6 @@ class Backend:
     name: ClassVar[str]
     # Whether backward passes talk to other ranks, so that `no_sync` has something to hold back.
     synchronises: ClassVar[bool] = False
-    # All ranks have the same whole weights and states of optimizers.
-    replicates: ClassVar[bool] = False
     # Whether a checkpoint has each rank's part of a model, so that the whole is not gathered for `save_model`.
     saves_shards: ClassVar[bool] = False
     # What `whole_tensors` has gathered is nobody else's memory, and stays; tensors that the model has whole are its own.

@@ -25,7 +25,6 @@ class DataParallel(Backend):
 
     name = "ddp"
     synchronises = True
-    replicates = True
 
     def needs_wrapper(self, accelerator: Run, model: nn.Module) -> bool:
         """Whether the model has gradients to average: a frozen one (a teacher, say) has none, and torch refuses it."""

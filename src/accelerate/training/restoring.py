@@ -23,9 +23,8 @@ from accelerate.checkpoint.manifest import DamagedCheckpoint, Manifest, damaged
 from accelerate.checkpoint.object_store import storage_of
 from accelerate.checkpoint.state import Common
 from accelerate.checkpoint.storage import CheckpointStatus, CheckpointStorage, LocalStorage
-from accelerate.training import averages, gradients, readers
+from accelerate.training import averages, gradients
 from accelerate.training.prepared import Facade
-from accelerate.training.readers import Readers
 from accelerate.training.unclaimed import unclaimed_states
 
 logger = logging.getLogger(__name__)
@@ -57,7 +56,7 @@ def load_state(
     location = tensor_device(model_options.pop("map_location", None), accelerator.device)
     options = {"map_location": location, "load_kwargs": load_kwargs}
     storage = _storage(accelerator, input_dir)
-    search = Search(accelerator, storage, latest or input_dir is None, readers.wished())
+    search = Search(accelerator, storage, latest or input_dir is None)
     return READ(search, problem, options, model_options, missing_ok)
 
 
@@ -68,8 +67,7 @@ def _load_found(
     model_options: dict[str, Any],
     missing_ok: bool,
 ) -> Path | str | None:
-    accelerator, storage, load_kwargs = search.accelerator, search.storage, options["load_kwargs"]
-    deciding = {**model_options, "strict": not model_options.get("strict", True), "load_kwargs": load_kwargs}
+    accelerator, storage = search.accelerator, search.storage
     group, replaced = Group.of(accelerator, storage), 0
     while True:
         barrier = SaveBarrier("load_state", storage.location, group, default_store())
@@ -85,10 +83,9 @@ def _load_found(
             raise refusal
         chosen = _Chosen.of(search, barrier, group, answer)
         try:
-            chosen.readers = Readers.chosen(accelerator, answer["readers"], chosen.listing, deciding)
             contents = _read_together(accelerator, barrier, chosen, options, model_options)
             if contents is not None:
-                _complete(accelerator, barrier, contents, chosen.readers, model_options)
+                _complete(accelerator, barrier, contents, model_options)
                 break
         except _Damaged as error:
             if not search.latest:
@@ -139,7 +136,6 @@ class Search:
     """Finds the checkpoint to load: the leader alone, but for `pass_over`.
 
     Attributes:
-        readers: who reads models and optimizers, None for what is usual.
         passed: why checkpoints were passed over, by location.
         damaged: those of them that some rank found damaged, with the names of their saves.
         listing: the manifest of the one that `answer` names, None without one.
@@ -148,7 +144,6 @@ class Search:
     accelerator: Facade
     storage: CheckpointStorage
     latest: bool
-    readers: str | None = None
     passed: dict[str, str] = field(default_factory=dict)
     damaged: dict[str, str] = field(default_factory=dict)
     listing: Manifest | None = None
@@ -173,13 +168,11 @@ class Search:
             logger.warning("%s is loaded unverified: %s.", storage.location, state.reason)
         self.listing = state.manifest
         folder = storage.fetch() if storage.shared else ""
-        machines = self.accelerator.num_processes // _local_rank_and_size(self.accelerator)[1]
         return {
             "location": storage.location,
             "save": _name_of(state),
             "folder": folder,
             "following": self.following_number(storage),
-            "readers": self.readers or readers.usual(storage.location, state.manifest, machines),
         }
 
     def _newest(self) -> tuple[CheckpointStorage, CheckpointStatus] | None:
@@ -257,7 +250,6 @@ class _Chosen:
         problems: what is wrong with this machine's copy, found by its leader.
         following: the next automatic number.
         listing: the manifest, None without one.
-        readers: who reads models and optimizers, None if every rank does.
     """
 
     storage: CheckpointStorage
@@ -266,7 +258,6 @@ class _Chosen:
     problems: list[str]
     following: int | None
     listing: Manifest | None = None
-    readers: Readers | None = None
 
     @classmethod
     def of(cls, search: Search, barrier: SaveBarrier, group: Group, answer: dict[str, Any]) -> "_Chosen":
@@ -309,10 +300,6 @@ class _Chosen:
         if self.listing is None or self.problems or self.replaced():
             return
         shared, own = _read_by(self.listing, rank, by_parts)
-        if self.readers is not None:
-            weights = [name for name in shared if _WEIGHTS.fullmatch(name)]
-            shared = [name for name in shared if name not in weights]
-            own += weights if self.readers.reads else []
         self.folder.differences(shared, shared=True)
         self.folder.differences(own)
 
@@ -347,8 +334,6 @@ _OF_RANK = re.compile(
     r"|(?:pytorch_model_fsdp|optimizer)(?:_[0-9]+)?_rank([0-9]+)\.bin"
 )
 _PARTS = re.compile(r"[^/]+/(?:__[0-9]+_[0-9]+\.distcp|[^/]*_states\.pt)")
-# Whole models and optimizers.
-_WEIGHTS = re.compile(r"(?:model|pytorch_model|optimizer)(?:[_-].*)?\.(?:safetensors|bin)(?:\.index\.json)?")
 
 
 def _read_by(listing: Manifest, rank: int, by_parts: bool) -> tuple[list[str], list[str]]:
@@ -376,14 +361,11 @@ def _read_together(
     _, problem = _attempted(lambda: chosen.verify(accelerator.process_index, accelerator._backend.saves_shards))
     if not _may_go_on(barrier, chosen, problem):
         return None
-    reads = chosen.readers is None or chosen.readers.reads
-    contents, problem = _attempted(lambda: _read_contents(accelerator, chosen.folder, options, model_options, reads))
+    contents, problem = _attempted(lambda: _read_contents(accelerator, chosen.folder, options, model_options))
     may_go_on = False
     try:
         # Before any rank gives its objects anything: they may have collectives of their own.
         may_go_on = _may_go_on(barrier, chosen, problem)
-        if may_go_on and chosen.readers is not None:
-            chosen.readers.outline(contents)
         return contents if may_go_on else None
     finally:
         if contents is not None and not may_go_on:
@@ -420,13 +402,10 @@ def _complete(
     accelerator: Facade,
     barrier: SaveBarrier,
     contents: Contents,
-    others: Readers | None,
     model_options: dict[str, Any],
 ) -> None:
     """Give the objects their states if none refuses its own on any rank, else give back what they had."""
-    _, problem = _attempted(lambda: others and others.fit(accelerator, contents))
-    if problem is None:
-        _, problem = _attempted(lambda: contents.begin(**model_options))
+    _, problem = _attempted(lambda: contents.begin(**model_options))
     try:
         barrier.share(problem=problem)
     except BaseException:
@@ -434,18 +413,15 @@ def _complete(
         raise
     attributes, problem = _attempted(contents.complete)
     barrier.share(problem=problem)  # no rank may go on while another has other states
-    if others is not None:
-        _, problem = _attempted(lambda: others.broadcast(accelerator))
-        barrier.share(problem=problem)
     barrier.leave()
     for name, value in attributes.items():
         setattr(accelerator, name, value)
 
 
 def _read_contents(
-    accelerator: Facade, folder: str, options: dict[str, Any], model_options: dict[str, Any], reads: bool
+    accelerator: Facade, folder: str, options: dict[str, Any], model_options: dict[str, Any]
 ) -> Contents:
-    """Read all states, but for models and optimizers where another rank `reads` them for this one.
+    """Read all states.
 
     A rank that fails goes on, because the others wait for it where they read together, and raises at the end.
     """
@@ -467,7 +443,7 @@ def _read_contents(
             _check_custom(folder, common.custom)
             contents = read_common(common, folder, options["load_kwargs"])
             contents.unclaimed = unclaimed_states(accelerator, contents)
-        for index, optimizer in enumerate(accelerator._optimizers if reads else ()):
+        for index, optimizer in enumerate(accelerator._optimizers):
             with noted():
                 state = backend.load_optimizer(accelerator, optimizer, folder, index, **options)
                 if isinstance(state, Deferred):
@@ -475,9 +451,8 @@ def _read_contents(
                     state = state.state
                 if state is not None:
                     contents.optimizers.append((optimizer, state, manifest.optimizer_file(index)))
-        if reads:
-            with noted():
-                _read_models(accelerator, contents, folder, options, model_options)
+        with noted():
+            _read_models(accelerator, contents, folder, options, model_options)
         if problems:
             raise problems[0]
     except BaseException:

@@ -1,0 +1,16 @@
+"""Environment variables that had an effect in an earlier version, and what replaces them."""
+
+import os
+
+REMOVED = {
+    "ACCELERATE_CHECKPOINT_READERS": "Every rank reads the checkpoint",
+}
+
+
+def refuse_removed_variables() -> None:
+    """Raise ValueError if a removed variable is set: it would have no effect."""
+    for name, replacement in REMOVED.items():
+        if os.environ.get(name):
+            raise ValueError(
+                f"{name}={os.environ[name]!r} has no effect, because this setting was removed. {replacement}. Unset the variable."
+            )
