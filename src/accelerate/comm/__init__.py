@@ -50,14 +50,11 @@ def side_group(beside: bool = False) -> Any | None:
     return made[beside]
 
 
-def group_of(ranks: Sequence[int], on_host: bool = False) -> Any:
-    """Return the process group of some ranks, made once: torch finds the addresses of a former one where it makes it again. These ranks alone.
-
-    `on_host` asks for gloo, which moves tensors in host memory whatever the training's backend is.
-    """
+def group_of(ranks: Sequence[int]) -> Any:
+    """Return the process group of some ranks, made once: torch finds the addresses of a former one where it makes it again. These ranks alone."""
     made = _side_groups.setdefault(current(), {})
-    if (key := (*ranks, on_host)) not in made:
-        made[key] = dist.new_group(list(ranks), backend="gloo" if on_host else None, use_local_synchronization=True)
+    if (key := tuple(ranks)) not in made:
+        made[key] = dist.new_group(list(ranks), use_local_synchronization=True)
     return made[key]
 
 

@@ -3,7 +3,7 @@
 import os
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 
 from accelerate.config.enums import at_public_path
 from accelerate.config.options.schema import to_int
@@ -29,8 +29,6 @@ class DataLoaderConfiguration:
         already_sharded: True says the same of every loader, whatever it reads: each process reads exactly what its own
             loader gives. Samplers that know their rank, such as torch's `DistributedSampler`, are recognised without it,
             with a warning.
-        dispatch_readers: who reads the data that is dispatched: "one", the main process; or "per_node", the first process
-            of each node, for a stream that is stored in at least as many pieces as there are nodes.
         continue_after_load: a loader that was being iterated when a checkpoint was saved goes on within its epoch after
             `load_state`; False begins epochs anew.
 
@@ -49,7 +47,14 @@ class DataLoaderConfiguration:
     shard_iterable_dataset: bool = True
     continue_after_load: bool = True
     already_sharded: bool = False
-    dispatch_readers: str = "one"
+    dispatch_readers: InitVar[None] = None
+
+    def __post_init__(self, dispatch_readers: str | None) -> None:
+        if dispatch_readers not in (None, "one"):
+            raise ValueError(
+                f"dispatch_readers={dispatch_readers!r} is not supported, because the setting was removed: rank 0 reads what is "
+                "dispatched. To read on every node, shard the stream by node and pass already_sharded=True."
+            )
 
 
 @at_public_path

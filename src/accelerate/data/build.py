@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -50,7 +50,6 @@ def prepare_data_loader(
     torch_device_mesh: Any | None = None,
     shard_iterable_dataset: bool = True,
     already_sharded: bool = False,
-    dispatch_readers: str = "one",
 ) -> DataLoader:
     """Make a loader that gives each process its part of the data, on its device.
 
@@ -83,8 +82,6 @@ def prepare_data_loader(
             WebDataset's `split_by_node`, and torch datapipes with a `sharding_filter`.
         already_sharded: True says the same of any loader. Recognised without it, with a warning, are samplers and batch
             samplers that know their rank, such as torch's `DistributedSampler`.
-        dispatch_readers: who reads what is dispatched: "one", the main process, or "per_node", the first process of each
-            node, from pieces of the stream that belong to its node. All processes stop when the first node has no more.
 
     Returns:
         A `DataLoaderShard` or `DataLoaderDispatcher`; on XLA devices one that torch_xla's loader reads for.
@@ -92,8 +89,7 @@ def prepare_data_loader(
     Raises:
         TypeError: `dataloader` is not a torch loader.
         ValueError: the arguments contradict each other, the batch size cannot be split, or the dataset or its sampler
-            was divided among another number of processes, or gives the part of another one; or `dispatch_readers` is
-            "per_node" for data that cannot be divided among nodes.
+            was divided among another number of processes, or gives the part of another one.
         ImportError: `use_stateful_dataloader` without torchdata 0.8 or later.
 
     Example:
@@ -120,8 +116,6 @@ def prepare_data_loader(
     divided = already_sharded or _is_divided(dataloader, layout, own, shard_iterable_dataset, dispatch_batches)
     reading = _reading(dataloader, layout.num_shards, divided, dispatch_batches, put_on_device)
     dispatch = reading == plan.DISPATCHED
-    readers = _readers(dispatch_readers, dataloader, layouts, slice_fn_for_dispatch) if dispatch else (0,)
-    reading = plan.PER_NODE if len(readers) > 1 else reading
     if slice_fn_for_dispatch is not None and not dispatch:
         warn_user(
             "slice_fn_for_dispatch has no effect, because this loader does not dispatch. Pass dispatch_batches=True."
@@ -137,7 +131,7 @@ def prepare_data_loader(
     if rng_types is not None:
         rng_types = _synchronised(rng_types, dataloader, generator)
 
-    division = Division(reading, layouts, process_index, split_batches, even_batches, readers)
+    division = Division(reading, layouts, process_index, split_batches, even_batches)
     counts = dispatch and (layout.num_shards > 1 or slice_fn_for_dispatch is not None)
     made, changes = plan.make(dataloader, division), _changes(dataloader, division, counts)
     stateful = use_stateful_dataloader or is_stateful(dataloader)
@@ -151,7 +145,7 @@ def prepare_data_loader(
         "_base": base,
     }
     if dispatch:
-        common |= {"split_batches": split_batches, "slice_fn": slice_fn_for_dispatch, "readers": readers}
+        common |= {"split_batches": split_batches, "slice_fn": slice_fn_for_dispatch}
         loader: PreparedLoader = DataLoaderDispatcher(base.dataset, **common)
     else:
         kind = xla_shard() if put_on_device and traits.of(state.distributed_type).xla else DataLoaderShard
@@ -167,7 +161,7 @@ def prepare_data_loader(
 
 def _agreement(dataloader: DataLoader, reading: str) -> Agreement | None:
     """Return what compares the ranks' orders and datasets; None where each reads its own part, or what is dispatched has no table."""
-    dispatched = reading in (plan.DISPATCHED, plan.PER_NODE)
+    dispatched = reading == plan.DISPATCHED
     if reading == plan.SPLIT_ALREADY or (dispatched and not contents.tables(dataloader.dataset)):
         return None
     return Agreement(dataloader.dataset, reading == plan.OWN_SHARD, not dispatched)
@@ -230,33 +224,6 @@ def _reading(dataloader: DataLoader, shards: int, divided: bool, dispatch: bool 
     return plan.BY_PIECES if shards > 1 and iterable.can_shard_itself(dataloader.dataset, shards) else plan.EVERYTHING
 
 
-def _readers(choice: str, dataloader: DataLoader, layouts: Sequence[ShardLayout], slice_fn: Any) -> tuple[int, ...]:
-    """The ranks that read; ValueError if each node should, but cannot have a part of the data for itself. All ranks."""
-    if choice not in ("one", "per_node"):
-        raise ValueError(f"dispatch_readers is {choice!r}; choose 'one' or 'per_node'.")
-    if choice == "one":
-        return (0,)
-    state = PartialState()
-    firsts = comm.current().gather_object(state.process_index - state.local_process_index)
-    readers, dataset = tuple(sorted(set(firsts))), dataloader.dataset
-    if len(readers) == 1:
-        return readers
-    own, rest = divmod(layouts[0].num_shards, len(readers))
-    by_node = [first for first in readers for _ in range(firsts.count(first))]
-    of_nodes = [0 if rest else readers[layout.shard_index // own] for layout in layouts]
-    if rest or not firsts == by_node == of_nodes:
-        reason = "each node would have to have equally many parts of the data, one node after the other"
-    elif slice_fn is not None:
-        reason = "slice_fn_for_dispatch cuts from the samples of all processes, which no node has"
-    elif not is_stream(dataloader):
-        reason = "the dataset has indices, so each process can read its own samples: use dispatch_batches=False"
-    elif not iterable.can_shard_itself(dataset, len(readers)) or _shared_generator(dataloader) is not None:
-        reason = f"{type(dataset).__name__} is not stored in {len(readers)} or more pieces (`shard`, `num_shards`) of a known order"
-    else:
-        return readers
-    raise ValueError(f"dispatch_readers='per_node' is not possible on {len(readers)} nodes: {reason}. Or use 'one'.")
-
-
 def _with_seedable_sampler(dataloader: DataLoader, num_processes: int, seed: int | None) -> DataLoader:
     """The loader with a sampler that depends on a seed and the epoch, equal on all processes, if it shuffles."""
     sampler, communicator = adapter.get_sampler(dataloader), comm.current()
@@ -313,7 +280,7 @@ def _changes(dataloader: DataLoader, division: Division, counts: bool) -> dict[s
     if reading == plan.DISPATCHED and iterable.is_datapipe(dataset):
         # Hidden in a plain stream: torch's loader of a datapipe exchanges a seed between all processes at its start.
         changes["dataset"] = ChainDataset([dataset])
-    elif reading in (plan.BY_PIECES, plan.PER_NODE):
+    elif reading == plan.BY_PIECES:
         changes["dataset"] = dataset.shard(num_shards=shards, index=index)
     elif reading == plan.EVERYTHING and shards > 1:
         size = dataloader.batch_size or 1

@@ -90,11 +90,11 @@ class Group(NamedTuple):
             return Round(self.batches, *numbers)
         return Round(divider.divide(*self, _bounds(shards, width, longer)), *numbers)
 
-    def completed(self, head: Group, divider: Divider, shards: int, of_readers: Sequence[int], whole: bool) -> Round:
-        """The same, filled with the samples of `head` to the width that the reader with the most samples needs."""
-        rounds = Rounds(-(-max(of_readers) // shards), shards)
-        counts = sum(map(rounds.real, of_readers), ())
-        if rounds.total > self.real and 0 in (head.real, *of_readers):
+    def completed(self, head: Group, divider: Divider, shards: int, whole: bool) -> Round:
+        """The same, filled with the samples of `head` until all shards have equally many."""
+        rounds = Rounds(-(-self.real // shards), shards)
+        counts = rounds.real(self.real)
+        if rounds.total > self.real and head.real == 0:
             raise divider.refusal(
                 "it has to be filled up, and batches of this epoch have an uncertain number of samples"
             )
@@ -161,9 +161,8 @@ class BatchScatter:
         host_group: Any,
         device: torch.device,
         places: Sequence[int] | None,
-        reader: int = 0,
     ) -> None:
-        self.communicator, self.device, self.places, self.reader = communicator, device, places, reader
+        self.communicator, self.device, self.places = communicator, device, places
         self.parts = 1 if places is None else max(places) + 1
         self.group, self.host_group = group, host_group
         self.sequence, self.descriptions = 0, []
@@ -207,7 +206,7 @@ class BatchScatter:
         """Broadcast a tensor of the host; return the reader's."""
         if self.host_group is None:  # no torch.distributed: torch_xla
             return self.communicator.broadcast_object_list([tensor], 0)[0]
-        dist.broadcast(tensor, self.reader, group=self.host_group)
+        dist.broadcast(tensor, 0, group=self.host_group)
         return tensor
 
     def _share(
@@ -226,9 +225,9 @@ class BatchScatter:
         group = self.host_group if device.type == "cpu" else self.group
         if self.parts == 1:
             row = row if rows is None else rows[0]
-            return row, dist.broadcast(row, self.reader, group=group, async_op=True).wait
+            return row, dist.broadcast(row, 0, group=group, async_op=True).wait
         each = None if rows is None else [rows[place] for place in self.places]
-        return row, dist.scatter(row, each, self.reader, group=group, async_op=True).wait
+        return row, dist.scatter(row, each, 0, group=group, async_op=True).wait
 
 
 def _rows(parts: Sequence[Sequence[torch.Tensor]], pinned: bool = False) -> torch.Tensor:
@@ -243,10 +242,6 @@ def _rows(parts: Sequence[Sequence[torch.Tensor]], pinned: bool = False) -> torc
 
 
 # The loader ----------------------------------------------------------------------------------------------------------
-
-
-class _OtherFailed(RuntimeError):
-    """The reader of another node has failed, and said so."""
 
 
 class DataLoaderDispatcher(PreparedLoader):
@@ -264,7 +259,6 @@ class DataLoaderDispatcher(PreparedLoader):
         _non_blocking: let copies from pinned memory overlap with computation.
         slice_fn: cuts a part from a round: `slice_fn(batch, slice, process_index=..., num_processes=...)`.
         torch_device_mesh: ranks that differ only along its `tp`, `cp` or `sp` dimension receive the same part.
-        readers: the ranks that read, in order; each serves those up to the next one, from a stream of its own.
         iteration: the epoch that the first iteration is.
         **kwargs: arguments of the wrapped loader.
 
@@ -286,7 +280,6 @@ class DataLoaderDispatcher(PreparedLoader):
         slice_fn: Callable[..., Any] | None = None,
         torch_device_mesh: Any | None = None,
         iteration: int = 0,
-        readers: Sequence[int] = (0,),
         **kwargs: Any,
     ) -> None:
         super().__init__(dataset, skip_batches, use_stateful_dataloader, iteration, **kwargs)
@@ -296,7 +289,6 @@ class DataLoaderDispatcher(PreparedLoader):
         self.torch_device_mesh = torch_device_mesh
         self._drop_last = _drop_last
         self._non_blocking = _non_blocking
-        self.readers = tuple(readers)
         self._counts: tuple[int, ...] | None = None
 
     def _begin_epoch(self, pending: Pending | None) -> None:
@@ -331,7 +323,7 @@ class DataLoaderDispatcher(PreparedLoader):
         for message in rounds:
             part, self._counts = message.batch()
             if rounds.ended and self._counts is None:
-                self.remainder = message.real * len(self.readers)
+                self.remainder = message.real
             if self.slice_fn is not None:
                 ranks = {"process_index": self.state.process_index, "num_processes": self.state.num_processes}
                 part = self.slice_fn(part, slice(message.start(index), message.start(index + 1)), **ranks)
@@ -340,45 +332,35 @@ class DataLoaderDispatcher(PreparedLoader):
     @functools.cached_property
     def _connection(self) -> BatchScatter:
         # gloo can move device tensors only by way of the host; so the bytes had better start there.
-        communicator, ranks = comm.current(), self._served()
+        communicator = comm.current()
         on_host = self.state.backend == "gloo" or communicator.group is None
         device = CPU if on_host else self.state.device
         # A function of the user's cuts from the whole round, on every rank.
-        places = None if self.slice_fn else [self._layouts[rank].shard_index % self._shards() for rank in ranks]
-        groups = communicator.group, comm.side_group()
-        if len(self.readers) > 1:
-            groups = comm.group_of(ranks, on_host), comm.group_of(ranks, on_host=True)
-        return BatchScatter(communicator, *groups, device, places, ranks[0])
+        places = None if self.slice_fn else [layout.shard_index for layout in self._layouts]
+        return BatchScatter(communicator, communicator.group, comm.side_group(), device, places)
 
-    def _served(self) -> range:
-        """The ranks that receive from the reader of this one, which is the first of them."""
-        bounds = (*self.readers, self.state.num_processes)
-        return next(range(*each) for each in pairwise(bounds) if self.state.process_index < each[1])
-
+    @property
     def _shards(self) -> int:
-        """Number of shards that a reader serves."""
-        return self._layouts[0].num_shards // len(self.readers)
+        return self._layouts[0].num_shards
 
     def _messages(self, pending: Pending | None, start: int) -> Iterator[Round]:
-        """The rounds from `start` on: read and sent by a reader, received by the others."""
-        if self.state.process_index not in self.readers:
+        """The rounds from `start` on: read and sent by rank 0, received by the others."""
+        if self.state.process_index != 0:
             if simulated.current() is not None:
                 raise ValueError(
-                    f"Rank {self.state.process_index} is simulated, and would be sent its batches by rank {self._served()[0]}, which is made up. "
-                    f"Simulate a rank that reads (--simulate_rank {self._served()[0]}), or set dispatch_batches=False."
+                    f"Rank {self.state.process_index} is simulated, and would be sent its batches by rank 0, which is made up. "
+                    "Simulate the rank that reads (--simulate_rank 0), or set dispatch_batches=False."
                 )
             while True:
                 yield self._connection.receive()
         alone = self.state.num_processes == 1
         send = _kept if alone else self._connection.send
         try:
-            first = self._head() if start and self._layouts[0].num_shards > 1 and not self._drop_last else []
+            first = self._head() if start and self._shards > 1 and not self._drop_last else []
             batches = iter(EpochIterator(self, pending))
-            for message in self._form_rounds(batches, self._shards(), first):
+            for message in self._form_rounds(batches, self._shards, first):
                 yield send(message)
         except Exception as error:
-            if not isinstance(error, _OtherFailed):
-                self._exchange(FAILED)
             send(Round([f"{type(error).__name__}: {error}"], real=FAILED))
             raise
         yield send(Round([None], real=ENDED))
@@ -408,35 +390,22 @@ class DataLoaderDispatcher(PreparedLoader):
         head = self._group(divider, first, shards) if first else None
         for reads in chain(groups, [()]):
             group = self._group(divider, reads, shards) if reads else None
-            real = ENDED if group is None else group.real
-            of_readers = self._exchange(real)
             if held is not None:
                 # A sampler whose batches vary in size: no shard gets duplicates in the middle of an epoch.
                 middle = group is not None and held.real >= shards
-                yield (
-                    held.round(divider, shards, whole)
-                    if middle
-                    else held.completed(head, divider, shards, [held.real], whole)
-                )
+                yield (held.round(divider, shards, whole) if middle else held.completed(head, divider, shards, whole))
                 held = None
-            if ENDED in of_readers:
-                if group is not None:
-                    logger.warning(
-                        f"Rank {self.state.process_index} reads for its node and had at least one step more, which this epoch "
-                        "leaves out: all processes stop when the first node has no more."
-                    )
+            if group is None:
                 return
             if head is None:
                 head = group
             divider.witness = (head.batches[0], head.sizes[0]) if head.real else None
-            if 0 in of_readers and len(group.batches) == shards and not whole:
+            if group.real == 0 and len(group.batches) == shards and not whole:
                 yield Round(group.batches)
-            elif real % shards == 0 and all(each == real for each in of_readers):
+            elif group.real % shards == 0:
                 yield group.round(divider, shards, whole)
-            elif len(of_readers) == 1:
-                held = group
             else:
-                yield group.completed(head, divider, shards, of_readers, whole)
+                held = group
 
     def _group(self, divider: Divider, reads: Sequence[Any], shards: int) -> Group:
         """Count the samples of the batches of a step; ValueError if they are not known and the step has to be divided."""
@@ -465,19 +434,6 @@ class DataLoaderDispatcher(PreparedLoader):
         remedies.append("DataLoaderConfiguration(dispatch_batches=False), which lets each rank read its own batches")
         return Divider(collate_fn is not default_collate, f"Use {'; or '.join(remedies)}.", self.slice_fn is None)
 
-    def _exchange(self, real: int) -> list[int]:
-        """The samples that each reader has for a round, or how it ended; where another one failed, this one does, too."""
-        if len(self.readers) == 1:
-            return [real]
-        group = comm.group_of(self.readers, on_host=True)
-        found = torch.zeros(len(self.readers), dtype=torch.int64)
-        found[self.readers.index(self.state.process_index)] = real
-        dist.all_reduce(found, group=group)
-        failed = [rank for rank, each in zip(self.readers, found.tolist(), strict=True) if each == FAILED]
-        if failed and real != FAILED:
-            raise _OtherFailed(f"The reader of another node failed: rank {failed[0]}. All processes stop here.")
-        return found.tolist()
-
     # What is known about the data ------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
@@ -486,10 +442,10 @@ class DataLoaderDispatcher(PreparedLoader):
         return max(0, rounds - self.skip_batches)
 
     def _batches_per_step(self) -> int:
-        return len(self.readers) if self.split_batches else self._layouts[0].num_shards
+        return 1 if self.split_batches else self._shards
 
     def _reads_per_step(self) -> int:
-        return 1 if self.split_batches else self._shards()
+        return self._batches_per_step()
 
     @functools.cached_property
     def _layouts(self) -> list[ShardLayout]:

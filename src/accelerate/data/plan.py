@@ -24,7 +24,6 @@ BY_PIECES = "by pieces"
 SPLIT_ALREADY = "divided already, read as it is"
 EVERYTHING = "reads everything, keeps its part"
 DISPATCHED = "main process reads and sends"
-PER_NODE = "one process per node reads and sends"
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,6 @@ class Division:
         layouts: the shard of each process.
         split_batches: the loader's batch size is that of all processes together.
         even_batches: the last round is completed.
-        readers: the processes that read what is dispatched.
     """
 
     reading: str
@@ -73,13 +71,10 @@ class Division:
     process_index: int
     split_batches: bool
     even_batches: bool
-    readers: tuple[int, ...] = (0,)
 
     @property
     def own(self) -> ShardLayout:
-        """What this process reads, or its node's reader in its place: of how many parts, and which."""
-        if self.reading == PER_NODE:
-            return ShardLayout(len(self.readers), sum(first <= self.process_index for first in self.readers) - 1)
+        """The shard of this process."""
         return self.layouts[self.process_index]
 
 
@@ -115,7 +110,6 @@ class DataPlan:
         sampler: kind of the sampler that decides the order, or of the batch sampler if it has none; None for a stream.
         walked: each process goes through the batches of all to find its own, because the sampler is not one of torch's.
         uneven: shards may end at different steps, so the processes vote in every step on whether all have a batch.
-        readers: the processes that read for others, each for itself and those up to the next one.
     """
 
     kind: str
@@ -134,7 +128,6 @@ class DataPlan:
     drop_last: bool = False
     uneven: bool = False
     walked: bool = False
-    readers: tuple[int, ...] = ()
 
     @property
     def own(self) -> ShardPlan:
@@ -178,8 +171,6 @@ class DataPlan:
             ("batch", f"{_known(self.batch_size)} per process, {_known(self.total_batch_size)} in total"),
             ("workers", f"{self.workers} per process"),
         ]
-        if self.readers:
-            facts.append(("readers", f"ranks {', '.join(map(str, self.readers))}"))
         if self.walked:
             facts.append(("find", "each process goes through the batches of all, because the sampler is a custom one"))
         if self.uneven:
@@ -193,8 +184,8 @@ def _known(value: Any | None) -> str:
 
 def make(dataloader: DataLoader, division: Division) -> DataPlan:
     """Work out who reads what of a loader that is not sharded yet."""
-    reading, layouts, readers = division.reading, division.layouts, division.readers
-    count, own, stream = layouts[0].num_shards, layouts[division.process_index].shard_index, is_stream(dataloader)
+    reading, layouts = division.reading, division.layouts
+    count, own, stream = layouts[0].num_shards, division.own.shard_index, is_stream(dataloader)
     batching = batching_sampler(dataloader)
     order = batching.sampler if type(batching) is BatchSampler else batching
     drop_last = bool(dataloader.drop_last or getattr(batching, "drop_last", False))
@@ -209,15 +200,12 @@ def make(dataloader: DataLoader, division: Division) -> DataPlan:
             known, total = _dealt_out(adapter.get_sampler(dataloader), size, count, drop_last)
         elif unseen and count > 1:
             [known[own]] = shards_of(total, size, 1, drop_last=drop_last, fill="nothing")
-        elif reading not in (BY_PIECES, PER_NODE):  # how many samples a piece holds is known to the stream alone
+        elif reading != BY_PIECES:  # how many samples a piece holds is known to the stream alone
             # Streams that are divided round by round are always completed.
             fill = "batches" if division.even_batches or stream else "nothing"
             fill = "nothing" if count == 1 else "round" if reading == DISPATCHED else fill
             known = shards_of(total, size, count, drop_last=drop_last, fill=fill)
     parts = {EVERYTHING: [1.0] * count, OWN_SHARD: [1 / count] * count, DISPATCHED: [1.0] + [0.0] * (count - 1)}
-    if reading == PER_NODE:  # how much a node's pieces hold is known to the stream alone
-        of_readers = {layouts[rank].shard_index for rank in readers}
-        parts[PER_NODE] = [None if shard in of_readers else 0.0 for shard in range(count)]
     read = [1.0] if count == 1 else parts.get(OWN_SHARD if dealt_out else reading, [None] * count)
     ranks: list[list[int]] = [[] for _ in known]
     for rank, layout in enumerate(layouts):
@@ -239,9 +227,8 @@ def make(dataloader: DataLoader, division: Division) -> DataPlan:
         workers=dataloader.num_workers,
         sampler=adapter.sampler_kind(dataloader),
         drop_last=drop_last,
-        uneven=count > 1 and (unseen or reading in (BY_PIECES, PER_NODE)),
+        uneven=count > 1 and (unseen or reading == BY_PIECES),
         walked=count > 1 and reading == OWN_SHARD and not has_tensor_order(order),
-        readers=readers if reading == PER_NODE else (),
     )
 
 
@@ -266,7 +253,7 @@ def _batch_size(dataloader: DataLoader, batching: Any, reading: str) -> int | No
     size = getattr(batching, "batch_size", None)
     if dataloader.batch_sampler is not None:
         return dataloader.batch_size if size is None else size
-    if reading in (DISPATCHED, PER_NODE):
+    if reading == DISPATCHED:
         return None  # what the dataset gives is a batch of any size
     # Not batched: the sampler gives single indices, unless it is a batch sampler itself.
     return size if isinstance(batching, BatchSampler) else 1

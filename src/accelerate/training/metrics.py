@@ -39,9 +39,9 @@ def gather_for_metrics(accelerator: Facade, data: Any, use_gather_object: bool) 
     whole = counts is None and not (filled and getattr(state.active_dataloader, "_may_fill_uncounted", True))
     keep = state.remainder if counts is None else sum(counts)
     spread = layout is not None and layout.non_data_parallel_size > 1 and accelerator.torch_device_mesh is not None
-    # A sampler of the user's own fills up each part at its own end, and a reader of a node the parts of its node.
+    # A sampler of the user's own fills up each part at its own end.
     plan = getattr(state.active_dataloader, "plan", None)
-    uneven = counts is not None and bool(getattr(plan, "filled_ends", None) or getattr(plan, "readers", None))
+    uneven = counts is not None and bool(getattr(plan, "filled_ends", None))
     if spread or uneven:
         inner, copies = (layout.non_data_parallel_size // layout.pp_size, layout.tp_size) if spread else (1, 1)
         stages = layout.pp_size if spread else 1

@@ -455,7 +455,7 @@ def prepare_data_loader(
     config = accelerator.dataloader_config
     meshes.build(accelerator)  # in a direct call, it may not be there yet
     # Passed only when it says something, because users put functions of upstream's signature in the place of `build`.
-    usual = {"shard_iterable_dataset": True, "already_sharded": False, "dispatch_readers": "one"}
+    usual = {"shard_iterable_dataset": True, "already_sharded": False}
     divided = {name: getattr(config, name, value) for name, value in usual.items()}
     divided = {name: value for name, value in divided.items() if value is not usual[name]}
     with own_states(accelerator):

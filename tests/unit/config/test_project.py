@@ -2,7 +2,7 @@
 
 import pytest
 
-from accelerate.config.project import ProjectConfiguration
+from accelerate.config.project import DataLoaderConfiguration, ProjectConfiguration
 
 
 def test_logs_go_to_the_project_unless_told_otherwise():
@@ -18,3 +18,8 @@ def test_a_limit_keeps_at_least_one(limit):
     assert ProjectConfiguration(total_limit="2").total_limit == 2
     with pytest.raises(ValueError, match="total_limit is 'two'"):
         ProjectConfiguration(total_limit="two")
+
+
+def test_removed_reader_per_node_names_replacement():
+    with pytest.raises(ValueError, match="dispatch_readers='per_node' is not supported.*already_sharded=True"):
+        DataLoaderConfiguration(dispatch_readers="per_node")

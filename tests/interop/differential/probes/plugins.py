@@ -27,7 +27,6 @@ ADDED = {
     "pp_size",
     *("memory_snapshot", "module_precision"),
     "already_sharded",
-    "dispatch_readers",
 }
 
 
