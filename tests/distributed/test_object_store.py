@@ -2,7 +2,6 @@
 
 import pytest
 
-from accelerate.runtime.durable import CHUNK
 from scale import object_store
 from unit.checkpoint.conftest import s3, s3_server  # noqa: F401
 
@@ -14,9 +13,10 @@ def test_object_store(launch):
 
 @pytest.mark.slow
 def test_each_node_writes_and_reads_what_its_ranks_need():
-    """Two nodes of two ranks, a sharded checkpoint: written once, and of the store each rank reads its shards and one piece more."""
+    """Two nodes of two ranks, a sharded checkpoint: written once, and each node reads the files that hold its shards, once."""
     found = object_store.run(layers=4)
     for written, needed in zip(found["save"]["written"], found["save"]["needed"], strict=True):
         assert needed <= written <= 1.05 * needed
     for read, needed in zip(found["load"]["read"], found["load"]["needed"], strict=True):
-        assert read <= 1.05 * needed + object_store.LOCAL * CHUNK
+        # Every rank reads what rank 0 saved for all, and that is in its file.
+        assert read <= 1.05 * needed * (1 + 1 / object_store.LOCAL)

@@ -2,7 +2,7 @@
 
 object_store.py [LAYERS] ; prints RESULT {save: {...}, load: {...}} with one value for each node, and the bytes that it needs.
 
-What is read in parts is read in pieces of 16 MiB: each rank reads one more, which holds what all ranks read of rank 0's file.
+Files are read in full: each node also reads rank 0's file, which holds what all ranks read.
 """
 
 import json

@@ -154,7 +154,7 @@ class CheckpointFolder(str):
     Attributes:
         listing: the manifest.
         reader: which one it is of the ranks that read the same files from one disk, and of how many.
-        bring: sees to it that pieces of files are in the folder, as `CheckpointStorage.bring` does.
+        bring: makes sure that files are in the folder, as `CheckpointStorage.bring` does.
         wrong: what `differences` has returned so far.
     """
 
@@ -167,7 +167,7 @@ class CheckpointFolder(str):
         folder: str,
         listing: Manifest,
         reader: tuple[int, int] = (0, 1),
-        bring: Callable[[dict[str, Any]], None] = lambda wanted: None,
+        bring: Callable[[dict[str, int]], None] = lambda sizes: None,
     ) -> None:
         self.listing, self.reader, self.bring = listing, reader, bring
         self.wrong: list[str] = []
@@ -180,7 +180,7 @@ class CheckpointFolder(str):
         names = [name for name in names if name in files]
         if ranks := {files[name].rank for name in names if name not in self._entries}:
             parts = [name for name in map(manifest.part_file, ranks) if name in files]
-            self.bring({name: (files[name].size, None) for name in parts})
+            self.bring({name: files[name].size for name in parts})
             theirs = [name for name, entry in files.items() if entry.rank in ranks]
             self._entries.update(self.listing.detailed(self, theirs))
         return [self._entries[name] for name in names]
@@ -205,8 +205,7 @@ class CheckpointFolder(str):
             for _, _, name, number in sorted(pieces)[reader::readers]:
                 own.setdefault(name, []).append(number)
             if own:
-                entries = self._entries
-                self.bring({name: (entries[name].size, own[name] if entries[name].digests else None) for name in own})
+                self.bring({name: self._entries[name].size for name in own})
         except DamagedCheckpoint as error:
             lines = [str(error)]
         else:

@@ -12,7 +12,7 @@ old one or the new one. A save that is killed leaves a generation that no manife
 another save of the run when it is a day old.
 
 Each rank streams its files into the generation while it makes them; what hooks and other code write by path comes from a local
-folder. A load downloads into a local folder what the ranks of its node read, of large files the pieces of them.
+folder. A load downloads into a local folder the files that the ranks of its node read.
 
 A manifest without a generation is read, too: its files lie beside it, as when a local checkpoint was copied to the store. So
 are files without a manifest, as another library saves them.
@@ -25,13 +25,13 @@ import json
 import os
 import posixpath
 import re
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-from accelerate.checkpoint import manifest
+from accelerate.checkpoint import folders, manifest
 from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, Manifest, UnreadableManifest, damaged, files_below
 from accelerate.checkpoint.storage import (
     ABANDONED_S,
@@ -41,7 +41,7 @@ from accelerate.checkpoint.storage import (
     refuse_unfinished,
     warned,
 )
-from accelerate.runtime.durable import CHUNK, HashedFile, Sink, each, hashed, is_inside
+from accelerate.runtime.durable import HashedFile, Sink, each, hashed, is_inside
 
 # A reader begins anew when the checkpoint is replaced under its hands; that a third replaces the second meanwhile is no accident.
 _LOOKS = 3
@@ -52,9 +52,6 @@ _LARGE, _LARGE_AT_ONCE = 100 << 20, 2
 
 # The time of an object, which each file system gives in its own way.
 _TIMES = ("LastModified", "mtime", "last_modified", "created")
-
-# A file's path in the manifest, and where a part of it begins and ends.
-Range = tuple[str, int, int]
 
 _GENERATION = re.compile(r"g-[0-9]{8}T[0-9]{6}Z-[0-9a-f]{16}")
 _LATEST = "g-~"  # is behind the names of all generations
@@ -159,9 +156,7 @@ class ObjectStore(CheckpointStorage):
                 folder = os.path.join(_copies[key].name, "checkpoint")
                 os.makedirs(folder, exist_ok=True)
                 self.fetched = folder, published.generation
-                found = self._download(
-                    {name: (size, None) for name, size in sizes.items() if not wanted or wanted(name)}
-                )
+                found = self._download({name: size for name, size in sizes.items() if not wanted or wanted(name)})
                 if not found:
                     self._listing = published.manifest
                     if self._listing is not None:
@@ -172,20 +167,22 @@ class ObjectStore(CheckpointStorage):
         raise damaged(self.location, found)
 
     def outline(self) -> tuple[str, Manifest | None]:
-        """Return what `fetch` returns, with the manifest and files that have their size and no content, until `bring` downloads it.
+        """Return what `fetch` returns, with the manifest and files that are empty until `bring` downloads them.
 
         What another library saved is fetched: nothing says what its bytes should be.
         """
         folder = self.fetch(lambda name: False)
         if self._listing is None:
             return self.fetch(), None
-        for _ in self._missing({name: (size, ()) for name, size in _sizes(self._listing).items()}):
-            pass  # making the files is what it is for
+        for name in self._listing.files:
+            os.makedirs(os.path.dirname(self._path(name)), exist_ok=True)
+            with open(self._path(name), "ab"):
+                pass
         return folder, replace(self._listing, mark=manifest.mark(folder))
 
-    def bring(self, wanted: Mapping[str, tuple[int, Collection[int] | None]]) -> None:
-        """Download pieces of files, or with None all of them, into the folder that was fetched, which ranks of a node may share."""
-        if found := self._download(wanted):
+    def bring(self, sizes: Mapping[str, int]) -> None:
+        """Download files into the folder that was fetched, which ranks of a node may share."""
+        if found := self._download(sizes):
             raise damaged(self.location, found)
 
     def _foreign(self) -> dict[str, int]:
@@ -196,53 +193,31 @@ class ObjectStore(CheckpointStorage):
             raise DamagedCheckpoint(f"the name of the object {outside[0]!r} leads out of the folder")
         return sizes
 
-    def _download(self, wanted: Mapping[str, tuple[int, Collection[int] | None]]) -> list[str]:
-        """Do what `bring` does; return a line for each object that is missing, or too short."""
-        return [line for lines in each(self._get, _batches(self._missing(wanted)), _AT_ONCE) for line in lines]
+    def _download(self, sizes: Mapping[str, int]) -> list[str]:
+        """Do what `bring` does; return a line for each object that is missing, or has another size."""
+        return [line for line in each(self._get, sizes.items(), _AT_ONCE) if line]
 
-    def _missing(self, wanted: Mapping[str, tuple[int, Collection[int] | None]]) -> Iterator[Range]:
-        """Make the files at their full size, and return the pieces that are not in them.
-
-        Beside the folder lies for each file what says which pieces it has: a byte for each.
-        """
-        for name, (size, numbers) in wanted.items():
-            count = -(-size // CHUNK)
-            for path, length in ((self._path(name), size), (self._marks(name), count)):
-                os.makedirs(os.path.dirname(path), exist_ok=True)
-                with open(path, "ab") as file:
-                    file.truncate(length)
-            with open(self._marks(name), "rb") as file:
-                here = file.read()
-            for number in range(count) if numbers is None else sorted(numbers):
-                if not here[number]:
-                    yield name, number * CHUNK, min((number + 1) * CHUNK, size)
-
-    def _get(self, ranges: list[Range]) -> list[str]:
-        """Download pieces of files together."""
-        names, starts, ends = map(list, zip(*ranges, strict=True))
-        generation, lines = self.fetched[1], []
-        with self._objects.at(generation, "downloaded") as (system, base):
-            paths = [f"{base.rstrip('/')}/{name}" for name in names]
-            found = system.cat_ranges(paths, starts, ends, on_error="return")
-        for (name, start, end), data in zip(ranges, found, strict=True):
-            if isinstance(data, FileNotFoundError) or (isinstance(data, bytes) and len(data) < end - start):
-                there = start + len(data) if isinstance(data, bytes) else None
-                lines.append(manifest.difference(name, os.path.getsize(self._path(name)), there))
-                continue
-            with self._objects.naming(f"{generation}/{name}".lstrip("/"), "downloaded"):
-                if isinstance(data, Exception):
-                    raise data
-                for path, at, content in ((self._path(name), start, data), (self._marks(name), start // CHUNK, b"\1")):
-                    with open(path, "r+b") as file:
-                        file.seek(at)
-                        file.write(content)
-        return lines
+    def _get(self, file: tuple[str, int]) -> str | None:
+        """Download a file unless it is there already, one rank of the node at a time."""
+        (name, size), (folder, generation) = file, self.fetched
+        path, partial, lock = (os.path.join(root, name) for root in (folder, f"{folder}_partial", f"{folder}_locks"))
+        for place in (path, partial, lock):
+            os.makedirs(os.path.dirname(place), exist_ok=True)
+        with folders.waiting_lock(lock):
+            if os.path.exists(path) and os.path.getsize(path) == size:
+                return None
+            try:
+                with self._objects.at(f"{generation}/{name}".lstrip("/"), "downloaded") as (system, base):
+                    system.get_file(base, partial)
+            except FileNotFoundError:
+                return manifest.difference(name, size, None)
+            if (found := os.path.getsize(partial)) != size:
+                return manifest.difference(name, size, found)
+            os.replace(partial, path)
+        return None
 
     def _path(self, name: str) -> str:
         return os.path.join(self.fetched[0], name)
-
-    def _marks(self, name: str) -> str:
-        return os.path.join(f"{self.fetched[0]}_pieces", name)
 
     def release(self) -> None:
         """Remove what `fetch` made for this process."""
@@ -522,20 +497,6 @@ _copies: dict[tuple[Hashable, ...], TemporaryDirectory[str]] = {}
 
 def _folder() -> TemporaryDirectory[str]:
     return TemporaryDirectory(prefix="accelerate_checkpoint_", ignore_cleanup_errors=True)
-
-
-def _batches(ranges: Iterable[Range]) -> Iterator[list[Range]]:
-    """Return ranges in batches of at most a piece's bytes, so that small files come together."""
-    batch: list[Range] = []
-    room = CHUNK
-    for name, start, end in ranges:
-        if batch and end - start > room:
-            yield batch
-            batch, room = [], CHUNK
-        batch.append((name, start, end))
-        room -= end - start
-    if batch:
-        yield batch
 
 
 def _sizes(listing: Manifest) -> dict[str, int]:

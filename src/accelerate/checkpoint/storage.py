@@ -84,7 +84,7 @@ class CheckpointStorage(ABC):
         shared: whether every process that reaches the location sees what one of them stages.
         generation: the name of what is being staged, where several ranks stage: that of the rank that publishes.
         fetched: the local folder that `fetch` made on this node, and the generation of what is in it; other ranks of the node
-            take it over, so that they `bring` pieces of the same checkpoint.
+            take it over, so that they `bring` files of the same checkpoint.
     """
 
     location: str
@@ -175,12 +175,8 @@ class CheckpointStorage(ABC):
         """Return a local folder with all files, of which `bring` has to be asked for what is read, and the manifest if that was read."""
         return self.fetch(), None
 
-    def bring(self, wanted: Mapping[str, tuple[int, Collection[int] | None]]) -> None:
-        """See to it that the folder that was fetched has pieces of files; any rank whose `fetched` is set, alone.
-
-        Args:
-            wanted: by path in the manifest the size of each file, and the numbers of pieces of ``durable.CHUNK`` bytes; None for all.
-        """
+    def bring(self, sizes: Mapping[str, int]) -> None:
+        """Make sure that the fetched folder has some files, given with their sizes; any rank whose `fetched` is set, alone."""
         return
 
     def release(self) -> None:
