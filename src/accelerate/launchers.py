@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from accelerate import _lazy
+from accelerate._warn import warn_user
 from accelerate.launch import notebook
 from accelerate.launch.errors import NotAvailableError, WorkerFailure
 from accelerate.launch.notebook import MeetingError, Request, WorkerError, check
@@ -85,8 +86,7 @@ def notebook_launcher(
         rdzv_id: the name of the run.
         max_restarts: how often to restart all processes after a failure.
         monitor_interval: how often to look whether they are alive, in seconds.
-        log_line_prefix_template: what stands before each line of their output, such as "[${rank}] "; torch fills in ${rank},
-            ${local_rank} and ${role_name}.
+        log_line_prefix_template: has no effect, with a warning.
 
     Raises:
         WorkerError: a process failed; its traceback is in the message.
@@ -104,7 +104,12 @@ def notebook_launcher(
         Launching training on one ...
         Training at 0.1.
     """
-    request = Request(**locals())  # its fields are these arguments
+    arguments = locals()
+    if arguments.pop("log_line_prefix_template") is not None:
+        warn_user(
+            "log_line_prefix_template has no effect: write the rank in front of the lines that the function prints."
+        )
+    request = Request(**arguments)  # its fields are these arguments
     check(request)
     _refuse_nesting("notebook_launcher", request.num_nodes == 1 and num_processes == 1)
     hosted = is_colab() or any(name.startswith("KAGGLE") for name in os.environ)

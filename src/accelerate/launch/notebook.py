@@ -8,13 +8,11 @@ import contextlib
 import functools
 import importlib.util
 import inspect
-import io
 import multiprocessing
 import os
 import pickle
 import re
 import signal
-import string
 import sys
 import tempfile
 import time
@@ -38,13 +36,6 @@ from accelerate.runtime import failure, torch_private
 from accelerate.runtime.failure import PREEMPTED
 from accelerate.runtime.ranks import DEFAULT_PORT
 
-# What the command line calls otherwise than `notebook_launcher`.
-_NAMES = {
-    "main_process_ip": "master_addr",
-    "main_process_port": "use_port",
-    "machine_rank": "node_rank",
-    "num_machines": "num_nodes",
-}
 # A function of Python's does not run while the process waits inside torch, so these end a rank at once.
 _SIGNALS = ("SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 
@@ -124,7 +115,6 @@ class Request:
     rdzv_id: str = "none"
     max_restarts: int = 0
     monitor_interval: float = 0.1
-    log_line_prefix_template: str | None = None
 
     @property
     def precision(self) -> str | None:
@@ -167,19 +157,12 @@ def check(request: Request) -> None:
             raise TypeError(f"{name} is {value!r}; give an integer.")
         if value < least:
             raise ValueError(f"{name} is {value}; it must be at least {least}.")
-    if request.rdzv_conf is not None and not isinstance(request.rdzv_conf, Mapping):
-        raise TypeError(f"rdzv_conf is {request.rdzv_conf!r}; give a dictionary, such as {{'timeout': 60}}.")
-    interval = request.monitor_interval
-    for name, fits, wanted in (
-        ("node_rank", request.node_rank < request.num_nodes, f"{request.num_nodes} machines are numbered from 0"),
-        ("monitor_interval", isinstance(interval, (int, float)) and interval > 0, "give a number of seconds above 0"),
-        ("mixed_precision", request.precision is not None, "choose one of no, fp16, bf16, fp8"),
-        ("use_port", re.fullmatch(r"\d{0,5}", str(request.use_port or "")) and request.port <= 65535, "give a port"),
-        ("rdzv_backend", request.rdzv_backend in BACKENDS, f"choose one of {', '.join(BACKENDS)}"),
-        ("rdzv_endpoint", re.fullmatch(r"(.+:\d{1,5})?", request.rdzv_endpoint), "give host:port"),
-    ):
-        if not fits:
-            raise ValueError(f"{name} is {getattr(request, name)!r}; {wanted}.")
+    if request.node_rank >= request.num_nodes:
+        raise ValueError(f"node_rank is {request.node_rank}; {request.num_nodes} machines are numbered from 0.")
+    if request.rdzv_backend not in BACKENDS:
+        raise ValueError(f"rdzv_backend is {request.rdzv_backend!r}; choose one of {', '.join(BACKENDS)}.")
+    if request.precision is None:
+        raise ValueError("mixed_precision is None; choose one of no, fp16, bf16, fp8.")
 
 
 def _check_function(request: Request) -> None:
@@ -203,13 +186,12 @@ def _check_function(request: Request) -> None:
 class Worker:
     """What a rank runs: the function, without what the process has inherited, and with a record of its failure.
 
-    `prefix` stands before each line of its output; `may_run` says that all ranks are forked. Before that a rank must
-    not connect to the launcher's store: a thread of the launcher would look up its name, and a process that is forked
+    `may_run` says that all ranks are forked. Before that a rank must not connect to the launcher's store: a thread of the launcher would look up its name, and a process that is forked
     meanwhile inherits the locked lock of glibc's resolver.
     """
 
-    def __init__(self, function: Callable[..., Any], prefix: str | None = None, method: str = "fork") -> None:
-        self.function, self.prefix = function, prefix
+    def __init__(self, function: Callable[..., Any], method: str = "fork") -> None:
+        self.function = function
         self.may_run = multiprocessing.get_context(method).Event()
         self.__name__ = self.__qualname__ = name_of(function)
 
@@ -250,8 +232,6 @@ class Worker:
         for number in (getattr(signal, name) for name in _SIGNALS):
             if callable(signal.getsignal(number)):
                 signal.signal(number, signal.SIG_DFL)
-        values = {name: os.environ.get(name.upper()) for name in ("rank", "local_rank", "role_name")}
-        write_whole_lines(string.Template(self.prefix or "").safe_substitute(values))
         # GNU OpenMP does not survive a fork: a parallel region would wait for threads that only the parent has.
         torch.set_num_threads(1)
         _forget_states()
@@ -290,40 +270,6 @@ def _leave(error: BaseException) -> None:
         trace = trace.tb_next
     with contextlib.suppress(OSError):  # a full disk must not hide the error itself
         failure.leave(os.environ[failure.ERROR_FILE], failure.record(type(error), error, trace or error.__traceback__))
-
-
-# -- output --------------------------------------------------------------------------------------------------------------
-
-
-class _WholeLines:
-    """Collects whole lines before a notebook's stream, which sends each piece of a `print`, and puts a prefix before each."""
-
-    def __init__(self, stream: Any, prefix: str) -> None:
-        self._stream, self._prefix, self._held = stream, prefix, ""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def write(self, text: str) -> int:
-        *lines, self._held = (self._held + text).split("\n")
-        if lines:
-            self._stream.write("".join(f"{self._prefix}{line}\n" for line in lines))
-        return len(text)
-
-    def flush(self) -> None:
-        if self._held:
-            self._stream.write(self._prefix + self._held)
-        self._held = ""
-        self._stream.flush()
-
-
-def write_whole_lines(prefix: str = "") -> None:
-    """Let this process print whole lines, each behind a prefix; a console's own streams are left alone without one."""
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        # PYTHONUNBUFFERED sets write_through.
-        if stream is not None and (prefix or not isinstance(stream, io.TextIOWrapper) or stream.write_through):
-            setattr(sys, name, _WholeLines(stream, prefix))
 
 
 # -- the agent -----------------------------------------------------------------------------------------------------------
@@ -388,7 +334,7 @@ def run(request: Request, environment: Mapping[str, str], num_processes: int, me
     try:
         with tempfile.TemporaryDirectory(prefix="accelerate_launch_", ignore_cleanup_errors=True) as directory:
             function = functools.partial(request.function, *request.args)
-            worker = Worker(function, request.log_line_prefix_template, method)
+            worker = Worker(function, method)
             rendezvous, agent = _rendezvous(request, num_processes)
             settings = {name: getattr(request, name) for name in ("max_restarts", "monitor_interval")}
             settings |= {"run_id": request.rdzv_id} if request.rdzv_id != "none" else {}
@@ -404,11 +350,9 @@ def run(request: Request, environment: Mapping[str, str], num_processes: int, me
             raise KeyboardInterrupt from None
         raise
     except machine_rendezvous.FailedElsewhere as error:
-        raise WorkerError(_in_arguments(error)) from None
-    except LaunchError as error:
-        raise LaunchError(_in_arguments(error)) from None
+        raise WorkerError(str(error)) from None
     except RunError as error:
-        raise MeetingError(_in_arguments(error)) from error
+        raise MeetingError(str(error)) from error
     except (dist.DistError, RendezvousError, TimeoutError) as error:
         raise MeetingError(_why_no_rendezvous(request, error)) from error
 
@@ -422,7 +366,7 @@ def _rendezvous(request: Request, num_processes: int) -> tuple[Any, type[elastic
     # With c10d machines number themselves, and node_rank may be 0 on each of them.
     number = request.node_rank if request.rdzv_backend == "static" or request.node_rank > 0 else None
     meet = Rendezvous(request.rdzv_backend, host.strip("[]"), int(port), settings, request.num_nodes, number)
-    asked = (meet, num_processes, request.max_restarts, lambda line: print(_in_arguments(line)))
+    asked = (meet, num_processes, request.max_restarts, print)
     return machine_rendezvous.MachineRendezvous(*asked), MachineFunctionAgent
 
 
@@ -436,13 +380,6 @@ def _worker_error(request: Request, failures: Sequence[WorkerFailure]) -> Worker
     if others := Reporter.about(found):
         lines += ["", *others]
     return WorkerError("\n".join(lines), found)
-
-
-def _in_arguments(message: object) -> str:
-    text = str(message).replace("--", "")
-    for option, argument in _NAMES.items():
-        text = text.replace(option, argument)
-    return text
 
 
 def _why_no_rendezvous(request: Request, error: BaseException) -> str:

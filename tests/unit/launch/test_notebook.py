@@ -1,7 +1,6 @@
-"""What a launcher of functions refuses, what runs in its processes, their output, and what the errors of a run become."""
+"""What a launcher of functions refuses, what runs in its processes, and what the errors of a run become."""
 
 import functools
-import io
 import json
 import multiprocessing
 import os
@@ -18,7 +17,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from accelerate.launch import elastic, notebook
 from accelerate.launch.errors import LaunchError, RunError
 from accelerate.launch.machine_rendezvous import FailedElsewhere
-from accelerate.launch.notebook import MeetingError, Request, Worker, WorkerError, check, write_whole_lines
+from accelerate.launch.notebook import MeetingError, Request, Worker, WorkerError, check
 from accelerate.runtime import failure, storage
 from accelerate.runtime.failure import PREEMPTED
 from cases import cases
@@ -36,12 +35,8 @@ def train(rate, steps=1):
     (ValueError, "num_processes is 0; it must be at least 1", {"num_processes": 0}),
     (TypeError, "num_processes is '2'; give an integer", {"num_processes": "2"}),
     (ValueError, "mixed_precision is 'fp17'; choose one of no, fp16, bf16, fp8", {"mixed_precision": "fp17"}),
-    (ValueError, "node_rank is 2; 2 machines are numbered from 0", {"node_rank": 2, "num_nodes": 2}),
-    (ValueError, "monitor_interval is 0;", {"monitor_interval": 0}),
-    (ValueError, "use_port is 65536", {"use_port": 65536}),
     (ValueError, "rdzv_backend is 'etcd'; choose one of static, c10d", {"rdzv_backend": "etcd"}),
-    (TypeError, "rdzv_conf is 'timeout=1'; give a dictionary", {"rdzv_conf": "timeout=1"}),
-    (ValueError, "rdzv_endpoint is 'there'; give host:port", {"rdzv_endpoint": "there"}),
+    (ValueError, "node_rank is 2; 2 machines are numbered from 0", {"node_rank": 2, "num_nodes": 2}),
 )
 def test_what_is_refused(error, message, arguments):
     with pytest.raises(error, match=message):
@@ -54,7 +49,7 @@ def start(monkeypatch):
 
     def run(error=None, **arguments):
         def instead(worker, args, environment, processes, rendezvous, log_dir, **settings):
-            run.environment, run.prefix = environment, worker.prefix
+            run.environment = environment
             run.asked = types.SimpleNamespace(processes=processes, rendezvous=rendezvous, **settings)
             if error is not None:
                 raise error
@@ -70,11 +65,10 @@ def test_what_the_user_asks_for_arrives(start):
     asked = start(max_restarts=3, monitor_interval=0.5)
     assert (asked.processes, asked.max_restarts, asked.monitor_interval) == (2, 3, 0.5)
     assert (asked.start_method, asked.rendezvous.port, start.environment["A"]) == ("fork", 0, "1")
-    assert not hasattr(asked, "run_id") and start.prefix is None
+    assert not hasattr(asked, "run_id")
     c10d = {"rdzv_backend": "c10d", "use_port": 29501, "rdzv_id": "mine", "rdzv_conf": {"timeout": 7}}
-    asked = start(log_line_prefix_template="[${rank}] ", **c10d)
+    asked = start(**c10d)
     assert (asked.rendezvous.port, asked.rendezvous.settings["timeout"], asked.run_id) == (29501, 7, "mine")
-    assert start.prefix == "[${rank}] "
 
 
 def test_a_taken_port(start):
@@ -88,14 +82,13 @@ def test_a_taken_port(start):
 
 
 @cases(
-    "error, kind, message",
-    (RunError("Check --main_process_ip and --main_process_port"), MeetingError, "Check master_addr and use_port"),
-    (RunError("Waited (--rdzv_conf join_timeout)"), MeetingError, r"Waited \(rdzv_conf join_timeout"),
-    (LaunchError("--machine_rank is 1 twice"), LaunchError, "node_rank is 1 twice"),
-    (FailedElsewhere("machine 1: rank 2 ended"), WorkerError, "machine 1: rank 2 ended"),
+    "error, kind",
+    (RunError("Check --main_process_ip and --main_process_port"), MeetingError),
+    (LaunchError("--machine_rank is 1 twice"), LaunchError),
+    (FailedElsewhere("machine 1: rank 2 ended"), WorkerError),
 )
-def test_errors_of_several_machines_speak_of_arguments(start, error, kind, message):
-    with pytest.raises(kind, match=message):
+def test_errors_of_several_machines(start, error, kind):
+    with pytest.raises(kind, match=f"^{error}$"):
         start(error, num_nodes=2, use_port=29501)
 
 
@@ -182,32 +175,6 @@ def test_ends_with_and_without_a_fault(tmp_path, monkeypatch, code, status, text
     process.join(60)
     assert process.exitcode == status and error_file.exists() is (text is not None)
     assert text is None or text in json.loads(error_file.read_text())["accelerate"]["traceback"]
-
-
-def test_a_notebook_gets_whole_lines_and_progress_bars_move(monkeypatch):
-    pieces = []
-    stream = types.SimpleNamespace(write=pieces.append, flush=lambda: None, isatty=lambda: False)
-    monkeypatch.setattr(sys, "stdout", stream)
-    write_whole_lines()
-    print("a", 1, "ü")
-    print("no end", end="")
-    assert pieces == ["a 1 ü\n"]
-    sys.stdout.flush()
-    print("\r10%", end="", flush=True)
-    assert pieces[1:] == ["no end", "\r10%"] and not sys.stdout.isatty()
-
-
-def test_consoles_are_left_alone_unless_they_are_unbuffered(monkeypatch):
-    raw, plain = io.BytesIO(), io.TextIOWrapper(io.BytesIO())
-    monkeypatch.setattr(sys, "stderr", plain)
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, write_through=True))
-    write_whole_lines()
-    print("a", 1, end="")
-    assert sys.stderr is plain and raw.getvalue() == b""
-    print()
-    assert raw.getvalue() == b"a 1\n"
-    monkeypatch.setattr(sys, "stdout", None)
-    write_whole_lines()
 
 
 @forks
