@@ -17,7 +17,7 @@ import torch.distributed as dist
 from accelerate import comm
 from accelerate.config import env
 from accelerate.config.enums import DistributedType, SageMakerDistributedType
-from accelerate.devices import Device, affinity, detect, row
+from accelerate.devices import Device, detect, row
 from accelerate.devices.table import DEVICES
 from accelerate.diagnostics import hang, monitor
 from accelerate.runtime import failure, rendezvous, storage, torch_private, traits
@@ -307,8 +307,7 @@ class PartialState(ProcessView):
         self.process_index = ranks.rank
         self.local_process_index = ranks.local_rank
         self.fork_launched = parse_flag_from_env("FORK_LAUNCHED")
-        asked = env.value_of("enable_cpu_affinity")
-        if not affinity.bind_from_env(self.local_process_index, self.device.type, asked) and asked:
+        if env.value_of("enable_cpu_affinity"):
             set_numa_affinity(self.local_process_index)
 
     def _prepare_backend(

@@ -170,21 +170,6 @@ def test_output_of_some_ranks_goes_into_files_and_so_does_a_traceback(run, scrip
     assert (log.parent / "error.json").exists() and err.count("ValueError: what went wrong") == 1
 
 
-@pytest.mark.skipif(len(getattr(os, "sched_getaffinity", lambda pid: ())(0)) < 2, reason="needs two processors")
-@pytest.mark.parametrize(
-    "options",
-    [["--numa_affinity", "exclusive"], pytest.param(["--enable_cpu_affinity"], marks=pytest.mark.slow)],
-    ids=str,
-)
-def test_processes_get_processors_of_their_own(run, script, options):
-    # One write a process, so that the lines of two do not mix.
-    shown = "'on ' + ' '.join(map(str, os.sched_getaffinity(0))) + '\\n'"
-    text = f"from accelerate import PartialState\nPartialState()\nimport os\nprint({shown}, end='')"
-    _, out, err = run("--num_processes", "2", *options, script(text))
-    masks = [set(line.split()[1:]) for line in out.splitlines() if line.startswith("on ")]
-    assert len(masks) == 2 and all(masks) and not masks[0] & masks[1], out + err
-
-
 # What torch adds when it starts a process, with values that no plan has.
 STARTED = {"ACCELERATE_LAUNCHER_PID", "MASTER_PORT", "TORCH_NCCL_ASYNC_ERROR_HANDLING"}
 STARTED |= {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR"}

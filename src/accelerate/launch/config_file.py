@@ -361,6 +361,7 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     """Return the known word that this one was probably meant to be, or None."""
     import difflib  # only for mistyped words
 
+    word = word.replace("numa_affinity", "enable_cpu_affinity")  # which was removed
     return next(iter(difflib.get_close_matches(word[:100], list(known), n=1, cutoff=0.7)), None)
 
 

@@ -4,6 +4,7 @@ import os
 
 REMOVED = {
     "ACCELERATE_CHECKPOINT_READERS": "Every rank reads the checkpoint",
+    "ACCELERATE_NUMA_AFFINITY": "Use --enable_cpu_affinity, or `torchrun --numa-binding`",
 }
 
 

@@ -46,6 +46,7 @@ def test_values(read, content, values):
 @cases(
     "content, message",
     ({"distributed_type": "NO", "num_proceses": 2}, "line 2: num_proceses is unknown; did you mean num_processes"),
+    ({"distributed_type": "NO", "numa_affinity": "node"}, "numa_affinity is unknown; did you mean enable_cpu_affinity"),
     ({"zero_stage": 2}, "zero_stage belongs under deepspeed_config"),
     ({"zzz": 2}, "zzz is unknown.*known are .*num_processes"),
     ({"max_restarts": 3}, "max_restarts is an option of `accelerate launch` alone; .* Write --max_restarts"),

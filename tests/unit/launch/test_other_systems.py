@@ -57,8 +57,6 @@ assert len(names) > 30
 for name in names:
     if not name.endswith("__main__"):
         importlib.import_module(name)
-from accelerate.devices import affinity
-assert affinity.bind("exclusive", 0, 2) is None
 """
 # What several processes need on Windows: a store without libuv, a signal that exists, and no guard.
 WITHOUT_GROUPS = """
@@ -94,10 +92,9 @@ raise ValueError("x")
 
 
 @SYSTEMS
-def test_the_launcher_is_imported_and_processors_are_not_bound(system):
+def test_the_launcher_is_imported(system):
     done = run(system, IMPORTS + (WITHOUT_GROUPS if system is WINDOWS else ""), torch=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "this system cannot bind" in done.stderr
 
 
 @SYSTEMS

@@ -101,9 +101,6 @@ def ask_cluster(
         if chapter.name == "processes":
             _ask_processes(talk, kind)
         talk.hold(chapter)
-    if talk.values.get("numa_affinity") == "node":
-        # What is meant without the key, which other readers of such files do not know.
-        del talk.values["numa_affinity"]
     return ClusterConfig(**{"debug": False, "distributed_type": talk.facts["distributed_type"], **talk.content()})
 
 

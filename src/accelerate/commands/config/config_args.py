@@ -188,7 +188,6 @@ class ClusterConfig(BaseConfig):
     tpu_vm: list[str] | None = None
     tpu_env: list[str] | None = None
     dynamo_config: dict[str, Any] | None = None
-    numa_affinity: str | None = None
 
 
 @dataclass

@@ -80,23 +80,13 @@ OPTIONS: tuple[Option, ...] = (
     ),
     _resource(
         "enable_cpu_affinity",
-        "Bind each process to the CPU cores next to its GPU (NVIDIA); on the CPU, to cores of its own.",
+        "Bind each process to the CPU cores next to its GPU (NVIDIA).",
         default=False,
         switch=True,
         env="ACCELERATE_CPU_AFFINITY",
         style=ONE,
         chapter="processes",
         when={"kind": ("MULTI_GPU",)},
-    ),
-    _resource(
-        "numa_affinity",
-        "Bind each process to CPU cores (Linux): those of the memory node next to its GPU, or of its socket, or a part of "
-        "the node's that no other process gets. On the CPU the processes are spread over the nodes.",
-        choices="none node socket exclusive",
-        env="ACCELERATE_NUMA_AFFINITY",
-        words="node socket exclusive",
-        chapter="processes",
-        when={"enable_cpu_affinity": (True,)},
     ),
     _dynamo(
         "backend",

@@ -74,7 +74,7 @@ def write(name, ending="yaml"):
 
 
 def described(config):
-    return {"class": type(config).__name__, **{k: v for k, v in sorted(vars(config).items()) if k != "numa_affinity"}}
+    return {"class": type(config).__name__, **dict(sorted(vars(config).items()))}
 
 
 COVERED = [

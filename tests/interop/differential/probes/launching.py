@@ -12,7 +12,7 @@ def listed(text):
 
 PARSER = launch.launch_command_parser()
 PLAIN = vars(PARSER.parse_args(["s.py"]))
-OWN = {"numa_affinity", "dry_run", "func", "simulate"}
+OWN = {"dry_run", "func", "simulate"}
 OWN |= {f"simulate_{name}" for name in ("rank", "steps", "shapes_only", "report")}
 PRECISIONS = ["no", "fp16", "bf16", "fp8", "FP16", "BF16", "fp32", "int8", ""]
 BACKENDS = [

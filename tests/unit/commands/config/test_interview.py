@@ -19,7 +19,7 @@ INTERVIEWS = {
     "one_process_on_the_cpu": (("cpu", 0), f"{HERE} 1 yes no 3"),
     "one_process_on_a_gpu": (GPUS, f"{HERE} 1 no no 0,0 2 -"),
     "cpus_through_mpirun": (("cpu", 0), f"{HERE} 2 - - - yes none.txt hosts.txt x 2 x 6 fp16 -"),
-    "gpus_compiled_and_bound": (GPUS, f"{HERE} 5 1 1 yes - yes 2 yes - - 8 no 2 1,2,3 0,1 yes socket 3 no"),
+    "gpus_compiled_and_bound": (GPUS, f"{HERE} 5 1 1 yes - yes 2 yes - - 8 no 2 1,2,3 0,1 yes 3 no"),
     "three_machines": (GPUS, f"{HERE} 5 two 3 3 2 10.0.0.1:1 localhost 70000 0 29511 no c10d 1 no 13 12 no 3 yes"),
     "fsdp_1_by_size": (GPUS, f"{HERE} 5 1 2 no 1 4 yes 2 0 1000 2 1 yes no no no yes - all no 2 -"),
     "fsdp_2_with_parallelism_and_fp8": (
@@ -28,7 +28,7 @@ INTERVIEWS = {
     ),
     "zero_3_on_nvme_with_ulysses": (
         GPUS,
-        f"{HERE} 5 1 3 no no 4 3 3 /disk - 4 0 1.5 yes yes Mixture yes 2 2 2 no x 128 2 - - yes node 3 -",
+        f"{HERE} 5 1 3 no no 4 3 3 /disk - 4 0 1.5 yes yes Mixture yes 2 2 2 no x 128 2 - - yes 3 -",
     ),
     "deepspeed_on_machines_with_a_file": (
         GPUS,
