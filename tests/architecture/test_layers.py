@@ -15,7 +15,7 @@ LAYERS: list[str] = [
     "config parallelism_config",
     "runtime.storage runtime.durable devices utils.nested",
     "comm utils.operations",
-    "runtime.slurm runtime.failure runtime.ranks runtime.rendezvous runtime.simulated runtime.run diagnostics runtime.traits process state",
+    "runtime.slurm runtime.failure runtime.ranks runtime.removed runtime.rendezvous runtime.simulated runtime.run diagnostics runtime.traits process state",
     "logging modules precision utils.other utils.random utils.tqdm utils.rich utils.torch_xla utils.ao "
     "utils.transformer_engine optimizer scheduler",
     "data offload hooks big_modeling trackers parallel utils.modeling utils.offload utils.bnb utils.deepspeed "
