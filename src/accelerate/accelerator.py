@@ -252,7 +252,6 @@ class Accelerator(Processes):
         parallelism_config: ParallelismConfig | None = None,
     ) -> None:
         # 1. Arguments and environment become settings.
-        setup.refuse_removed_variables()
         self.trackers: list[GeneralTracker] = []
         self.project_configuration = setup.project(project_config, project_dir)
         if deepspeed_plugin is not None and deepspeed_plugins is not None:

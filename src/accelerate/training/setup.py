@@ -31,8 +31,6 @@ from accelerate.utils.environment import get_int_from_env, parse_flag_from_env
 
 # Before each how many-th step the ranks compare what they train, and whether they look at the outputs of modules, too.
 CHECK_EVERY, CHECK_MODULES = "ACCELERATE_CHECK_EVERY", "ACCELERATE_CHECK_MODULES"
-# Environment variables of features that were removed, and what to use.
-REMOVED_VARIABLES = {"ACCELERATE_REPLAY_EVERY": "ACCELERATE_CHECK_EVERY, which compares replicas"}
 # Which attribute of the Accelerator each kind of handler becomes.
 HANDLERS: dict[type, str] = {
     DistributedDataParallelKwargs: "ddp_handler",
@@ -45,13 +43,6 @@ HANDLERS: dict[type, str] = {
     TERecipeKwargs: "te_recipe_handler",
     MSAMPRecipeKwargs: "msamp_recipe_handler",
 }
-
-
-def refuse_removed_variables() -> None:
-    """Raise ValueError for a variable of a feature that was removed; an empty one and 0 ask for nothing."""
-    for name, replacement in REMOVED_VARIABLES.items():
-        if (value := os.environ.get(name, "").strip()) not in ("", "0"):
-            raise ValueError(f"{name}={value} has no effect: the feature was removed. Unset it and use {replacement}.")
 
 
 def project(config: ProjectConfiguration | None, folder: str | os.PathLike | None) -> ProjectConfiguration:
