@@ -2,6 +2,8 @@
 
 import gc
 import os
+import shutil
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,8 +27,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.xdist_group(" ".join(words).translate({ord("["): "(", ord("]"): ")"})))
 
 
+def use_temporary_folder(config: pytest.Config) -> None:
+    """Let this test run use its own temporary folder, in memory where there is room, and remove it at the end.
+
+    Tests save thousands of small files durably, which takes time on a disk.
+    """
+    if hasattr(config, "workerinput"):
+        return  # a worker of xdist inherits the variable
+    memory = Path("/dev/shm")
+    roomy = "TMPDIR" not in os.environ and memory.is_dir() and shutil.disk_usage(memory).free > 4 << 30
+    folder = tempfile.mkdtemp(prefix="tests_", dir=memory if roomy else None)
+    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Hide GPUs from all tests but those that are marked `gpu`, which check the same on each machine; start processes warm."""
+    use_temporary_folder(config)
     asked_for = "gpu" in config.option.markexpr.replace("not gpu", "")
     if not asked_for and any(Path("/dev").glob("nvidia[0-9]*")):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""

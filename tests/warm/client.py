@@ -97,7 +97,7 @@ def connect():
             "executable": sys.argv[0], "umask": os.umask(0), "affinity": list(os.sched_getaffinity(0)),
             "limits": [(name, resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))) for name in LIMITS],
             "blocked": [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])],
-            "ignored": [number for number in CATCHABLE if signal.getsignal(number) == signal.SIG_IGN],
+            "ignored": [int(number) for number in CATCHABLE if signal.getsignal(number) == signal.SIG_IGN],
         }  # fmt: skip
         os.umask(request["umask"])
         connection = socket.socket(socket.AF_UNIX)

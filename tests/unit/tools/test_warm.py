@@ -73,3 +73,12 @@ def test_signal_to_the_stand_in_ends_its_process(number):
     client.send_signal(number)
     assert client.wait(30) == -number
     assert client.stdout.read() == "", "the pipe ends when the child has ended"
+
+
+def test_an_ignored_signal_stays_ignored():
+    former = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        program = "import signal; print(signal.getsignal(signal.SIGHUP) == signal.SIG_IGN)"
+        assert subprocess.check_output([sys.executable, "-c", program], text=True) == "True\n"
+    finally:
+        signal.signal(signal.SIGHUP, former)
