@@ -306,8 +306,14 @@ ROWS: dict[str, list[tuple[str | None, ...]]] = {
         ("", "", "loaders.kinds(source=shuffled generator, dispatch=True*")],
     "`prepare()` of nothing": [("ValueError", None, "accelerator.prepare_placement(count=0*")],
     "`reduce` averages integers": [("", "RuntimeError", "stepping.reduce(*'mean'*")],
+    "Megatron-LM trains Llama and GPT-2 of transformers": [
+        ("", "", "numerics.parsed(*"),
+        # The probe's configurations lack fields that a configuration of transformers has.
+        ("AttributeError", "", "numerics.parsed(*")],
+    "A parser that `add_model_config_to_megatron_parser` registers": [("", "ValueError", "numerics.own_parser(*")],
     "`gather_object` and `gather_for_metrics` keep a dictionary": [
-        ("", "", "stepping.gather_objects(given={'a': 1})*", "collectives.gather_object(value=*dict*)*"),
+        ("", "", "stepping.gather_objects(given={'a': 1})*", "collectives.gather_object(value=*dict*)*",
+         "collectives.gather_object(value=<nested|empty inside>)*"),
         ("TypeError", "", "stepping.gather_objects(given='ab')*", "collectives.gather_object(value=*text)*",
          "collectives.gather_object(value=bytes)*")],
     "`join_uneven_inputs` works on CPU": [("ValueError", "", "stepping.join(*what='none')*")],
