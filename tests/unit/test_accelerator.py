@@ -43,14 +43,6 @@ def test_what_cannot_be_prepared_is_refused(arguments):
         accelerator.prepare(nn.Linear(1, 1), device_placement=[True, False])
 
 
-def test_variables_of_removed_features_are_refused(monkeypatch):
-    monkeypatch.setenv("ACCELERATE_REPLAY_EVERY", "10")
-    with pytest.raises(ValueError, match="ACCELERATE_REPLAY_EVERY='10' has no effect.*Use ACCELERATE_CHECK_EVERY"):
-        Accelerator(cpu=True)
-    monkeypatch.setenv("ACCELERATE_REPLAY_EVERY", "0")
-    Accelerator(cpu=True)
-
-
 @cases(
     "options, error, text",
     ({"mixed_precision": "fp17"}, ValueError, "fp17.*bf16"),

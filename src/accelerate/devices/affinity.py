@@ -69,7 +69,7 @@ def _address(gpu: Any) -> str:
 
 
 def _threads() -> list[int]:
-    # Each thread has a mask of its own; those that torch has started already keep the old one otherwise.
+    # Each thread has a separate mask: threads that torch has started already would keep the old one.
     return [int(name) for name in os.listdir("/proc/self/task")]
 
 

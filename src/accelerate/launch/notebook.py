@@ -157,6 +157,8 @@ def check(request: Request) -> None:
             raise TypeError(f"{name} is {value!r}; give an integer.")
         if value < least:
             raise ValueError(f"{name} is {value}; it must be at least {least}.")
+    if request.monitor_interval <= 0:
+        raise ValueError(f"monitor_interval is {request.monitor_interval}; give a number of seconds above 0.")
     if request.node_rank >= request.num_nodes:
         raise ValueError(f"node_rank is {request.node_rank}; {request.num_nodes} machines are numbered from 0.")
     if request.rdzv_backend not in BACKENDS:
@@ -186,8 +188,8 @@ def _check_function(request: Request) -> None:
 class Worker:
     """What a rank runs: the function, without what the process has inherited, and with a record of its failure.
 
-    `may_run` says that all ranks are forked. Before that a rank must not connect to the launcher's store: a thread of the launcher would look up its name, and a process that is forked
-    meanwhile inherits the locked lock of glibc's resolver.
+    `may_run` says that all ranks are forked. Before that a rank must not connect to the launcher's store: a thread of the
+    launcher would look up its name, and a process that is forked meanwhile inherits the locked lock of glibc's resolver.
     """
 
     def __init__(self, function: Callable[..., Any], method: str = "fork") -> None:

@@ -21,7 +21,7 @@ from accelerate.utils.imports import is_torchao_available, is_transformer_engine
 CAPABILITY = (8, 9)
 # The superseded recipe names its library in a field.
 GENERAL = "fp8_recipe_handler"
-NO_MSAMP = "MS-AMP is not supported, because nobody maintains it. Use AORecipeKwargs (torchao) or TERecipeKwargs (Transformer Engine)."
+NO_MSAMP = "MS-AMP is not supported, because it is unmaintained. Use AORecipeKwargs (torchao) or TERecipeKwargs (Transformer Engine)."
 _EMULATED = (
     "fp8 on a CPU is emulated: matrix products see the values that 8 bits can hold, and are computed in higher precision. "
     "Use it to try the numerics; it saves neither time nor memory. Set AORecipeKwargs(config=Float8LinearConfig(emulate=True)) "
@@ -150,8 +150,8 @@ def _recipes(handlers: Mapping[str, Any]) -> dict[FP8BackendType, Any]:
 def choose_engine(recipes: Mapping[FP8BackendType, Any], device: torch.device | None = None) -> FP8BackendType:
     """Return the fp8 library: that of a recipe, else of ACCELERATE_FP8_BACKEND, else the first to serve the device.
 
-    NotImplementedError: MS-AMP. ImportError: not installed. ValueError: an unknown name, or a device that cannot compute in 8 bits; None leaves
-    hardware out.
+    NotImplementedError: MS-AMP. ImportError: not installed. ValueError: an unknown name, or a device that cannot compute in
+    8 bits; None leaves hardware out.
     """
     asked = [kind for kind, recipe in recipes.items() if recipe is not None]
     source = f"kwargs_handlers has {type(recipes[asked[0]]).__name__}" if asked else "ACCELERATE_FP8_BACKEND is set"

@@ -307,9 +307,10 @@ ROWS: dict[str, list[tuple[str | None, ...]]] = {
     "`prepare()` of nothing": [("ValueError", None, "accelerator.prepare_placement(count=0*")],
     "`reduce` averages integers": [("", "RuntimeError", "stepping.reduce(*'mean'*")],
     "Megatron-LM trains Llama and GPT-2 of transformers": [
-        ("", "", "numerics.parsed(*"),
+        ("", "", "numerics.parsed(parser='llama', kind='llama'*"),
         # The probe's configurations lack fields that a configuration of transformers has.
-        ("AttributeError", "", "numerics.parsed(*")],
+        ("AttributeError", "", "numerics.parsed(parser='gpt2', kind='gpt2'*",
+         "numerics.parsed(parser='llama', kind=<'bert'|'megatron-bert'|'nonsense'>*")],
     "A parser that `add_model_config_to_megatron_parser` registers": [("", "ValueError", "numerics.own_parser(*")],
     "`gather_object` and `gather_for_metrics` keep a dictionary": [
         ("", "", "stepping.gather_objects(given={'a': 1})*", "collectives.gather_object(value=*dict*)*",

@@ -36,6 +36,7 @@ def train(rate, steps=1):
     (TypeError, "num_processes is '2'; give an integer", {"num_processes": "2"}),
     (ValueError, "mixed_precision is 'fp17'; choose one of no, fp16, bf16, fp8", {"mixed_precision": "fp17"}),
     (ValueError, "rdzv_backend is 'etcd'; choose one of static, c10d", {"rdzv_backend": "etcd"}),
+    (ValueError, "monitor_interval is 0; give a number of seconds above 0", {"monitor_interval": 0}),
     (ValueError, "node_rank is 2; 2 machines are numbered from 0", {"node_rank": 2, "num_nodes": 2}),
 )
 def test_what_is_refused(error, message, arguments):

@@ -7,6 +7,9 @@ from cases import cases
 
 @cases("name", *REMOVED)
 def test_removed_variable_is_refused(monkeypatch, name):
+    monkeypatch.setenv(name, "0")
+    PartialState()
+    PartialState._reset_state()
     monkeypatch.setenv(name, "1")
     with pytest.raises(ValueError, match=f"{name}='1' has no effect") as error:
         PartialState()
