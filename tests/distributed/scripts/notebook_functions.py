@@ -91,21 +91,21 @@ def fail_at_first() -> None:
 
 
 def wait_in_python() -> None:
-    print("up", os.getpid(), flush=True)
+    print(f"up {os.getpid()}\n", end="", flush=True)
     time.sleep(600)
 
 
 def wait_in_torch() -> None:
     """Wait where Python's handlers of signals do not run."""
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    print("up", os.getpid(), flush=True)
+    print(f"up {os.getpid()}\n", end="", flush=True)
     store.get("never")
 
 
 def wait_and_ignore() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    print("up", os.getpid(), flush=True)
+    print(f"up {os.getpid()}\n", end="", flush=True)
     time.sleep(600)
 
 
