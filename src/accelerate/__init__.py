@@ -4,8 +4,8 @@ The package imports nothing heavy by itself, so that ``accelerate --help`` and `
 looked up in its home module at the first access (PEP 562).
 """
 
-from accelerate._lazy import front as _front
-from accelerate._lazy import require_torch as _require_torch
+from accelerate.base._lazy import front as _front
+from accelerate.base._lazy import require_torch as _require_torch
 
 __version__ = "1.15.0+fork.1"
 
@@ -27,10 +27,10 @@ _HOMES = {
         "DistributedDataParallelKwargs DistributedType FullyShardedDataParallelPlugin GradScalerKwargs "
         "InitProcessGroupKwargs ProfileKwargs"
     ),
-    "accelerate.utils.imports": "is_rich_available",
+    "accelerate.base.imports": "is_rich_available",
     "accelerate.training.batch_size": "find_executable_batch_size",
     "accelerate.utils.modeling": "infer_auto_device_map load_checkpoint_in_model",
-    "accelerate.utils.random": "synchronize_rng_states",
+    "accelerate.runtime.random": "synchronize_rng_states",
 }
 
 _SUBMODULES = (

@@ -24,9 +24,12 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from accelerate import comm
-from accelerate._lazy import front
 from accelerate.backends import registry as backends
+from accelerate.base._lazy import front
+from accelerate.base.constants import PROFILE_PATTERN_NAME
+from accelerate.checkpoint import torch_files
 from accelerate.checkpoint.save import Background
+from accelerate.comm import operations
 from accelerate.comm.base import Communicator
 from accelerate.config.enums import DistributedType, DynamoBackend, FP8BackendType, LoggerType, RNGType
 from accelerate.config.handlers import (
@@ -42,10 +45,12 @@ from accelerate.data.plan import DataPlan
 from accelerate.diagnostics import memory
 from accelerate.diagnostics.table import Report
 from accelerate.logging import get_logger
+from accelerate.offload.weights import get_state_dict_offloaded_model
 from accelerate.parallel import mesh
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.precision import amp, fp8
 from accelerate.precision.amp import apply_downcast, precision
+from accelerate.precision.ao import convert_model_to_fp8_ao
 from accelerate.process import Processes
 from accelerate.runtime import traits
 from accelerate.state import AcceleratorState, GradientState
@@ -63,17 +68,13 @@ from accelerate.training import (
 from accelerate.training import conditional as conditionals
 from accelerate.training import prepare as preparation
 from accelerate.training.prepared import PreparedObjects
-from accelerate.utils import operations, other
-from accelerate.utils.ao import convert_model_to_fp8_ao
-from accelerate.utils.constants import PROFILE_PATTERN_NAME
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
-from accelerate.utils.modeling import get_state_dict_offloaded_model
 
 # What this module gives and does not hold itself.
 _HOMES = {
     "accelerate.modules.unwrap": "model_has_dtensor",
     "accelerate.trackers.registry": "LOGGER_TYPE_TO_CLASS",
-    "accelerate.utils.constants": (
+    "accelerate.base.constants": (
         "DTENSOR_PYTORCH_VERSION FSDP2_PYTORCH_VERSION FSDP_PYTORCH_VERSION MODEL_NAME SAFE_WEIGHTS_INDEX_NAME "
         "SAFE_WEIGHTS_NAME SAFE_WEIGHTS_PATTERN_NAME SCALER_NAME WEIGHTS_INDEX_NAME WEIGHTS_NAME WEIGHTS_PATTERN_NAME"
     ),
@@ -1301,7 +1302,7 @@ class Accelerator(Processes):
             ['statistics.bin']
         """
         each_node = self.project_configuration.save_on_each_node
-        other.save(obj, f, save_on_each_node=each_node, safe_serialization=safe_serialization)
+        torch_files.save(obj, f, save_on_each_node=each_node, safe_serialization=safe_serialization)
 
     def save_model(
         self,

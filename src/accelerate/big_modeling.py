@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from accelerate import _lazy
+from accelerate.base import _lazy
+from accelerate.base.environment import parse_flag_from_env
 from accelerate.hooks import (
     AlignDevicesHook,
     CpuOffload,
@@ -21,7 +22,12 @@ from accelerate.hooks import (
     attach_align_device_hook,
     attach_align_device_hook_on_blocks,
 )
-from accelerate.offload.device_map import check_devices, computed_map, disjoint_map
+from accelerate.offload.device_map import (
+    check_device_map,  # looked up here at each call: transformers replaces it here
+    check_devices,
+    computed_map,
+    disjoint_map,
+)
 from accelerate.offload.hooks_base import collection_paused, guard_method
 from accelerate.offload.loading import CheckpointLoad
 from accelerate.offload.loading import load_checkpoint_in_model as load_checkpoint_in_model
@@ -29,8 +35,6 @@ from accelerate.offload.placement import Device, as_device, as_parameter
 from accelerate.offload.prefetch import aligning_hook, attach_prefetcher, prefetch_budget
 from accelerate.offload.tensors import check_tied_parameters_on_same_device, find_tied_parameters, retie_parameters
 from accelerate.offload.weights import Offloading, check_data, shared_pointers, state_tensors
-from accelerate.utils.environment import parse_flag_from_env
-from accelerate.utils.modeling import check_device_map  # looked up here at each call: transformers replaces it here
 
 __getattr__ = _lazy.aliases(__name__)
 

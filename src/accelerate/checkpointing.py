@@ -10,15 +10,9 @@ from typing import Any
 
 from torch import nn
 
-from accelerate import _lazy
-from accelerate._warn import warn_user
-from accelerate.checkpoint import layouts, load, plain_data, save
-from accelerate.checkpoint.manifest import custom_file, optimizer_file
-from accelerate.checkpoint.state import Common
-from accelerate.logging import get_logger
-from accelerate.modules.unwrap import extract_model_from_parallel
-from accelerate.process import PartialState
-from accelerate.utils.constants import (  # noqa: F401  their recorded place
+from accelerate.base import _lazy
+from accelerate.base._warn import warn_user
+from accelerate.base.constants import (  # noqa: F401  their recorded place
     MODEL_NAME,
     OPTIMIZER_NAME,
     RNG_STATE_NAME,
@@ -29,6 +23,12 @@ from accelerate.utils.constants import (  # noqa: F401  their recorded place
     SCHEDULER_NAME,
     WEIGHTS_NAME,
 )
+from accelerate.checkpoint import layouts, load, plain_data, save
+from accelerate.checkpoint.manifest import custom_file, optimizer_file
+from accelerate.checkpoint.state import Common
+from accelerate.logging import get_logger
+from accelerate.modules.unwrap import extract_model_from_parallel
+from accelerate.process import PartialState
 
 __getattr__ = _lazy.aliases(__name__)
 

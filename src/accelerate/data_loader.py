@@ -4,7 +4,7 @@
 (`DataLoaderDispatcher`); `skip_first_batches` leaves out what an interrupted epoch has behind it.
 """
 
-from accelerate import _lazy
+from accelerate.base import _lazy
 from accelerate.data.adapter import DataLoaderAdapter, DataLoaderStateMixin, get_sampler
 from accelerate.data.budget import PackingCollator, TokenBudgetSampler
 from accelerate.data.build import prepare_data_loader, skip_first_batches

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate import _lazy
+from accelerate.base import _lazy
 from accelerate.offload.align import AlignDevicesHook
 from accelerate.offload.hooks_base import (  # noqa: F401  users find them here
     CpuOffload,

@@ -7,11 +7,12 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from accelerate import _lazy, comm
+from accelerate import comm
+from accelerate.base import _lazy
+from accelerate.comm.operations import ignorant_find_batch_size, send_to_device
 from accelerate.offload.device_map import infer_auto_device_map
 from accelerate.parallel.balance import even_stages
 from accelerate.process import PartialState
-from accelerate.utils.operations import ignorant_find_batch_size, send_to_device
 
 __getattr__ = _lazy.aliases(__name__)
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from accelerate import _lazy
-from accelerate._warn import warn_user
+from accelerate.base import _lazy
+from accelerate.base._warn import warn_user
+from accelerate.base.constants import ELASTIC_LOG_LINE_PREFIX_TEMPLATE_PYTORCH_VERSION
+from accelerate.base.environment import is_colab, patch_environment
 from accelerate.launch import notebook
 from accelerate.launch.errors import NotAvailableError, WorkerFailure
 from accelerate.launch.notebook import MeetingError, Request, WorkerError, check
-from accelerate.utils.constants import ELASTIC_LOG_LINE_PREFIX_TEMPLATE_PYTORCH_VERSION
-from accelerate.utils.environment import is_colab, patch_environment
 
 __getattr__ = _lazy.aliases(__name__)
 

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from accelerate import _lazy, comm
+from accelerate import comm
 from accelerate.backends.registry import resolve
+from accelerate.base import _lazy
 from accelerate.runtime import torch_private
 
 if TYPE_CHECKING:

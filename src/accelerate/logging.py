@@ -9,7 +9,8 @@ import sys
 from collections.abc import MutableMapping
 from typing import Any
 
-from accelerate import _lazy, comm
+from accelerate import comm
+from accelerate.base import _lazy
 from accelerate.config import env
 from accelerate.runtime import storage
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from accelerate import _lazy
+from accelerate.base import _lazy
 from accelerate.devices.table import DEVICES
 from accelerate.precision import scaling
 from accelerate.runtime import traits

@@ -4,7 +4,7 @@ import math
 from dataclasses import asdict, dataclass, is_dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from accelerate import _lazy
+from accelerate.base import _lazy
 from accelerate.config import env
 from accelerate.config.parallel import (
     DeepSpeedSequenceParallelConfig,

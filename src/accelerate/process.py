@@ -15,15 +15,16 @@ import torch
 import torch.distributed as dist
 
 from accelerate import comm
+from accelerate.base.environment import check_cuda_p2p_ib_support, parse_flag_from_env
+from accelerate.base.nested import piece
 from accelerate.config import env
 from accelerate.config.enums import DistributedType, SageMakerDistributedType
 from accelerate.devices import Device, detect, row
+from accelerate.devices.affinity import set_numa_affinity
 from accelerate.devices.table import DEVICES
 from accelerate.diagnostics import hang, monitor
 from accelerate.runtime import failure, rendezvous, storage, torch_private, traits
 from accelerate.runtime.removed import refuse_removed_variables
-from accelerate.utils.environment import check_cuda_p2p_ib_support, parse_flag_from_env, set_numa_affinity
-from accelerate.utils.nested import piece
 
 logger = logging.getLogger(__name__)
 failure.watch()

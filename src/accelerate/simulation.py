@@ -28,8 +28,8 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from accelerate import simulation_checkpoints
-from accelerate._warn import printable
 from accelerate.accelerator import Accelerator
+from accelerate.base._warn import printable
 from accelerate.comm.torch_dist import TorchCommunicator
 from accelerate.config import env
 from accelerate.diagnostics import memory

@@ -13,7 +13,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from accelerate import _lazy
+from accelerate.base import _lazy
+from accelerate.base.environment import patch_environment
+from accelerate.base.imports import is_fp8_available
 from accelerate.config import env
 from accelerate.config.enums import DistributedType, DynamoBackend, PrecisionType
 from accelerate.config.handlers import GradientAccumulationPlugin, TorchDynamoPlugin
@@ -21,8 +23,6 @@ from accelerate.config.options import BY_NAME
 from accelerate.process import PartialState, ProcessView, SharedDict, _check_unchanged, _settings, group_is_gone
 from accelerate.process import do_nothing as do_nothing
 from accelerate.runtime import rendezvous, storage, traits
-from accelerate.utils.environment import patch_environment
-from accelerate.utils.imports import is_fp8_available
 
 __getattr__ = _lazy.aliases(__name__)
 

@@ -1,6 +1,6 @@
 """Experiment trackers, under their public names."""
 
-from accelerate._lazy import front
+from accelerate.base._lazy import front
 
 _HOMES = {
     "accelerate.trackers.base": "GeneralTracker on_main_process",

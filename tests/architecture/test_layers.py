@@ -11,29 +11,26 @@ from architecture import source
 # A unit is a module or a package with everything below it. A unit imports from lower layers, from itself, and from units
 # of its own layer as long as those do not lead back to it. Imports inside functions and for annotations count.
 LAYERS: list[str] = [
-    "_lazy _namespace _warn runtime.torch_private utils.constants utils.versions utils.imports utils.environment",
+    "base runtime.torch_private",
     "config parallelism_config",
-    "runtime.storage runtime.durable devices utils.nested",
-    "comm utils.operations",
-    "runtime.slurm runtime.failure runtime.ranks runtime.removed runtime.rendezvous runtime.simulated runtime.run diagnostics runtime.traits process state",
-    "logging modules precision utils.other utils.random utils.tqdm utils.rich utils.torch_xla utils.ao "
-    "utils.transformer_engine optimizer scheduler",
-    "data offload hooks big_modeling trackers parallel utils.modeling utils.offload utils.bnb utils.deepspeed "
-    "utils.megatron_lm diagnostics.precision diagnostics.throughput precision.quantize",
-    "checkpoint checkpointing utils.fsdp_utils utils.memory diagnostics.memory diagnostics.inventory diagnostics.activations "
+    "runtime.storage runtime.durable devices",
+    "comm",
+    "runtime.slurm runtime.failure runtime.ranks runtime.ports runtime.random runtime.removed runtime.rendezvous "
+    "runtime.simulated runtime.run diagnostics runtime.traits process state",
+    "logging modules precision optimizer scheduler",
+    "data offload hooks big_modeling trackers parallel diagnostics.precision diagnostics.throughput precision.quantize",
+    "checkpoint checkpointing utils.fsdp_utils diagnostics.memory diagnostics.inventory diagnostics.activations "
     "diagnostics.estimator",
     "backends",
     "training accelerator",
-    "local_sgd inference simulation simulation_checkpoints simulation_report launch launchers utils.launch",
+    "local_sgd inference simulation simulation_checkpoints simulation_report launch launchers",
     "commands",
     "test_utils",
+    "utils memory_utils",
 ]
 LAYER_OF = {f"accelerate.{unit}": number for number, units in enumerate(LAYERS) for unit in units.split()}
 # Re-exports for users: they hold no code, and nothing below layer 10 may import them.
-FRONTS = {
-    f"accelerate{front}"
-    for front in ("", ".utils", ".utils.dataclasses", ".data_loader", ".tracking", ".memory_utils")
-}
+FRONTS = {f"accelerate{front}" for front in ("", ".data_loader", ".tracking")}
 FRONT_LIMIT = 10
 
 

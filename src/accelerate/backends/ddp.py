@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from accelerate._warn import warn_user
 from accelerate.backends import joined
 from accelerate.backends.base import Backend
+from accelerate.base._warn import warn_user
 from accelerate.config.enums import DDPCommunicationHookType
 from accelerate.modules.unwrap import extract_model_from_parallel
 from accelerate.runtime import torch_private

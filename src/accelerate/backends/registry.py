@@ -46,7 +46,7 @@ def _divides_layers(state: Any) -> bool:
 
 
 SPECS: list[BackendSpec] = [
-    BackendSpec("megatron", _serves(DistributedType.MEGATRON_LM), "accelerate.backends.megatron:MegatronLM"),
+    BackendSpec("megatron", _serves(DistributedType.MEGATRON_LM), "accelerate.backends.megatron.backend:MegatronLM"),
     BackendSpec("pipeline", _divides_layers, "accelerate.backends.pipeline:PipelineParallel"),
     BackendSpec("single", _serves(DistributedType.NO), "accelerate.backends.base:SingleProcess"),
     BackendSpec("tensor_parallel", _splits_layers, "accelerate.backends.sharded:TensorParallel"),
@@ -54,7 +54,7 @@ SPECS: list[BackendSpec] = [
     BackendSpec("xla", _serves(DistributedType.XLA), "accelerate.backends.ddp:XLA"),
     BackendSpec("fsdp2", lambda state: getattr(state, "is_fsdp2", False), "accelerate.backends.sharded:FSDP2"),
     BackendSpec("fsdp1", _serves(DistributedType.FSDP), "accelerate.backends.fsdp1:FSDP1"),
-    BackendSpec("deepspeed", _serves(DistributedType.DEEPSPEED), "accelerate.backends.deepspeed:DeepSpeed"),
+    BackendSpec("deepspeed", _serves(DistributedType.DEEPSPEED), "accelerate.backends.deepspeed.engine:DeepSpeed"),
 ]
 
 

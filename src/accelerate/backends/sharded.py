@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from accelerate.backends.base import Backend
+from accelerate.base.versions import is_torch_version
 from accelerate.checkpoint import layouts, optimizers, save
 from accelerate.checkpoint import state as states
 from accelerate.checkpoint.load import Deferred, loads_by_name, uses_torch_load
@@ -23,7 +24,6 @@ from accelerate.precision import footprint
 from accelerate.runtime import rendezvous, torch_private
 from accelerate.runtime.run import Run
 from accelerate.utils import fsdp_utils
-from accelerate.utils.versions import is_torch_version
 
 _WITHOUT_COLLECTIVES = ("mps",)
 # Exchanges of `fully_shard` on several processes; see `FSDP2.check`.

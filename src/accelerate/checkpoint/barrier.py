@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from accelerate import comm
-from accelerate._warn import printable
+from accelerate.base._warn import printable
 from accelerate.checkpoint.manifest import first_of
 from accelerate.diagnostics import hang
 from accelerate.diagnostics.hang import Diagnosis

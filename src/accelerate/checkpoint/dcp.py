@@ -40,9 +40,9 @@ from accelerate.checkpoint import formats
 from accelerate.checkpoint.load import CheckpointFolder, copy_over
 from accelerate.checkpoint.manifest import METADATA, DamagedCheckpoint, FileEntry
 from accelerate.checkpoint.state import empty_on_host_like, is_distributed_tensor, local_part, mapped_leaves
+from accelerate.checkpoint.torch_files import load_each
 from accelerate.runtime import durable
 from accelerate.runtime.torch_private import StorageInfo, unflatten_state_dict
-from accelerate.utils.other import load_each
 
 # -- reading -----------------------------------------------------------------------------------------------------------
 

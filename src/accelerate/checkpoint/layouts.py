@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from accelerate._warn import warn_user
+from accelerate.base._warn import warn_user
+from accelerate.base.constants import FSDP_MODEL_NAME, MODEL_NAME
 from accelerate.checkpoint import formats, load, manifest, plain_data, state
 from accelerate.checkpoint.load import CheckpointFolder
 from accelerate.checkpoint.manifest import INDEX_SUFFIX, NAME, DamagedCheckpoint
@@ -42,7 +43,6 @@ from accelerate.checkpoint.state import (
 from accelerate.checkpoint.storage import LocalStorage
 from accelerate.modules.unwrap import extract_model_from_parallel, match_names, same_tensors, shared_tensor_names
 from accelerate.runtime import durable, torch_private
-from accelerate.utils.constants import FSDP_MODEL_NAME, MODEL_NAME
 
 if TYPE_CHECKING:
     from accelerate.checkpoint.dcp import CheckpointReader

@@ -18,13 +18,12 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from accelerate.checkpoint import formats, low_bit, manifest, schedules
+from accelerate.checkpoint import formats, low_bit, manifest, schedules, torch_files
 from accelerate.checkpoint.manifest import DamagedCheckpoint, FileEntry, Manifest, damaged
 from accelerate.checkpoint.state import LOADERS, POSITIONS, Common, inner_optimizer, keeps_state
 from accelerate.data import generators, resume
 from accelerate.data.loader import PreparedLoader
 from accelerate.runtime import durable
-from accelerate.utils import other
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +65,7 @@ def read_file(
     if mapped and device == "cpu" and not load_kwargs:
         return mapped_file(path)
     try:
-        return other.load(path, device, **(load_kwargs or {}))
+        return torch_files.load(path, device, **(load_kwargs or {}))
     except Exception as error:
         _raise_unreadable(path, error)
 
@@ -92,9 +91,9 @@ def mapped_file(path: str) -> Any:
                 found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  no mapping
             return found if maps else {name: value.clone() for name, value in found.items()}
         try:
-            return other.load(path, "cpu", mmap=maps)
+            return torch_files.load(path, "cpu", mmap=maps)
         except (NotImplementedError, RuntimeError):  # no plain memory, or a file from before torch 1.6
-            return other.load(path, "cpu")
+            return torch_files.load(path, "cpu")
     except Exception as error:
         _raise_unreadable(path, error)
 

@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from accelerate.checkpoint import formats
-from accelerate.utils import other
+from accelerate.checkpoint import formats, torch_files
 
 # These load for certain; other values are tried.
 _TENSORS = (torch.Tensor, nn.Parameter)
@@ -48,7 +47,7 @@ def unreadable(state: Any) -> tuple[str, str] | None:
             memory = io.BytesIO()
             torch.save(formats.plain(value), memory)
             memory.seek(0)
-            is_read = type(other.load(memory, "cpu")) is type(value)
+            is_read = type(torch_files.load(memory, "cpu")) is type(value)
         except Exception:
             is_read = False
         if not is_read:

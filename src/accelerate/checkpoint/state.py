@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from accelerate import comm
+from accelerate.base.constants import SCALER_NAME
 from accelerate.checkpoint import low_bit, manifest
 from accelerate.config.enums import DistributedType
 from accelerate.data.adapter import is_stateful
@@ -26,7 +27,6 @@ from accelerate.data.loader import PreparedLoader
 from accelerate.modules.unwrap import canonical_names, extract_model_from_parallel, is_compiled_module
 from accelerate.runtime import simulated, torch_private
 from accelerate.runtime.run import Run
-from accelerate.utils.constants import SCALER_NAME
 
 Layout = Literal["full", "sharded", "zero"]
 Kind = Literal["model", "optimizer"]

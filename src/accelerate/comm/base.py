@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
+from accelerate.base.nested import outline, rebuild
 from accelerate.comm.check import Call, checksum, disagreement
-from accelerate.utils.nested import outline, rebuild
 
 REDUCTIONS = ("sum", "mean", "max", "min")
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from accelerate.utils.nested import filled
+from accelerate.base.nested import filled
 
 PACKED = 256 << 10  # bytes: from here on, packing takes longer than a collective of its own, and nothing is expected
 _REMEMBERED = 16  # calls
@@ -37,8 +37,7 @@ class DistributedOperationException(Exception):
     All ranks raise it, so that the run ends at once instead of hanging.
     """
 
-
-DistributedOperationException.__module__ = "accelerate.utils.operations"
+    __module__ = "accelerate.utils.operations"  # the path in pickles
 
 
 def listed(ranks: Sequence[int]) -> str:

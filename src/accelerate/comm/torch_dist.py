@@ -7,9 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from accelerate.base.nested import TENSOR, padded
 from accelerate.comm.base import Communicator
 from accelerate.comm.check import OBJECTS, PACKED, Call, CallChecker, same_on_all
-from accelerate.utils.nested import TENSOR, padded
 
 _OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _HOST_BACKENDS = ("gloo", "mpi")

@@ -6,7 +6,8 @@ import sys
 from dataclasses import dataclass
 from typing import NoReturn
 
-from accelerate import __version__, _lazy
+from accelerate import __version__
+from accelerate.base import _lazy
 from accelerate.commands.utils import CustomArgumentParser, as_program, or_exit
 from accelerate.launch.config_file import nearest
 

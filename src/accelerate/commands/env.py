@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import accelerate
-from accelerate import __version__, _lazy
+from accelerate import __version__
+from accelerate.base import _lazy
 from accelerate.commands.utils import brief, make_parser, or_exit
 from accelerate.config.options import OPTIONS
 from accelerate.launch import config_file

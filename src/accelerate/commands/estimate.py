@@ -12,7 +12,7 @@ import os
 import re
 from typing import Any
 
-from accelerate import _lazy
+from accelerate.base import _lazy
 from accelerate.commands.utils import brief, make_parser, or_exit
 from accelerate.diagnostics.estimator import Layout, resting
 from accelerate.diagnostics.inventory import CONFIG, Inventory, inventory_of_model, inventory_of_path
@@ -353,7 +353,7 @@ def estimate_command(args: argparse.Namespace) -> None:
 
 
 def _print(title: str, columns: dict[str, str], rows: list[dict[str, Any]]) -> None:
-    from accelerate.utils.other import convert_bytes
+    from accelerate.base.text import convert_bytes
 
     cells = []
     for row in rows:

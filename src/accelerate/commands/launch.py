@@ -8,8 +8,8 @@ import traceback
 from dataclasses import replace
 from typing import Any
 
-from accelerate import _lazy
-from accelerate._warn import printable
+from accelerate.base import _lazy
+from accelerate.base._warn import printable
 from accelerate.commands.utils import CustomArgumentParser, OneSpelling, add_options, make_parser, or_exit
 from accelerate.config.options import BY_NAME, DYNAMO_WORDS, FEATURES
 from accelerate.launch import config_file, runners

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from accelerate.base.environment import patch_environment
 from accelerate.commands import estimate
 from accelerate.commands.config import config_utils
 from accelerate.commands.utils import brief, make_parser
@@ -32,7 +33,6 @@ from accelerate.diagnostics.inventory import Profile
 from accelerate.diagnostics.table import size_text, table
 from accelerate.launch.errors import LaunchError
 from accelerate.runtime.ranks import Ranks
-from accelerate.utils.environment import patch_environment
 
 if TYPE_CHECKING:
     import torch

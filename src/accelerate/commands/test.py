@@ -4,7 +4,7 @@ import argparse
 import sys
 from typing import Any
 
-from accelerate import _lazy
+from accelerate.base import _lazy
 from accelerate.commands import launch
 from accelerate.commands.utils import make_parser, or_exit
 

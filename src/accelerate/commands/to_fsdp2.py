@@ -8,11 +8,11 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from accelerate import _lazy
+from accelerate.base import _lazy
+from accelerate.base.constants import FSDP_SHARDING_STRATEGY
 from accelerate.commands.utils import make_parser
 from accelerate.config.options.engines import FSDP_OPTIONS, ONLY_FSDP_1
 from accelerate.launch.errors import LaunchError
-from accelerate.utils.constants import FSDP_SHARDING_STRATEGY
 
 __getattr__ = _lazy.aliases(__name__)
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from typing import Any
 
-from accelerate import _lazy
+from accelerate.base import _lazy
 from accelerate.commands.utils import make_parser, or_exit
 from accelerate.launch import config_file, runners, secrets
 from accelerate.launch.errors import LaunchError

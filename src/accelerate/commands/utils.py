@@ -10,8 +10,8 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn, TypeVar
 
-from accelerate import _lazy
-from accelerate._warn import printable
+from accelerate.base import _lazy
+from accelerate.base._warn import printable
 from accelerate.config.options import OPTIONS, Option
 from accelerate.config.options.schema import both_spellings
 from accelerate.launch.config_file import nearest

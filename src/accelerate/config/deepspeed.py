@@ -14,12 +14,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from accelerate.base.imports import is_deepspeed_available, is_transformers_available
 from accelerate.config import env
 from accelerate.config.enums import at_public_path
 from accelerate.config.fsdp import classes_named
 from accelerate.config.options.engines import DEEPSPEED_FIELDS
 from accelerate.config.options.schema import one_of, to_names
-from accelerate.utils.imports import is_deepspeed_available, is_transformers_available
 
 if TYPE_CHECKING:
     from torch import nn
@@ -79,6 +79,8 @@ class HfDeepSpeedConfig:
     Source: https://www.deepspeed.ai/docs/config-json/
     """
 
+    __module__ = "accelerate.utils.deepspeed"  # the path in pickles
+
     config: dict[str, Any]
 
     def __init__(self, config_file_or_dict: Any) -> None:
@@ -132,9 +134,6 @@ class HfDeepSpeedConfig:
     def is_offload(self) -> bool:
         """Whether ZeRO stage 2 or 3 offloaded parameters or optimizer states when the configuration was read."""
         return self._offload
-
-
-HfDeepSpeedConfig.__module__ = "accelerate.utils.deepspeed"  # where pickles and users look for it
 
 
 @at_public_path

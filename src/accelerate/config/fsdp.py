@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from accelerate.base.constants import FSDP_AUTO_WRAP_POLICY
 from accelerate.config import env
 from accelerate.config.enums import at_public_path
 from accelerate.config.options import BY_NAME
 from accelerate.config.options.schema import one_of, to_bool, to_enum, to_int, to_mapping, to_names
 from accelerate.runtime import torch_private
-from accelerate.utils.constants import FSDP_AUTO_WRAP_POLICY
 
 if TYPE_CHECKING:
     import torch

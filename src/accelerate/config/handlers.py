@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
 
-from accelerate._warn import warn_user
+from accelerate.base._warn import warn_user
 from accelerate.config import env
 from accelerate.config.enums import DDPCommunicationHookType, DynamoBackend, at_public_path
 

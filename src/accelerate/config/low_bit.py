@@ -9,13 +9,13 @@ from typing import Any, Literal
 
 import torch
 
-from accelerate._warn import warn_user
+from accelerate.base._warn import warn_user
+from accelerate.base.imports import is_torchao_available, is_transformer_engine_available
 from accelerate.config import env
 from accelerate.config.enums import CustomDtype, at_public_path
 from accelerate.config.handlers import KwargsHandler
 from accelerate.config.options import of_feature
 from accelerate.config.options.schema import one_of, to_bool
-from accelerate.utils.imports import is_torchao_available, is_transformer_engine_available
 
 # Fields of `TERecipeKwargs`, the options that stand for them, and their defaults.
 _TE_FIELDS = {

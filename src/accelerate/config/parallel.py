@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 from typing import Any
 
-from accelerate._warn import warn_user
+from accelerate.base._warn import warn_user
+from accelerate.base.constants import BETA_TP_AVAILABLE_TRANSFORMERS_VERSION
+from accelerate.base.imports import is_transformers_available
+from accelerate.base.versions import compare_versions
 from accelerate.config import env
 from accelerate.config.enums import at_public_path
 from accelerate.config.options.schema import one_of, to_int
-from accelerate.utils.constants import BETA_TP_AVAILABLE_TRANSFORMERS_VERSION
-from accelerate.utils.imports import is_transformers_available
-from accelerate.utils.versions import compare_versions
 
 
 @at_public_path

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler
 
+from accelerate.base.imports import is_torchdata_stateful_dataloader_available
+from accelerate.comm.operations import send_to_device
 from accelerate.data import generators, samplers
 from accelerate.data.iterable import CollateWrapper, IterableDatasetShard
 from accelerate.data.progress import Progress
 from accelerate.data.samplers import Part, ReplayableRandomSampler, SkipBatchSampler, innermost, unskipped
 from accelerate.data.workers import WorkerDataset
-from accelerate.utils.imports import is_torchdata_stateful_dataloader_available
-from accelerate.utils.operations import send_to_device
 
 CPU = torch.device("cpu")
 # Read once: a per-loader signature inspection would be paid by every prepare().

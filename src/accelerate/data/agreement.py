@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from accelerate._warn import user_lines, warn_user
+from accelerate.base._warn import user_lines, warn_user
 from accelerate.data import contents
 from accelerate.runtime import simulated, torch_private
 

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import BatchSampler, ChainDataset, DataLoader, RandomSampler
 
 from accelerate import comm
-from accelerate._warn import warn_user
+from accelerate.base._warn import warn_user
 from accelerate.config.enums import RNGType
 from accelerate.data import adapter, contents, iterable, plan
 from accelerate.data.adapter import as_stateful, batching_sampler, is_stateful, is_stream, skipping, variant

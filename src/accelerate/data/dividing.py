@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from accelerate.utils.nested import honor_type, is_namedtuple, like_mapping
+from accelerate.base.nested import honor_type, is_namedtuple, like_mapping
 
 
 def is_column(value: Any) -> bool:

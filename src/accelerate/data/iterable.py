@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
 from accelerate import comm
-from accelerate._warn import warn_user
+from accelerate.base._warn import warn_user
 from accelerate.comm.base import Communicator
 from accelerate.data import contents
 from accelerate.data.samplers import Part, split_head

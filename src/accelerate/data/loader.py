@@ -19,8 +19,8 @@ from accelerate.data.samplers import EndAhead, Part, layers
 from accelerate.data.stateful import with_unread_workers
 from accelerate.data.workers import SeededDataset, WorkerDataset
 from accelerate.process import PartialState
+from accelerate.runtime.random import synchronize_rng_states
 from accelerate.state import GradientState
-from accelerate.utils.random import synchronize_rng_states
 
 # A loader and the vote of the ranks may each be one step ahead, and the step after those is being read.
 _AHEAD = 4
@@ -126,7 +126,7 @@ class EpochIterator:
             yield from batches
 
     def _drop(self) -> None:
-        from accelerate.utils.tqdm import tqdm
+        from tqdm.auto import tqdm
 
         hidden, number = not PartialState().is_local_main_process, self.to_drop
         # Shown when it takes long: a stream that cannot be restored has to be read again from its beginning.

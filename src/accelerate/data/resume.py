@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from accelerate._warn import warn_user
+from accelerate.base._warn import warn_user
 from accelerate.data import adapter, generators, samplers, stateful
 from accelerate.data.adapter import DataLoaderAdapter, DataLoaderStateMixin, is_stateful, is_stream, skipping
 from accelerate.data.iterable import has_buffer

@@ -15,7 +15,7 @@ import pathlib
 import subprocess
 from typing import Any
 
-from accelerate.utils.environment import ask_nvidia_smi
+from accelerate.base.environment import ask_nvidia_smi
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from accelerate.base import imports
+from accelerate.base.environment import parse_flag_from_env
 from accelerate.config.enums import DistributedType, RNGType
-from accelerate.utils import imports
-from accelerate.utils.environment import parse_flag_from_env
 
 
 @dataclass(frozen=True)

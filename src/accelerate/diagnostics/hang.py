@@ -27,7 +27,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from accelerate._warn import printable
+from accelerate.base._warn import printable
 from accelerate.diagnostics import threads
 from accelerate.diagnostics.monitor import LONGEST_REPORT, Monitor, limits
 from accelerate.diagnostics.status import PREFIX, Diagnosis, Question, RankStatus, connection, interval

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from accelerate._warn import printable
+from accelerate.base._warn import printable
 from accelerate.diagnostics import threads
 from accelerate.diagnostics.status import PREFIX, Diagnosis, RankStatus, connection, said_by
 from accelerate.runtime import failure

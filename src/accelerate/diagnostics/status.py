@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from accelerate._warn import printable
+from accelerate.base._warn import printable
 from accelerate.diagnostics import threads
 
 PREFIX = "accelerate/hang"

@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from accelerate._warn import printable
+from accelerate.base._warn import printable
 
 
 def table(

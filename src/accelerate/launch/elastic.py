@@ -28,6 +28,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
+from accelerate.base.environment import clear_environment
 from accelerate.launch.errors import LaunchError, Reporter, follows
 from accelerate.launch.guard import Guard, bound, end_groups
 from accelerate.launch.plan import LaunchPlan, Rendezvous, Source
@@ -35,7 +36,6 @@ from accelerate.launch.torch_compat import OpenAgent
 from accelerate.runtime import failure
 from accelerate.runtime.failure import PREEMPTED
 from accelerate.runtime.rendezvous import LOOPBACK, serve_this_machine, uses_libuv
-from accelerate.utils.environment import clear_environment
 
 # Signals that are forwarded to the processes, which may need time to save their run. Schedulers send these.
 FORWARDED = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGUSR2") if hasattr(signal, name))

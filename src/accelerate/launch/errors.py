@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from accelerate._warn import printable
+from accelerate.base._warn import printable
 from accelerate.runtime.failure import OURS, PREEMPTED
 
 PREFIX = "accelerate launch: "

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate._warn import warn_user
+from accelerate.base._warn import warn_user
 from accelerate.runtime import torch_private
 
 logger = logging.getLogger(__name__)

@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from accelerate.comm.operations import find_device, send_to_device
 from accelerate.offload.hooks_base import ModelHook
 from accelerate.offload.placement import PLAIN, Device, any_elsewhere, exact_device, set_module_tensor_to_device
 from accelerate.offload.prefetch import Prefetcher
 from accelerate.offload.store import WeightSource
 from accelerate.offload.tensors import named_module_tensors
-from accelerate.utils.operations import find_device, send_to_device
 
 # The module that holds a tensor, the table of it that has the tensor, and the tensor's name there.
 _Place = tuple[nn.Module, dict[str, Any], str]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from accelerate.base.text import convert_bytes
 from accelerate.devices.table import detect, row
 from accelerate.offload.placement import Device, as_device
 from accelerate.offload.planner import Planner, Ties, fitting, make_plan, parts
@@ -23,7 +24,6 @@ from accelerate.offload.tensors import (
     get_module_leaves,
     name_and_parents,
 )
-from accelerate.utils.other import convert_bytes
 
 logger = logging.getLogger("accelerate.utils.modeling")
 

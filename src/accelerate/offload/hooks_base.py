@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from accelerate.comm.operations import send_to_device
 from accelerate.offload.placement import Device, as_device, check_device_same, default_device, hooks_of
 from accelerate.offload.tensors import retie_parameters
-from accelerate.utils.operations import send_to_device
 
 # Methods that dispatch_model replaces on a dispatched model, because moving such a model undoes the dispatch.
 _accelerate_added_attributes = ["to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa"]

@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from accelerate.base.constants import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from accelerate.devices.table import detect
 from accelerate.modules.unwrap import model_has_dtensor
 from accelerate.offload.device_map import check_devices, disjoint_map
@@ -45,7 +46,6 @@ from accelerate.offload.tensors import (
 from accelerate.offload.weights import check_data
 from accelerate.runtime import storage
 from accelerate.runtime.durable import is_inside
-from accelerate.utils.constants import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 
 logger = logging.getLogger("accelerate.utils.modeling")
 

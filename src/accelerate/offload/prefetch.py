@@ -23,12 +23,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from accelerate.base.environment import str_to_bool
 from accelerate.devices import table
 from accelerate.offload.placement import FOUR_BIT, INT8, exact_device, hooks_of, offloading_hook
 from accelerate.offload.store import WeightSource
 from accelerate.offload.tensors import convert_file_size_to_int
 from accelerate.runtime.durable import POPULATE, advise
-from accelerate.utils.environment import str_to_bool
 
 logger = logging.getLogger(__name__)
 

@@ -13,11 +13,11 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from accelerate.base.versions import is_torch_version
 from accelerate.modules.optimizer_remap import named, remap_optimizers
 from accelerate.modules.unwrap import is_compiled_module
 from accelerate.parallel import consistency
 from accelerate.runtime.run import Run
-from accelerate.utils.versions import is_torch_version
 
 
 def prepare(accelerator: Run, objects: Sequence[Any]) -> tuple[Any, ...]:

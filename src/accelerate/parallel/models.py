@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, distributed, nn
 
-from accelerate._warn import warn_user
+from accelerate.base._warn import warn_user
 from accelerate.parallel.documents import Documents
 from accelerate.parallel.region import WHAT, Active, Region
 from accelerate.runtime import simulated, torch_private

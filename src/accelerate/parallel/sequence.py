@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, distributed, nn
 
-from accelerate._warn import warn_user
+from accelerate.base._warn import warn_user
 from accelerate.parallel import mesh, models
 from accelerate.parallel.region import ATTENTION, NO_MASK, Region, replace
 from accelerate.runtime import torch_private

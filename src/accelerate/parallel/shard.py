@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from accelerate.base.versions import is_torch_version
 from accelerate.modules.optimizer_remap import named, remap_optimizers, tie, ties
 from accelerate.modules.unwrap import get_module_children_bottom_up
 from accelerate.parallel import consistency
@@ -18,7 +19,6 @@ from accelerate.precision import four_bit, master, rules
 from accelerate.runtime import torch_private
 from accelerate.runtime.run import Run
 from accelerate.runtime.torch_private import local_part
-from accelerate.utils.versions import is_torch_version
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate._warn import warn_user
+from accelerate.base._warn import warn_user
+from accelerate.base.environment import parse_flag_from_env
+from accelerate.comm.operations import convert_to_fp32
 from accelerate.config.enums import PrecisionType
 from accelerate.config.handlers import AutocastKwargs, GradScalerKwargs
 from accelerate.modules.unwrap import AUTOCAST, restore_forward
 from accelerate.precision.scaling import GradScaler
-from accelerate.utils.environment import parse_flag_from_env
-from accelerate.utils.operations import convert_to_fp32
 
 
 @dataclass(frozen=True)

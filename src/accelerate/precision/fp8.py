@@ -7,15 +7,15 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from accelerate._warn import warn_user
+from accelerate.base._warn import warn_user
+from accelerate.base.environment import parse_choice_from_env
+from accelerate.base.imports import is_torchao_available, is_transformer_engine_available
 from accelerate.config.enums import FP8BackendType
 from accelerate.config.low_bit import AORecipeKwargs, TERecipeKwargs
 from accelerate.modules.optimizer_remap import remapping
+from accelerate.precision import transformer_engine
 from accelerate.runtime import storage
 from accelerate.runtime.run import Run
-from accelerate.utils import transformer_engine
-from accelerate.utils.environment import parse_choice_from_env
-from accelerate.utils.imports import is_torchao_available, is_transformer_engine_available
 
 # Ada (8.9) and Hopper (9.0) are the first with 8-bit tensor cores: https://docs.nvidia.com/cuda/cuda-c-programming-guide
 CAPABILITY = (8, 9)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from accelerate._warn import warn_user
+from accelerate.base._warn import warn_user
 from accelerate.precision import amp
 from accelerate.runtime import storage
 from accelerate.runtime.torch_private import local_part, set_data

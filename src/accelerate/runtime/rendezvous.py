@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch.distributed import DistNetworkError, TCPStore
 
 from accelerate import comm
+from accelerate.base.versions import is_torch_version
 from accelerate.runtime import torch_private
 from accelerate.runtime.ranks import ALONE, Ranks, export, integer, resolve
-from accelerate.utils.versions import is_torch_version
 
 LOOPBACK = "127.0.0.1"
 

@@ -1,6 +1,6 @@
 """Helpers for test suites, imported when they are first used: importing this package does not import torch."""
 
-from accelerate._lazy import front
+from accelerate.base._lazy import front
 
 __getattr__, __dir__, __all__ = front(
     __name__,

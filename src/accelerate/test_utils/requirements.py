@@ -9,10 +9,10 @@ import unittest
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from accelerate.base import imports
+from accelerate.base.environment import parse_flag_from_env
+from accelerate.base.versions import compare_versions, is_torch_version
 from accelerate.devices import table
-from accelerate.utils import imports
-from accelerate.utils.environment import parse_flag_from_env
-from accelerate.utils.versions import compare_versions, is_torch_version
 
 T = TypeVar("T")
 Decorator = Callable[[Any], Any]

@@ -18,12 +18,12 @@ from unittest import mock
 
 import torch
 
-from accelerate import _lazy
+from accelerate.base import _lazy
+from accelerate.base.environment import parse_flag_from_env as flag_of
+from accelerate.comm.operations import gather
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.test_utils.requirements import *  # noqa: F403
 from accelerate.test_utils.requirements import device_count, has_tracker, torch_device
-from accelerate.utils.environment import parse_flag_from_env as flag_of
-from accelerate.utils.operations import gather
 
 _run_slow_tests = flag_of("RUN_SLOW")
 __getattr__ = _lazy.aliases(__name__, {"_atleast_one_tracker_available": has_tracker})

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from accelerate import _lazy
+from accelerate.base import _lazy
 
 __getattr__ = _lazy.aliases(__name__)
 

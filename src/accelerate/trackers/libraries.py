@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from accelerate.base.environment import parse_flag_from_env
 from accelerate.trackers.base import LibraryTracker, number_or_same, numbers_of, plain
-from accelerate.utils.environment import parse_flag_from_env
 
 logger = logging.getLogger(__name__)
 

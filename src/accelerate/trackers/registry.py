@@ -6,11 +6,10 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from accelerate import _lazy
+from accelerate.base import _lazy, imports
 from accelerate.config.enums import LoggerType
 from accelerate.trackers.base import GeneralTracker
 from accelerate.trackers.libraries import BUILT_IN
-from accelerate.utils import imports
 
 logger = logging.getLogger(__name__)
 

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from accelerate.backends.registry import resolve
+from accelerate.base.nested import leaves, recursively_apply
 from accelerate.config.handlers import DistributedDataParallelKwargs
 from accelerate.runtime import traits
 from accelerate.training.prepared import Facade
-from accelerate.utils.nested import leaves, recursively_apply
 
 
 @dataclass(frozen=True)

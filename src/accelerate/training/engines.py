@@ -6,10 +6,10 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from accelerate.backends.deepspeed.engine import is_schedule
+from accelerate.backends.deepspeed.wrappers import DeepSpeedEngineWrapper
 from accelerate.data.loader import PreparedLoader
 from accelerate.training.prepare import chain, find_prepared, kind_of, own_states, register
 from accelerate.training.prepared import Facade
-from accelerate.utils.deepspeed import DeepSpeedEngineWrapper
 
 
 def prepare(accelerator: Facade, objects: Sequence[Any]) -> tuple[Any, ...]:

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from accelerate.base.nested import honor_type, like_mapping
+from accelerate.comm import operations
 from accelerate.config.enums import LoggerType
 from accelerate.trackers.base import GeneralTracker
 from accelerate.trackers.registry import LOGGER_TYPE_TO_CLASS
 from accelerate.training.prepared import Facade
-from accelerate.utils import operations
-from accelerate.utils.nested import honor_type, like_mapping
 
 logger = logging.getLogger(__name__)
 

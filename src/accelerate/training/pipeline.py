@@ -14,7 +14,9 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from accelerate import comm
+from accelerate.base.versions import is_torch_version
 from accelerate.checkpoint.state import run_on_all_ranks, tied_names
+from accelerate.comm.operations import send_to_device
 from accelerate.parallel import consistency, stages
 from accelerate.parallel.balance import costly_stages
 from accelerate.parallel.mesh import check_layout, shard_mesh, submesh
@@ -22,8 +24,6 @@ from accelerate.precision import master
 from accelerate.runtime.torch_private import pytree
 from accelerate.training import gradients, prepare
 from accelerate.training.prepared import Facade
-from accelerate.utils.operations import send_to_device
-from accelerate.utils.versions import is_torch_version
 
 # How many stages each rank has.
 SCHEDULES = {"GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2, "ZBVZeroBubble": 2}

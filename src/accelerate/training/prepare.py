@@ -10,8 +10,10 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from accelerate._warn import warn_user
+from accelerate.backends.deepspeed.wrappers import DummyOptim, DummyScheduler
+from accelerate.backends.megatron.steps import MegatronLMDummyScheduler
 from accelerate.backends.registry import resolve
+from accelerate.base._warn import warn_user
 from accelerate.checkpoint.save import HostBuffers
 from accelerate.config.enums import FP8BackendType
 from accelerate.data.loader import PreparedLoader, SkipDataLoader
@@ -32,8 +34,6 @@ from accelerate.runtime import storage, torch_private, traits
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.training import conditional, gradients, prepared
 from accelerate.training.prepared import Entry, Facade
-from accelerate.utils.deepspeed import DummyOptim, DummyScheduler
-from accelerate.utils.megatron_lm import MegatronLMDummyScheduler
 
 _PLAIN = (str, bytes, int, float, complex)
 _CLASSES = {

@@ -16,8 +16,16 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from accelerate import comm
-from accelerate._warn import warn_user
 from accelerate.backends.base import Backend
+from accelerate.base._warn import warn_user
+from accelerate.base.constants import (
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    SAFE_WEIGHTS_PATTERN_NAME,
+    WEIGHTS_NAME,
+    WEIGHTS_PATTERN_NAME,
+)
+from accelerate.base.text import get_pretty_name
 from accelerate.checkpoint import formats, fsdp
 from accelerate.checkpoint import state as states
 from accelerate.checkpoint.barrier import Group
@@ -27,20 +35,13 @@ from accelerate.checkpoint.save import Save, SavePlan, plain_names, snapshot, wr
 from accelerate.checkpoint.state import Common, names_file
 from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, prune
 from accelerate.modules.unwrap import canonical_name, canonical_names, clean_state_dict_for_safetensors
+from accelerate.offload.placement import has_offloaded_params
+from accelerate.offload.tensors import convert_file_size_to_int
 from accelerate.parallel import shard
 from accelerate.precision import four_bit, scaling
 from accelerate.runtime.torch_private import local_part
 from accelerate.training import averages
 from accelerate.training.prepared import Facade
-from accelerate.utils import other
-from accelerate.utils.constants import (
-    SAFE_WEIGHTS_INDEX_NAME,
-    SAFE_WEIGHTS_NAME,
-    SAFE_WEIGHTS_PATTERN_NAME,
-    WEIGHTS_NAME,
-    WEIGHTS_PATTERN_NAME,
-)
-from accelerate.utils.modeling import convert_file_size_to_int, has_offloaded_params
 
 logger = logging.getLogger(__name__)
 
@@ -218,7 +219,7 @@ def _collect(
 def register_for_checkpointing(accelerator: Facade, *objects: Any) -> None:
     """Let ``save_state`` and ``load_state`` treat further objects. All ranks, in the same order."""
     bad = [
-        f"argument {position} ({other.get_pretty_name(obj)})"
+        f"argument {position} ({get_pretty_name(obj)})"
         for position, obj in enumerate(objects)
         if not (hasattr(obj, "state_dict") and hasattr(obj, "load_state_dict"))
     ]

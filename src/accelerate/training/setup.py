@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from accelerate._warn import warn_user
+from accelerate.base._warn import warn_user
+from accelerate.base.environment import get_int_from_env, parse_flag_from_env
 from accelerate.config import env
 from accelerate.config.enums import RNGType
 from accelerate.config.handlers import (
@@ -27,7 +28,6 @@ from accelerate.config.project import DataLoaderConfiguration, ProjectConfigurat
 from accelerate.runtime import storage, traits
 from accelerate.state import ENGINE_PLUGINS, GradientState
 from accelerate.training.prepared import Facade, others_alive
-from accelerate.utils.environment import get_int_from_env, parse_flag_from_env
 
 # Before each how many-th step the ranks compare what they train, and whether they look at the outputs of modules, too.
 CHECK_EVERY, CHECK_MODULES = "ACCELERATE_CHECK_EVERY", "ACCELERATE_CHECK_MODULES"

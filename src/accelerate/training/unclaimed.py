@@ -3,11 +3,11 @@
 import os
 from collections.abc import Collection
 
+from accelerate.base.constants import SCALER_NAME
 from accelerate.checkpoint import layouts, manifest
 from accelerate.checkpoint.layouts import Kind
 from accelerate.checkpoint.load import CheckpointFolder, Contents
 from accelerate.training.prepared import Facade
-from accelerate.utils.constants import SCALER_NAME
 
 
 def unclaimed_states(accelerator: Facade, contents: Contents) -> list[str]:

@@ -1,6 +1,6 @@
 """Helpers around training: every public name, imported from its home module when it is first used (PEP 562)."""
 
-from accelerate._lazy import front as _front
+from accelerate.base._lazy import front as _front
 
 # Eager, because the submodule and the function share a name: importing the submodule later would rebind the attribute.
 from accelerate.utils.tqdm import tqdm as tqdm
@@ -9,9 +9,9 @@ _HOMES = {
     "accelerate.commands.config.default": "write_basic_config",
     "accelerate.parallel.sequence": "aggregate_loss shift_labels",
     "accelerate.parallelism_config": "ParallelismConfig",
-    "accelerate.utils.ao": "convert_model_to_fp8_ao filter_first_and_last_linear_layers has_ao_layers",
+    "accelerate.precision.ao": "convert_model_to_fp8_ao filter_first_and_last_linear_layers has_ao_layers",
     "accelerate.utils.bnb": "has_4bit_bnb_layers load_and_quantize_model",
-    "accelerate.utils.constants": (
+    "accelerate.base.constants": (
         "MITA_PROFILING_AVAILABLE_PYTORCH_VERSION MODEL_NAME OPTIMIZER_NAME PROFILE_PATTERN_NAME RNG_STATE_NAME "
         "SAFE_MODEL_NAME SAFE_WEIGHTS_INDEX_NAME SAFE_WEIGHTS_NAME SAFE_WEIGHTS_PATTERN_NAME SAMPLER_NAME SCALER_NAME "
         "SCHEDULER_NAME TORCH_DISTRIBUTED_OPERATION_TYPES TORCH_LAUNCH_PARAMS WEIGHTS_INDEX_NAME WEIGHTS_NAME "
@@ -26,23 +26,23 @@ _HOMES = {
         "TERecipeKwargs TensorInformation TorchContextParallelConfig TorchDynamoPlugin TorchTensorParallelConfig "
         "TorchTensorParallelPlugin add_model_config_to_megatron_parser"
     ),
-    "accelerate.utils.deepspeed": (
+    "accelerate.backends.deepspeed.wrappers": (
         "DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper DeepSpeedSchedulerWrapper DummyOptim DummyScheduler "
         "HfDeepSpeedConfig get_active_deepspeed_plugin map_pytorch_optim_to_deepspeed"
     ),
-    "accelerate.utils.environment": (
+    "accelerate.base.environment": (
         "are_libraries_initialized check_cuda_fp8_capability check_cuda_p2p_ib_support clear_environment "
         "convert_dict_to_env_variables get_cpu_distributed_information get_current_device_type get_gpu_info "
-        "get_int_from_env parse_choice_from_env parse_flag_from_env patch_environment purge_accelerate_environment "
-        "set_numa_affinity str_to_bool"
+        "get_int_from_env parse_choice_from_env parse_flag_from_env patch_environment purge_accelerate_environment str_to_bool"
     ),
+    "accelerate.devices.affinity": "set_numa_affinity",
     "accelerate.utils.fsdp_utils": (
         "disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading ensure_weights_retied fsdp2_apply_ac "
         "fsdp2_canonicalize_names fsdp2_load_full_state_dict fsdp2_prepare_model fsdp2_switch_optimizer_parameters "
         "get_fsdp2_grad_scaler load_fsdp_model load_fsdp_optimizer merge_fsdp_weights save_fsdp_model "
         "save_fsdp_optimizer"
     ),
-    "accelerate.utils.imports": (
+    "accelerate.base.imports": (
         "deepspeed_required is_4bit_bnb_available is_8bit_bnb_available is_aim_available is_amdsmi_available "
         "is_bf16_available is_bitsandbytes_multi_backend_available is_bnb_available is_boto3_available "
         "is_clearml_available is_comet_ml_available is_cuda_available is_datasets_available is_deepspeed_available "
@@ -61,7 +61,7 @@ _HOMES = {
         "PrepareForLaunch _filter_args prepare_deepspeed_cmd_env prepare_multi_gpu_env prepare_sagemager_args_inputs "
         "prepare_simple_launcher_cmd_env prepare_tpu"
     ),
-    "accelerate.utils.megatron_lm": (
+    "accelerate.backends.megatron.steps": (
         "AbstractTrainStep BertTrainStep GPTTrainStep MegatronLMDummyDataLoader MegatronLMDummyScheduler T5TrainStep "
         "avg_losses_across_data_parallel_group"
     ),
@@ -78,7 +78,7 @@ _HOMES = {
         "OffloadedWeightsLoader PrefixedDataset extract_submodules_state_dict load_offloaded_weight "
         "offload_state_dict offload_weight save_offload_index"
     ),
-    "accelerate.utils.operations": (
+    "accelerate.comm.operations": (
         "CannotPadNestedTensorWarning GatheredParameters broadcast broadcast_object_list concatenate "
         "convert_outputs_to_fp32 convert_to_fp32 copy_tensor_to_devices find_batch_size find_device gather "
         "gather_object get_data_structure honor_type ignorant_find_batch_size initialize_tensors is_namedtuple "
@@ -91,12 +91,12 @@ _HOMES = {
         "get_module_children_bottom_up get_pretty_name has_compiled_regions is_compiled_module is_port_in_use load "
         "merge_dicts model_has_dtensor recursive_getattr save wait_for_everyone"
     ),
-    "accelerate.utils.random": "set_seed synchronize_rng_state synchronize_rng_states",
+    "accelerate.runtime.random": "set_seed synchronize_rng_state synchronize_rng_states",
     "accelerate.utils.torch_xla": "install_xla",
-    "accelerate.utils.transformer_engine": (
+    "accelerate.precision.transformer_engine": (
         "apply_fp8_autowrap contextual_fp8_autocast convert_model has_transformer_engine_layers"
     ),
-    "accelerate.utils.versions": "compare_versions is_torch_version",
+    "accelerate.base.versions": "compare_versions is_torch_version",
 }
 
 _SUBMODULES = (

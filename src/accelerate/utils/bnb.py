@@ -1,6 +1,6 @@
 """Quantising models with bitsandbytes. The public path of `accelerate.precision.quantize`."""
 
-from accelerate._lazy import front
+from accelerate.base._lazy import front
 
 _HOMES = {
     "accelerate.offload.loading": "quantize_and_offload_8bit",

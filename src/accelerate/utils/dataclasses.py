@@ -1,10 +1,10 @@
 """The public address of everything in `accelerate.config`: enumerations, keyword handlers and plugins."""
 
-from accelerate._lazy import front
+from accelerate.base._lazy import front
 
 _HOMES = {
     "typing": "TYPE_CHECKING",
-    "accelerate.utils.nested": "TensorInformation",
+    "accelerate.base.nested": "TensorInformation",
     "accelerate.config.deepspeed": "DeepSpeedPlugin",
     "accelerate.config.enums": (
         "BaseEnum ComputeEnvironment CustomDtype DDPCommunicationHookType DistributedType DynamoBackend "
@@ -25,7 +25,7 @@ _HOMES = {
         "TorchTensorParallelPlugin"
     ),
     "accelerate.config.project": "DataLoaderConfiguration ProjectConfiguration",
-    "accelerate.utils.constants": (
+    "accelerate.base.constants": (
         "BETA_CP_AVAILABLE_PYTORCH_VERSION BETA_TP_AVAILABLE_PYTORCH_VERSION BETA_TP_AVAILABLE_TRANSFORMERS_VERSION "
         "FSDP2_PYTORCH_VERSION FSDP_AUTO_WRAP_POLICY FSDP_BACKWARD_PREFETCH FSDP_SHARDING_STRATEGY "
         "MITA_PROFILING_AVAILABLE_PYTORCH_VERSION XPU_PROFILING_AVAILABLE_PYTORCH_VERSION"

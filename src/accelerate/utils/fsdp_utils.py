@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from accelerate._lazy import front
+from accelerate.base._lazy import front
+from accelerate.base.constants import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from accelerate.checkpoint import layouts, load
 from accelerate.checkpoint import state as states
 from accelerate.checkpoint.fsdp import _get_model_state_dict, _set_model_state_dict
@@ -22,7 +23,6 @@ from accelerate.parallel.fsdp import (
     fsdp2_prepare_auto_wrap_policy,
     get_parameters_from_modules,
 )
-from accelerate.utils.constants import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.state_dict import StateDictOptions
@@ -36,7 +36,7 @@ _HOMES = {
         "disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading ensure_weights_retied "
         "fsdp2_canonicalize_names fsdp2_load_full_state_dict fsdp2_switch_optimizer_parameters get_fsdp2_grad_scaler"
     ),
-    "accelerate.utils.constants": "FSDP_MODEL_NAME OPTIMIZER_NAME",
+    "accelerate.base.constants": "FSDP_MODEL_NAME OPTIMIZER_NAME",
 }
 __getattr__, __dir__, _ = front(__name__, _HOMES, [])
 

@@ -6,16 +6,16 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from accelerate import _lazy
+from accelerate.base import _lazy
+from accelerate.base.constants import DEEPSPEED_MULTINODE_LAUNCHERS as DEEPSPEED_MULTINODE_LAUNCHERS
 from accelerate.config.enums import DistributedType
 from accelerate.config.options import BY_NAME
 from accelerate.launch.errors import LaunchError, MissingAccountError
 from accelerate.launch.plan import Resolved, exports
 from accelerate.launch.resolve import merge
 from accelerate.launch.runners import deepspeed, mpi, sagemaker, tpu
+from accelerate.runtime.ports import get_free_port, is_port_in_use
 from accelerate.runtime.ranks import DEFAULT_PORT
-from accelerate.utils.constants import DEEPSPEED_MULTINODE_LAUNCHERS as DEEPSPEED_MULTINODE_LAUNCHERS
-from accelerate.utils.other import get_free_port, is_port_in_use
 
 __getattr__ = _lazy.aliases(__name__)
 

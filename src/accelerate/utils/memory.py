@@ -1,6 +1,6 @@
 """Freeing memory, and finding a batch size that fits. The public path of `accelerate.devices.memory` and `accelerate.training.batch_size`."""
 
-from accelerate._lazy import front
+from accelerate.base._lazy import front
 
 _HOMES = {
     "accelerate.devices.memory": "OUT_OF_MEMORY_TEXTS clear_device_cache release_memory should_reduce_batch_size",

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from accelerate._lazy import front
+from accelerate.base._lazy import front
 from accelerate.config.enums import DistributedType
 from accelerate.config.handlers import AutocastKwargs
 from accelerate.devices.table import detect
@@ -31,7 +31,7 @@ _HOMES = {
         "get_module_size_with_ties get_non_persistent_buffers is_peft_model named_module_tensors retie_parameters"
     ),
     "accelerate.offload.weights": "get_state_dict_from_offload get_state_dict_offloaded_model",
-    "accelerate.utils.constants": "SAFE_WEIGHTS_NAME WEIGHTS_INDEX_NAME WEIGHTS_NAME",
+    "accelerate.base.constants": "SAFE_WEIGHTS_NAME WEIGHTS_INDEX_NAME WEIGHTS_NAME",
 }
 __getattr__, __dir__, _ = front(__name__, _HOMES, [])
 

@@ -1,6 +1,6 @@
 """Weights kept in files. The public path of `accelerate.offload.store`."""
 
-from accelerate._lazy import front
+from accelerate.base._lazy import front
 
 _NAMES = (
     "OffloadedWeightsLoader PrefixedDataset extract_submodules_state_dict load_offloaded_weight offload_state_dict "

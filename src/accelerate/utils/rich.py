@@ -1,6 +1,6 @@
 """Readable tracebacks through the optional library rich, where it is installed and switched on."""
 
-from accelerate.utils.imports import is_rich_available
+from accelerate.base.imports import is_rich_available
 
 if not is_rich_available():
     raise ModuleNotFoundError(

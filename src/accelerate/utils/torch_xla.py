@@ -4,7 +4,7 @@ import importlib.metadata
 import subprocess
 import sys
 
-from accelerate.utils.environment import is_colab
+from accelerate.base.environment import is_colab
 
 
 def install_xla(upgrade: bool = False) -> None:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from accelerate import _lazy
+from accelerate.base import _lazy
 
 __getattr__ = _lazy.aliases(__name__)
 

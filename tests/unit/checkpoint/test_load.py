@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from accelerate import Accelerator, checkpointing
 from accelerate.checkpoint import formats, layouts, load
+from accelerate.checkpoint import torch_files as other
 from accelerate.checkpoint.load import CheckpointFolder, Contents, read_common
 from accelerate.checkpoint.manifest import DamagedCheckpoint, FileEntry, Manifest
 from accelerate.checkpoint.save import plain_names, write_model, write_optimizer
@@ -18,7 +19,6 @@ from accelerate.checkpoint.state import Common
 from accelerate.data.loader import DataLoaderShard
 from accelerate.process import PartialState
 from accelerate.runtime import durable
-from accelerate.utils import other
 from accelerate.utils.other import TORCH_SAFE_GLOBALS
 from cases import cases
 from sharded_io import same

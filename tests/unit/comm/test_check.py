@@ -10,10 +10,10 @@ import torch
 
 from accelerate import comm
 from accelerate.comm import check
+from accelerate.comm import operations as ops
 from accelerate.comm.base import Communicator
 from accelerate.comm.check import Call, CallChecker, DistributedOperationException
 from accelerate.process import PartialState
-from accelerate.utils import operations as ops
 
 
 def call(length, operation="gather"):

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 import checkpoint_samples as samples
-from accelerate._warn import printable
+from accelerate.base._warn import printable
 from accelerate.commands import accelerate_cli
 from accelerate.diagnostics.status import RankStatus
 from accelerate.diagnostics.table import table

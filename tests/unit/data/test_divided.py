@@ -8,11 +8,11 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
 from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate.comm import operations
 from accelerate.data import plan
 from accelerate.data.build import plan_of, prepare_data_loader, skip_first_batches
 from accelerate.data_loader import BatchSamplerShard
 from accelerate.training import metrics
-from accelerate.utils import operations
 from loader_samples import Numbers, SizedStream, needs_torchdata, values
 
 

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from accelerate.base.nested import leaves
 from accelerate.data.adapter import DataLoaderStateMixin
 from accelerate.data.build import prepare_data_loader, skip_first_batches
 from accelerate.data.loader import DataLoaderShard, SkipDataLoader
 from accelerate.state import GradientState
-from accelerate.utils.nested import leaves
 from loader_samples import Numbers, Stream, needs_torchdata, values
 
 

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from accelerate.comm import operations
 from accelerate.training import metrics
-from accelerate.utils import operations
 
 MESHES = {
     # Two shards of the data; both ranks of a pair have the same batch. Real samples: all of shard 0, one of shard 1.

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from accelerate.devices import affinity
-from accelerate.utils import environment
 from cases import cases
 
 
@@ -93,26 +92,26 @@ def bound(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3}, raising=False)
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cpus: calls.append((pid, set(cpus))), raising=False)
     monkeypatch.setattr(affinity, "_threads", lambda: [5, 6])
-    environment.set_numa_affinity.cache_clear()
+    affinity.set_numa_affinity.cache_clear()
     yield calls
-    environment.set_numa_affinity.cache_clear()
+    affinity.set_numa_affinity.cache_clear()
 
 
 def test_a_process_is_bound_to_the_node_of_its_gpu_once(gpu, bound, monkeypatch):
     monkeypatch.setattr(affinity, "near", lambda address: {2, 3, 4})
     for _ in range(2):
-        environment.set_numa_affinity(1)
+        affinity.set_numa_affinity(1)
     assert bound == [(5, {2, 3}), (6, {2, 3})]
-    environment.override_numa_affinity(1)
+    affinity.override_numa_affinity(1)
     assert len(bound) == 4
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    environment.override_numa_affinity(1)
+    affinity.override_numa_affinity(1)
     assert len(bound) == 4
 
 
 def test_what_cannot_be_done_is_logged(gpu, bound, monkeypatch, caplog):
     monkeypatch.setattr(affinity, "near", lambda address: set())
-    environment.override_numa_affinity(0)
+    affinity.override_numa_affinity(0)
     assert "Process 0 is not bound to processors: the system does not say" in caplog.text and not bound
 
     def refuse(pid, cpus):
@@ -120,7 +119,7 @@ def test_what_cannot_be_done_is_logged(gpu, bound, monkeypatch, caplog):
 
     monkeypatch.setattr(affinity, "near", lambda address: {1})
     monkeypatch.setattr(os, "sched_setaffinity", refuse)
-    environment.override_numa_affinity(0)
+    affinity.override_numa_affinity(0)
     assert "Operation not permitted" in caplog.text
 
 

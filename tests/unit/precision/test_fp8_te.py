@@ -12,7 +12,7 @@ from torch import nn
 from accelerate import Accelerator
 from accelerate.config import low_bit as recipes
 from accelerate.precision import fp8
-from accelerate.utils import transformer_engine as library
+from accelerate.precision import transformer_engine as library
 
 
 class Linear(nn.Linear):

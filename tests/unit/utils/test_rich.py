@@ -8,7 +8,7 @@ import types
 import pytest
 
 import accelerate.utils
-from accelerate.utils import imports
+from accelerate.base import imports
 
 
 def test_with_rich_tracebacks_are_installed(monkeypatch):

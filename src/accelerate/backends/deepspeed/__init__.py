@@ -4,7 +4,3 @@
 
 Source: https://deepspeed.readthedocs.io/en/latest/initialize.html
 """
-
-from accelerate.backends.deepspeed.engine import DeepSpeed
-
-__all__ = ["DeepSpeed"]

@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accelerate._warn import warn_user
-from accelerate.checkpoint import layouts, manifest, optimizers, zero
+from accelerate.base._warn import warn_user
+from accelerate.checkpoint import layouts, manifest, optimizers, torch_files, zero
 from accelerate.checkpoint.load import CheckpointFolder, Deferred, copy_over, refuse_misfit
 from accelerate.checkpoint.save import SavePlan
 from accelerate.checkpoint.state import Entries, Wanted, numbered, parameter_names, tied_again, tied_names
 from accelerate.modules.unwrap import canonical_name
 from accelerate.runtime import torch_private
-from accelerate.utils import other
 
 if TYPE_CHECKING:
     from accelerate.checkpoint.dcp import CheckpointReader
@@ -70,7 +69,7 @@ class _Files:
         paths = [name.rpartition(".") for name in zero.CLASSES]
         classes = [getattr(importlib.import_module(module), name) for module, _, name in paths]
         with torch.serialization.safe_globals(classes):
-            return other.load(path, map_location)
+            return torch_files.load(path, map_location)
 
 
 # -- loading -----------------------------------------------------------------------------------------------------------

@@ -14,6 +14,15 @@ from torch import nn
 
 from accelerate.backends.base import Backend
 from accelerate.backends.deepspeed import checkpoint, ulysses
+from accelerate.backends.deepspeed.wrappers import (
+    DeepSpeedOptimizerWrapper,
+    DeepSpeedSchedulerWrapper,
+    DummyOptim,
+    DummyScheduler,
+    map_pytorch_optim_to_deepspeed,
+)
+from accelerate.base.imports import is_transformers_available
+from accelerate.base.nested import recursively_apply
 from accelerate.checkpoint.state import Entries, Wanted, collected, run_on_all_ranks
 from accelerate.config.deepspeed import DeepSpeedPlugin
 from accelerate.config.handlers import GradScalerKwargs
@@ -21,15 +30,6 @@ from accelerate.modules.unwrap import compile_regions_deepspeed
 from accelerate.precision import amp
 from accelerate.runtime import simulated
 from accelerate.runtime.run import Run
-from accelerate.utils.deepspeed import (
-    DeepSpeedOptimizerWrapper,
-    DeepSpeedSchedulerWrapper,
-    DummyOptim,
-    DummyScheduler,
-    map_pytorch_optim_to_deepspeed,
-)
-from accelerate.utils.imports import is_transformers_available
-from accelerate.utils.nested import recursively_apply
 
 logger = logging.getLogger(__name__)
 

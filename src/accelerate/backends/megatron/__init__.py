@@ -4,7 +4,3 @@
 
 Source: https://docs.nvidia.com/megatron-core/developer-guide/latest/
 """
-
-from accelerate.backends.megatron.backend import MegatronLM
-
-__all__ = ["MegatronLM"]

@@ -15,6 +15,11 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from accelerate.backends.base import Backend
 from accelerate.backends.megatron.engine import MegatronEngine
+from accelerate.backends.megatron.steps import (
+    MegatronLMDummyDataLoader,
+    MegatronLMOptimizerWrapper,
+    MegatronLMSchedulerWrapper,
+)
 from accelerate.checkpoint import manifest
 from accelerate.checkpoint.dcp import read_metadata
 from accelerate.checkpoint.load import CheckpointFolder, Deferred, refuse_misfit
@@ -23,11 +28,6 @@ from accelerate.config.handlers import GradScalerKwargs
 from accelerate.data import adapter
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.runtime.run import Run
-from accelerate.utils.megatron_lm import (
-    MegatronLMDummyDataLoader,
-    MegatronLMOptimizerWrapper,
-    MegatronLMSchedulerWrapper,
-)
 
 
 class MegatronLM(Backend):

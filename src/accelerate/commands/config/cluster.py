@@ -6,13 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from accelerate import _lazy
-from accelerate.commands.config.config_args import ClusterConfig
-from accelerate.commands.config.config_utils import DYNAMO_BACKENDS  # noqa: F401
-from accelerate.commands.config.interview import Asker, Interview, parallel_size
-from accelerate.config.options import CHAPTERS, OPTIONS, Option
-from accelerate.launch import hardware
-from accelerate.utils.constants import (  # noqa: F401, words that the recorded interface has here
+from accelerate.base import _lazy
+from accelerate.base.constants import (  # noqa: F401, words that the recorded interface has here
     DEEPSPEED_MULTINODE_LAUNCHERS,
     FSDP2_STATE_DICT_TYPE,
     FSDP_AUTO_WRAP_POLICY,
@@ -21,6 +16,11 @@ from accelerate.utils.constants import (  # noqa: F401, words that the recorded 
     FSDP_STATE_DICT_TYPE,
     TORCH_DYNAMO_MODES,
 )
+from accelerate.commands.config.config_args import ClusterConfig
+from accelerate.commands.config.config_utils import DYNAMO_BACKENDS  # noqa: F401
+from accelerate.commands.config.interview import Asker, Interview, parallel_size
+from accelerate.config.options import CHAPTERS, OPTIONS, Option
+from accelerate.launch import hardware
 
 __getattr__ = _lazy.aliases(__name__)
 

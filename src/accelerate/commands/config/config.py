@@ -6,8 +6,8 @@ import pathlib
 import sys
 from typing import Any
 
-from accelerate import _lazy
-from accelerate._warn import printable
+from accelerate.base import _lazy
+from accelerate.base._warn import printable
 from accelerate.commands.config import config_utils
 from accelerate.commands.config.interview import Asker, check
 from accelerate.commands.utils import OneSpelling, add_options, make_parser, or_exit

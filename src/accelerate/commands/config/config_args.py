@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from accelerate.base.constants import (
+    SAGEMAKER_PYTHON_VERSION,
+    SAGEMAKER_PYTORCH_VERSION,
+    SAGEMAKER_TRANSFORMERS_VERSION,
+)
 from accelerate.commands.config import config_utils
 from accelerate.config.enums import ComputeEnvironment, DistributedType, SageMakerDistributedType
 from accelerate.config.options import SECTIONS
 from accelerate.launch import config_file as files
 from accelerate.launch.errors import LaunchError
-from accelerate.utils.constants import (
-    SAGEMAKER_PYTHON_VERSION,
-    SAGEMAKER_PYTORCH_VERSION,
-    SAGEMAKER_TRANSFORMERS_VERSION,
-)
 
 cache_dir = files.cache_dir()
 hf_cache_home = os.path.dirname(cache_dir)

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from accelerate import _lazy
+from accelerate.base import _lazy
 from accelerate.commands.utils import CustomArgumentParser, make_parser
 from accelerate.config.options import DYNAMO_WORDS
 from accelerate.launch.errors import LaunchError

@@ -5,7 +5,7 @@ import os
 import pathlib
 from typing import Any, Literal
 
-from accelerate import _lazy
+from accelerate.base import _lazy
 from accelerate.commands.config import config_utils
 from accelerate.commands.config.config_args import ClusterConfig, default_json_config_file
 from accelerate.config.options import BY_NAME

@@ -8,14 +8,14 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from accelerate import _lazy
+from accelerate.base import _lazy
+from accelerate.base.constants import SAGEMAKER_PARALLEL_EC2_INSTANCES, TORCH_DYNAMO_MODES  # noqa: F401
 from accelerate.commands.config.config_args import SageMakerConfig
 from accelerate.commands.config.config_utils import DYNAMO_BACKENDS  # noqa: F401
 from accelerate.commands.config.interview import Asker, Interview
 from accelerate.config.enums import ComputeEnvironment
 from accelerate.config.options import CHAPTERS, OPTIONS, Option
 from accelerate.config.options.schema import Check, matching, rows
-from accelerate.utils.constants import SAGEMAKER_PARALLEL_EC2_INSTANCES, TORCH_DYNAMO_MODES  # noqa: F401
 
 __getattr__ = _lazy.aliases(__name__)
 

@@ -5,7 +5,7 @@ import os
 import pathlib
 from typing import Any
 
-from accelerate import _lazy
+from accelerate.base import _lazy
 from accelerate.commands.config import config_utils
 from accelerate.commands.config.config_args import config_of
 from accelerate.launch import config_file as files

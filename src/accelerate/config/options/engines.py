@@ -2,6 +2,14 @@
 
 from functools import partial
 
+from accelerate.base.constants import (
+    DEEPSPEED_MULTINODE_LAUNCHERS,
+    FSDP2_STATE_DICT_TYPE,
+    FSDP_AUTO_WRAP_POLICY,
+    FSDP_BACKWARD_PREFETCH,
+    FSDP_SHARDING_STRATEGY,
+    FSDP_STATE_DICT_TYPE,
+)
 from accelerate.config.options.schema import (
     BIT,
     LOWER,
@@ -16,14 +24,6 @@ from accelerate.config.options.schema import (
     json_file,
     matching,
     rows,
-)
-from accelerate.utils.constants import (
-    DEEPSPEED_MULTINODE_LAUNCHERS,
-    FSDP2_STATE_DICT_TYPE,
-    FSDP_AUTO_WRAP_POLICY,
-    FSDP_BACKWARD_PREFETCH,
-    FSDP_SHARDING_STRATEGY,
-    FSDP_STATE_DICT_TYPE,
 )
 
 _OFFLOAD = "none cpu nvme"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from accelerate.utils.environment import str_to_bool
+from accelerate.base.environment import str_to_bool
 
 
 class _Several:

@@ -13,13 +13,13 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from accelerate.base.constants import DEEPSPEED_MULTINODE_LAUNCHERS
 from accelerate.config.options import BY_NAME
 from accelerate.launch import runners
 from accelerate.launch.errors import LaunchError
 from accelerate.launch.plan import LaunchPlan, Resolved, Source
 from accelerate.launch.runners import Process, mpi
 from accelerate.runtime.ranks import DEFAULT_PORT
-from accelerate.utils.constants import DEEPSPEED_MULTINODE_LAUNCHERS
 
 _OPTION = "--deepspeed_hostfile"
 # Where DeepSpeed looks when no option names a file.

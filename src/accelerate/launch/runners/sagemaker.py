@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from accelerate.base import constants
 from accelerate.config.enums import SageMakerDistributedType
 from accelerate.launch import config_file, runners
 from accelerate.launch.errors import PREFIX, LaunchError, MissingPackageError, to_stderr
@@ -22,7 +23,6 @@ from accelerate.launch.plan import LaunchPlan, Resolved, exports
 from accelerate.launch.resolve import merge
 from accelerate.launch.runners import Process
 from accelerate.launch.secrets import masked
-from accelerate.utils import constants
 
 # The `distribution` of an estimator. All machines that SageMaker's own parallelism runs on have eight GPUs.
 _DISTRIBUTIONS: Mapping[SageMakerDistributedType, dict[str, Any]] = {

@@ -15,13 +15,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from accelerate.accelerator import Accelerator
+from accelerate.comm.operations import broadcast, broadcast_object_list, gather, gather_object, reduce
 from accelerate.config.handlers import GradientAccumulationPlugin
 from accelerate.config.project import DataLoaderConfiguration
 from accelerate.runtime import traits
+from accelerate.runtime.random import set_seed
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.test_utils.testing import are_the_same_tensors
-from accelerate.utils.operations import broadcast, broadcast_object_list, gather, gather_object, reduce
-from accelerate.utils.random import set_seed
 
 
 class Skipped(Exception):

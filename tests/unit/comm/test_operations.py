@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
+from accelerate.comm import operations as ops
 from accelerate.comm.base import Communicator
 from accelerate.process import PartialState
 from accelerate.runtime import storage
-from accelerate.utils import operations as ops
 
 
 class Two(Communicator):

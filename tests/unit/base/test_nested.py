@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accelerate.utils import nested
+from accelerate.base import nested
 
 
 def plus_one(data):

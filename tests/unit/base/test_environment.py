@@ -6,7 +6,7 @@ import types
 import pytest
 import torch
 
-from accelerate.utils import environment
+from accelerate.base import environment
 
 
 def test_flags_and_integers(monkeypatch):

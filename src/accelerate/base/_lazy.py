@@ -45,7 +45,7 @@ def aliases(module: str, computed: Mapping[str, Callable[[], Any]] | None = None
     def get(name: str) -> Any:
         if computed and name in computed:
             return computed[name]()
-        tables = importlib.import_module("accelerate._namespace")  # read once a name is missing
+        tables = importlib.import_module("accelerate.base._namespace")  # read once a name is missing
         if name in tables.NAMES.get(module, "").split():
             return getattr(_imported(tables.HOME_OF[name]), name)
         raise AttributeError(f"module {module!r} has no attribute {name!r}")

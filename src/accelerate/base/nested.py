@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-from accelerate.config.enums import at_public_path
-
 
 def is_torch_tensor(tensor: Any) -> bool:
     """Say whether the argument is a tensor.
@@ -168,7 +166,6 @@ def rebuild(data: Any, tensors: Iterable[torch.Tensor]) -> Any:
     return recursively_apply(lambda _: next(supply), data)
 
 
-@at_public_path
 @dataclass
 class TensorInformation:
     """The shape and dtype of a tensor, which one process sends ahead so that others can make room for it.
@@ -177,6 +174,8 @@ class TensorInformation:
         shape: its size.
         dtype: its element type.
     """
+
+    __module__ = "accelerate.utils.dataclasses"  # the path in pickles
 
     shape: torch.Size
     dtype: torch.dtype

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate.utils import transformer_engine as te
+from accelerate.precision import transformer_engine as te
 
 
 class FakeLinear(nn.Linear):

@@ -5,7 +5,7 @@ import importlib.metadata
 import pytest
 from packaging.version import Version
 
-from accelerate.utils import versions
+from accelerate.base import versions
 
 
 @pytest.fixture

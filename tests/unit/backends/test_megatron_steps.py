@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from accelerate.utils import megatron_lm as home
+from accelerate.backends.megatron import steps as home
 
 
 def test_what_is_missing_is_said(monkeypatch):

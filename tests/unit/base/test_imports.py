@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from accelerate.utils import imports, versions
+from accelerate.base import imports, versions
 
 # Package, distribution (if it is called otherwise), and a version that will do, of `is_<name>_available`; the name is that of the
 # package if there is none.

@@ -1,0 +1,390 @@
+"""Environment variables, and what the machine says about its GPUs and processors.
+
+Importing this module does not import torch.
+"""
+
+import functools
+import inspect
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+logger = logging.getLogger("accelerate.utils.environment")  # the public path
+
+T = TypeVar("T", bound=Callable[..., Any])
+
+_TRUE = frozenset(("y", "yes", "t", "true", "on", "1"))
+_FALSE = frozenset(("n", "no", "f", "false", "off", "0"))
+
+
+# Reading variables
+
+
+def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
+    """Read a word (y, yes, t, true, on, 1 or n, no, f, false, off, 0, in any case) as 1 or 0, with `to_bool` as a bool.
+
+    Raises:
+        ValueError: the word is none of these.
+
+    Example:
+        >>> from accelerate.utils import str_to_bool
+        >>> str_to_bool("yes"), str_to_bool("off")
+        (1, 0)
+    """
+    word = value.lower()
+    if word not in _TRUE and word not in _FALSE:
+        raise ValueError(f"invalid truth value {value!r}: use one of y, yes, t, true, on, 1, n, no, f, false, off, 0.")
+    return word in _TRUE if to_bool else int(word in _TRUE)
+
+
+def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
+    """Return the first variable that holds an integer of at least zero; an empty one says nothing, as in a shell.
+
+    Args:
+        env_keys: names of variables, in the order of preference.
+        default: what to return when none of them is set, or all are negative.
+
+    Raises:
+        ValueError: a variable holds something else than an integer.
+
+    Example:
+        >>> from accelerate.utils import get_int_from_env
+        >>> get_int_from_env(["SOME_SIZE_THAT_IS_NOT_SET"], 1)
+        1
+    """
+    for key in env_keys:
+        text = os.environ.get(key, "").strip()
+        if not text:
+            continue
+        try:
+            number = int(text)
+        except ValueError:
+            raise ValueError(
+                f"The environment variable {key} is {text!r}; set it to an integer or unset it."
+            ) from None
+        if number >= 0:
+            return number
+    return default
+
+
+def parse_flag_from_env(key: str, default: bool = False) -> bool:
+    """Return a variable as a truth value, or the default where it is not set, or empty.
+
+    Raises:
+        ValueError: its value is no truth value; see `str_to_bool`.
+
+    Example:
+        >>> from accelerate.utils import parse_flag_from_env
+        >>> parse_flag_from_env("SOME_FLAG_THAT_IS_NOT_SET", default=True)
+        True
+    """
+    text = os.environ.get(key, "").strip()
+    if not text:
+        return bool(str_to_bool(str(default)))
+    try:
+        return bool(str_to_bool(text))
+    except ValueError as error:
+        raise ValueError(f"The environment variable {key} has an {error}") from None
+
+
+def parse_choice_from_env(key: str, default: str = "no") -> str:
+    """Return a variable as it is, or the default where it is not set, or empty.
+
+    Example:
+        >>> from accelerate.utils import parse_choice_from_env
+        >>> parse_choice_from_env("SOME_CHOICE_THAT_IS_NOT_SET", default="no")
+        'no'
+    """
+    text = os.environ.get(key, "")
+    return text if text.strip() else str(default)
+
+
+# Changing variables for a while
+
+
+def _restore(previous: Mapping[str, str | None]) -> None:
+    for key, value in previous.items():
+        if value is None:
+            os.environ.pop(key, None)
+        else:
+            os.environ[key] = value
+
+
+@contextmanager
+def patch_environment(**kwargs: Any) -> Iterator[None]:
+    """Set environment variables inside a `with` block and put the former values back afterwards, whatever happened.
+
+    Args:
+        kwargs: names (written in upper case in the environment) and values (converted to strings). None unsets a
+            variable for the block.
+
+    Example:
+        >>> import os
+        >>> with patch_environment(omp_num_threads=1):
+        ...     os.environ["OMP_NUM_THREADS"]
+        '1'
+    """
+    wanted = {key.upper(): None if value is None else str(value) for key, value in kwargs.items()}
+    previous = {key: os.environ.get(key) for key in wanted}
+    try:
+        _restore(wanted)
+        yield
+    finally:
+        _restore(previous)
+
+
+@contextmanager
+def clear_environment() -> Iterator[None]:
+    """Run a `with` block without any environment variable; all of them are back afterwards, changes are dropped.
+
+    Not safe beside threads: their C code may read a variable while it is gone.
+
+    Example:
+        >>> import os
+        >>> from accelerate.utils import clear_environment
+        >>> with clear_environment():
+        ...     len(os.environ)
+        0
+    """
+    previous = dict(os.environ)
+    os.environ.clear()
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(previous)
+
+
+@contextmanager
+def _accelerate_variables_kept() -> Iterator[None]:
+    def current() -> dict[str, str | None]:
+        return {key: value for key, value in os.environ.items() if key.startswith("ACCELERATE_")}
+
+    previous = current()
+    try:
+        yield
+    finally:
+        _restore(dict.fromkeys(current()) | previous)
+
+
+def _keeping_variables(function: T) -> T:
+    if inspect.iscoroutinefunction(function):
+
+        @functools.wraps(function)
+        async def wrapper(*args: Any, **kwargs: Any) -> Any:
+            with _accelerate_variables_kept():
+                return await function(*args, **kwargs)
+
+    elif inspect.isgeneratorfunction(function):
+
+        @functools.wraps(function)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            with _accelerate_variables_kept():
+                return (yield from function(*args, **kwargs))
+
+    else:
+        wrapper = _accelerate_variables_kept()(function)
+    return wrapper
+
+
+def _keep_variables_in_tests(cls: type) -> None:
+    for name, member in list(vars(cls).items()):
+        if not name.startswith("test"):
+            continue
+        if isinstance(member, (staticmethod, classmethod)):
+            setattr(cls, name, type(member)(_keeping_variables(member.__func__)))
+        elif inspect.isfunction(member):
+            setattr(cls, name, _keeping_variables(member))
+
+
+def purge_accelerate_environment(func_or_cls: T) -> T:
+    """Decorate a function, or the test methods of a class and its subclasses, to leave `ACCELERATE_*` as they were.
+
+    Variables that the body adds are removed, changed or removed ones are put back, also after an exception. Coroutine
+    functions and generators are covered for as long as they run.
+
+    Args:
+        func_or_cls: a function, or a class; of a class, the methods whose name starts with "test".
+
+    Returns:
+        The wrapped function, or the same class.
+
+    Example:
+        >>> @purge_accelerate_environment
+        ... def configure():
+        ...     os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16"
+        >>> configure(); "ACCELERATE_MIXED_PRECISION" in os.environ
+        False
+    """
+    if not isinstance(func_or_cls, type):
+        return _keeping_variables(func_or_cls)
+
+    cls = func_or_cls
+    own_hook = vars(cls).get("__init_subclass__")
+
+    def init_subclass(subclass: type, **kwargs: Any) -> None:
+        if own_hook is not None:
+            own_hook.__get__(None, subclass)(**kwargs)
+        else:
+            super(cls, subclass).__init_subclass__(**kwargs)
+        _keep_variables_in_tests(subclass)
+
+    cls.__init_subclass__ = classmethod(init_subclass)
+    _keep_variables_in_tests(cls)
+    return cls
+
+
+def convert_dict_to_env_variables(current_env: Mapping[str, Any]) -> list[str]:
+    """Turn variables into the lines (NAME=value) of an environment file, such as DeepSpeed's `.deepspeed_env`.
+
+    A name that is no plain identifier, an empty value, or a value that could end the line or start another command is
+    left out with a warning.
+
+    Example:
+        >>> from accelerate.utils import convert_dict_to_env_variables
+        >>> convert_dict_to_env_variables({"NCCL_DEBUG": "INFO"})
+        ['NCCL_DEBUG=INFO\\n']
+    """
+    lines = []
+    for key, value in current_env.items():
+        text = "" if value is None else str(value)
+        # A space would split the entry, a line break or NUL would end it, `;<>` mean something to the remote shell.
+        if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", str(key)) and text and not re.search(r"[\s;<>\0]", text):
+            lines.append(f"{key}={text}\n")
+        else:
+            # The value stays out of the log: it may be a secret.
+            logger.warning(
+                "The environment variable %r is not passed on: its name or value is empty or has forbidden characters.",
+                key,
+            )
+    return lines
+
+
+def are_libraries_initialized(*library_names: str) -> list[str]:
+    """Return those of the given modules that have been imported already.
+
+    Example:
+        >>> from accelerate.utils import are_libraries_initialized
+        >>> are_libraries_initialized("torch", "a_library_that_is_not_there")
+        ['torch']
+    """
+    return [name for name in library_names if name in sys.modules]
+
+
+def is_colab() -> bool:
+    """Tell whether this is a notebook of Google Colab."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return "google.colab" in type(shell).__module__ or "COLAB_RELEASE_TAG" in os.environ
+
+
+# GPUs
+
+
+def _nvidia_smi() -> str:
+    """Return the path of `nvidia-smi`; without one on PATH, its name."""
+    return shutil.which("nvidia-smi") or "nvidia-smi"
+
+
+def ask_nvidia_smi(*arguments: str) -> list[str]:
+    """Return the lines that `nvidia-smi` prints, without empty ones."""
+    command = _nvidia_smi()
+    if shutil.which(command) is None:
+        raise FileNotFoundError("nvidia-smi is not on PATH; install the NVIDIA driver or add its folder to PATH.")
+    answer = subprocess.run([command, *arguments], check=True, capture_output=True, text=True)
+    return [line.strip() for line in answer.stdout.splitlines() if line.strip()]
+
+
+def get_gpu_info() -> tuple[list[str], int]:
+    """Return the names of this machine's NVIDIA GPUs, and how many there are, without initialising CUDA.
+
+    Raises:
+        FileNotFoundError, subprocess.CalledProcessError: there is no `nvidia-smi`, or it failed.
+    """
+    names = ask_nvidia_smi("--query-gpu=name", "--format=csv,noheader")
+    return names, len(names)
+
+
+def get_driver_version() -> str:
+    """Return the version of the NVIDIA driver, for instance "550.40.07"; raises as `get_gpu_info`."""
+    versions = ask_nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader")
+    if not versions:
+        raise ValueError("nvidia-smi reports no driver version; check that it lists a GPU.")
+    return versions[0]
+
+
+def check_cuda_p2p_ib_support() -> bool:
+    """Tell whether several GPUs may talk peer to peer and over InfiniBand.
+
+    GeForce RTX 40 cards cannot before driver 550.40.07; NCCL then hangs unless both are switched off
+    (`NCCL_P2P_DISABLE=1`, `NCCL_IB_DISABLE=1`). Where nothing can be learnt the answer is True.
+    """
+    from packaging.version import parse
+
+    try:
+        names, count = get_gpu_info()
+        affected = count > 1 and any("RTX 40" in name for name in names)
+        return not affected or parse(get_driver_version()) >= parse("550.40.07")
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return True
+
+
+@functools.cache
+def check_cuda_fp8_capability() -> bool:
+    """Tell whether the current CUDA device computes in 8-bit floating point: compute capability 8.9 and later."""
+    import torch
+
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+
+
+def get_current_device_type() -> tuple[str, str]:
+    """Return this machine's accelerator as torch's device type and our distributed type: `("xpu", "MULTI_XPU")`, say.
+
+    It is `("cuda", "MULTI_GPU")` also where there is no accelerator at all.
+    """
+    import torch
+
+    for kind in ("cuda", "mlu", "sdaa", "musa", "npu", "xpu", "hpu", "neuron"):
+        module = getattr(torch, kind, None)  # a vendor's plugin adds its module to torch
+        if module is not None and module.is_available():
+            return kind, "MULTI_GPU" if kind == "cuda" else f"MULTI_{kind.upper()}"
+    return "cuda", "MULTI_GPU"
+
+
+# Processors
+
+
+@dataclass
+class CPUInformation:
+    """Where a process stands among the processes of a run on CPUs, and among those of its machine."""
+
+    __module__ = "accelerate.utils.environment"  # the path in pickles
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+
+
+def get_cpu_distributed_information() -> CPUInformation:
+    """Read ranks and sizes from the variables of torchrun, Intel MPI, Open MPI or MVAPICH, in this order."""
+    return CPUInformation(
+        rank=get_int_from_env(["RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK"], 0),
+        world_size=get_int_from_env(["WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"], 1),
+        local_rank=get_int_from_env(
+            ["LOCAL_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK"], 0
+        ),
+        local_world_size=get_int_from_env(
+            [
+                *("LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE"),
+                "PALS_LOCAL_SIZE",
+            ],
+            1,
+        ),
+    )

@@ -1,0 +1,369 @@
+"""What is installed and which hardware answers, asked without importing anything that is not needed for the answer.
+
+Importing this module imports neither torch nor any optional library. A library that was found is not looked up again; one
+that was not may be installed from a notebook in the meantime. The accelerators that need a vendor's plugin are looked up
+once per process (each function has its own `cache_clear`). CUDA and MPS are asked every time, because tests and notebooks
+hide and show devices.
+"""
+
+import contextlib
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from accelerate.base.environment import parse_flag_from_env, patch_environment
+from accelerate.base.versions import compare_versions, is_torch_version
+
+T = TypeVar("T", bound=Callable[..., Any])
+
+# Read once: torch_xla takes the device as soon as it is imported, so changing one's mind later has no effect.
+USE_TORCH_XLA = parse_flag_from_env("USE_TORCH_XLA", True)
+
+
+_found: set[tuple[str, ...]] = set()
+
+
+def _is_installed(package: str, *distributions: str) -> bool:
+    """Tell whether a package is there and comes from a distribution of one of these names, by default its own.
+
+    A folder of the same name in the working directory comes from none.
+    """
+    wanted = (package, *distributions)
+    if wanted in _found:
+        return True
+    for distribution in (distributions or (package,)) if importlib.util.find_spec(package) is not None else ():
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            importlib.metadata.distribution(distribution)
+            _found.add(wanted)
+            return True
+    return False
+
+
+def _is_package_available(pkg_name: str, metadata_name: str | None = None) -> bool:
+    """Tell whether a package is installed by a distribution of the same name, or by `metadata_name`."""
+    return _is_installed(pkg_name, *filter(None, [metadata_name]))
+
+
+def _library(
+    name: str, *distributions: str, package: str | None = None, at_least: str | None = None
+) -> Callable[[], bool]:
+    """Return `is_<name>_available` for a library; the other arguments are those of `_is_installed`, by default the name."""
+    package = package or name
+
+    def available() -> bool:
+        found = _is_installed(package, *distributions)
+        return found and (at_least is None or compare_versions(package, ">=", at_least))
+
+    available.__name__ = available.__qualname__ = f"is_{name}_available"
+    available.__doc__ = f"Tell whether the library {package} is installed."
+    return available
+
+
+# Libraries
+
+is_msamp_available = _library("msamp", "ms-amp")
+is_deepspeed_available = _library("deepspeed")
+is_lomo_available = _library("lomo", package="lomo_optim")
+is_schedulefree_available = _library("schedulefree")
+is_triton_available = _library("triton", "triton", "pytorch-triton", "pytorch-triton-rocm", "triton-windows")
+is_boto3_available = _library("boto3")
+is_sagemaker_available = _library("sagemaker")
+is_datasets_available = _library("datasets")
+is_transformers_available = _library("transformers")
+is_peft_available = _library("peft")
+is_timm_available = _library("timm")
+is_torchvision_available = _library("torchvision")
+is_torchdata_available = _library("torchdata")
+is_torchdata_stateful_dataloader_available = _library(
+    "torchdata_stateful_dataloader", package="torchdata", at_least="0.8.0"
+)
+is_torchao_available = _library("torchao", at_least="0.6.1")
+is_8bit_bnb_available = _library("8bit_bnb", package="bitsandbytes", at_least="0.37.2")
+is_4bit_bnb_available = _library("4bit_bnb", package="bitsandbytes", at_least="0.39.0")
+is_pandas_available = _library("pandas")
+is_matplotlib_available = _library("matplotlib")
+is_pytest_available = _library("pytest")
+is_tqdm_available = _library("tqdm")
+is_import_timer_available = _library("import_timer")
+is_pynvml_available = _library("pynvml", "pynvml", "nvidia-ml-py")
+is_amdsmi_available = _library("amdsmi")
+is_clearml_available = _library("clearml")
+is_comet_ml_available = _library("comet_ml")
+is_dvclive_available = _library("dvclive")
+is_mlflow_available = _library("mlflow", "mlflow", "mlflow-skinny")
+is_swanlab_available = _library("swanlab")
+is_trackio_available = _library("trackio")
+is_wandb_available = _library("wandb")
+
+
+# Parts of torch
+
+
+def is_torch_distributed_available() -> bool:
+    """Tell whether torch was built with `torch.distributed`."""
+    import torch
+
+    return torch.distributed.is_available()
+
+
+def is_xccl_available() -> bool:
+    """Tell whether torch can communicate between Intel GPUs through XCCL."""
+    import torch
+
+    return torch.distributed.is_xccl_available()
+
+
+def is_pippy_available() -> bool:
+    """Tell whether torch has `torch.distributed.pipelining`: every torch that this package supports."""
+    return True
+
+
+def is_weights_only_available() -> bool:
+    """Tell whether `torch.load(weights_only=True)` takes a list of other classes that are safe: it always can."""
+    return True
+
+
+# Hardware
+
+
+def is_cuda_available() -> bool:
+    """Tell whether a CUDA GPU is there, through NVML, so that processes can still be forked afterwards."""
+    import torch
+
+    with patch_environment(PYTORCH_NVML_BASED_CUDA_CHECK="1"):
+        return torch.cuda.is_available()
+
+
+def is_rocm_available() -> bool:
+    """Tell whether the GPU that torch sees as CUDA is an AMD one."""
+    import torch
+
+    return torch.version.hip is not None and is_cuda_available()
+
+
+def is_mps_available(min_version: str = "1.12") -> bool:
+    """Tell whether the GPU of an Apple computer can be used, with torch `min_version` or later."""
+    import torch
+
+    return is_torch_version(">=", min_version) and torch.backends.mps.is_built() and torch.backends.mps.is_available()
+
+
+def has_device(plugin: str | None, name: str, check_device: bool = True) -> bool:
+    """Tell whether torch has a device module, after importing the plugin that brings it, and whether it is usable."""
+    if plugin is not None:
+        if importlib.util.find_spec(plugin) is None:
+            return False
+        importlib.import_module(plugin)
+    import torch
+
+    module = getattr(torch, name, None)
+    if module is None:
+        return False
+    if check_device:
+        try:
+            module.device_count()
+        except RuntimeError:
+            return False
+    return bool(module.is_available())
+
+
+def _accelerator(name: str, plugin: str | None = None) -> Callable[..., bool]:
+    """Return `is_<name>_available` for a device that torch, or a vendor's plugin, brings as the module `torch.<name>`."""
+
+    def available(check_device: bool = False) -> bool:
+        return has_device(plugin, name, check_device)
+
+    available.__name__ = available.__qualname__ = f"is_{name}_available"
+    available.__doc__ = f"Tell whether torch.{name} has a device; `check_device` also makes it answer."
+    return functools.cache(available)
+
+
+is_xpu_available = _accelerator("xpu")
+is_npu_available = _accelerator("npu", "torch_npu")
+is_mlu_available = _accelerator("mlu", "torch_mlu")
+is_musa_available = _accelerator("musa", "torch_musa")
+is_sdaa_available = _accelerator("sdaa", "torch_sdaa")
+is_neuron_available = _accelerator("neuron", "torch_neuronx")
+
+
+@functools.cache
+def is_hpu_available(init_hccl: bool = False) -> bool:
+    """Tell whether an Intel Gaudi and its torch bridge are there; `init_hccl` also registers its "hccl" backend."""
+    if any(importlib.util.find_spec(name) is None for name in ("habana_frameworks", "habana_frameworks.torch")):
+        return False
+    available = has_device("habana_frameworks.torch", "hpu", check_device=False)
+    if available and init_hccl:
+        importlib.import_module("habana_frameworks.torch.distributed.hccl")
+    return available
+
+
+def is_habana_gaudi1() -> bool:
+    """Tell whether the device is a Gaudi of the first generation, which has no fp16."""
+    if not is_hpu_available():
+        return False
+    device = importlib.import_module("habana_frameworks.torch.utils.experimental")
+    return device._get_device_type() == device.synDeviceType.synDeviceGaudi
+
+
+@functools.cache
+def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
+    """Tell whether torch_xla is installed and wanted (USE_TORCH_XLA, on unless set to 0).
+
+    Args:
+        check_is_tpu: ask for a TPU behind it.
+        check_is_gpu: ask for a GPU behind it.
+
+    Raises:
+        ValueError: both were asked for.
+    """
+    if check_is_tpu and check_is_gpu:
+        raise ValueError("check_is_tpu and check_is_gpu cannot both be true; a device is one or the other.")
+    if not USE_TORCH_XLA or importlib.util.find_spec("torch_xla") is None:
+        return False
+    if not check_is_tpu and not check_is_gpu:
+        return True
+    kind = importlib.import_module("torch_xla.runtime").device_type()
+    return kind in (("GPU", "CUDA") if check_is_gpu else ("TPU",))
+
+
+# Precision
+
+
+def is_bf16_available(ignore_tpu: bool = False) -> bool:
+    """Tell whether the device of this machine computes in bfloat16; `ignore_tpu` says no for a TPU."""
+    import torch
+
+    if is_torch_xla_available(check_is_tpu=True):
+        return not ignore_tpu
+    if is_cuda_available():
+        return torch.cuda.is_bf16_supported()
+    if is_mlu_available():
+        return torch.mlu.is_bf16_supported()
+    if is_xpu_available():
+        return getattr(torch.xpu, "is_bf16_supported", lambda: True)()  # not in every torch that we support
+    return not is_mps_available() or torch.backends.mps.is_macos_or_newer(14, 0)
+
+
+def is_fp16_available() -> bool:
+    """Tell whether the device of this machine computes in float16."""
+    return not is_habana_gaudi1()
+
+
+def is_fp8_available() -> bool:
+    """Tell whether a library for training in 8-bit floating point is installed."""
+    return is_msamp_available() or is_transformer_engine_available() or is_torchao_available()
+
+
+def is_transformer_engine_available() -> bool:
+    """Tell whether Transformer Engine, or Intel's version of it on a Gaudi, is installed."""
+    return _is_installed("intel_transformer_engine" if is_hpu_available() else "transformer_engine")
+
+
+@functools.cache
+def is_transformer_engine_mxfp8_available() -> bool:
+    """Tell whether Transformer Engine is installed and the GPU has MXFP8 block scaling."""
+    if not _is_installed("transformer_engine"):
+        return False
+    return bool(importlib.import_module("transformer_engine.pytorch.fp8").check_mxfp8_support()[0])
+
+
+# Quantisation
+
+
+def is_bnb_available(min_version: str | None = None) -> bool:
+    """Tell whether bitsandbytes is installed, in `min_version` or later; None takes any."""
+    if not _is_installed("bitsandbytes"):
+        return False
+    return min_version is None or compare_versions("bitsandbytes", ">=", min_version)
+
+
+@functools.cache
+def is_bitsandbytes_multi_backend_available() -> bool:
+    """Tell whether the installed bitsandbytes works on other devices than CUDA GPUs."""
+    return is_bnb_available() and "multi_backend" in getattr(importlib.import_module("bitsandbytes"), "features", ())
+
+
+# Engines
+
+
+def is_megatron_lm_available() -> bool:
+    """Tell whether Megatron-LM is asked for (ACCELERATE_USE_MEGATRON_LM) and Megatron Core 0.8.0 or later is there."""
+    if not parse_flag_from_env("ACCELERATE_USE_MEGATRON_LM", False) or importlib.util.find_spec("megatron") is None:
+        return False
+    try:
+        return compare_versions("megatron-core", ">=", "0.8.0")
+    except ImportError as error:
+        warnings.warn(f"Megatron-LM cannot be used, although ACCELERATE_USE_MEGATRON_LM is set: {error}.")
+        return False
+
+
+# Libraries with a condition
+
+
+def is_numpy_available(min_version: str = "1.25.0") -> bool:
+    """Tell whether numpy is installed, in `min_version` or later."""
+    return _is_installed("numpy") and compare_versions("numpy", ">=", min_version)
+
+
+def is_rich_available() -> bool:
+    """Tell whether rich is installed and wanted (ACCELERATE_ENABLE_RICH)."""
+    return _is_installed("rich") and parse_flag_from_env("ACCELERATE_ENABLE_RICH", False)
+
+
+def is_aim_available() -> bool:
+    """Tell whether Aim 3 is installed; Aim 4 has another interface."""
+    return _is_installed("aim") and compare_versions("aim", "<", "4.0.0")
+
+
+def is_tensorboard_available() -> bool:
+    """Tell whether TensorBoard or tensorboardX is installed."""
+    return _is_installed("tensorboard", "tensorboard", "tb-nightly") or _is_installed("tensorboardX")
+
+
+# Guards
+
+
+def deepspeed_required(func: T) -> T:
+    """Decorate a function that makes sense only when the Accelerator runs DeepSpeed.
+
+    Before any Accelerator exists the function is allowed to run.
+
+    Raises:
+        ValueError: (when called) an Accelerator exists and runs something else.
+    """
+
+    @functools.wraps(func)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        # Looked up, not imported: the shared state is built on top of this module.
+        storage = sys.modules.get("accelerate.runtime.storage")
+        state = storage.accelerator.current if storage is not None else {}
+        if state and state.get("distributed_type") != "DEEPSPEED":
+            raise ValueError(
+                f"{func.__name__} needs DeepSpeed, but this Accelerator was configured for "
+                f"{state.get('distributed_type')}. Pass deepspeed_plugin=DeepSpeedPlugin(...) to Accelerator, or start "
+                "with `accelerate launch --use_deepspeed`."
+            )
+        return func(*args, **kwargs)
+
+    return wrapper
+
+
+def torchao_required(func: T) -> T:
+    """Decorate a function that needs torchao.
+
+    Raises:
+        ImportError: (when called) torchao is missing or too old.
+    """
+
+    @functools.wraps(func)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if not is_torchao_available():
+            raise ImportError(f"{func.__name__} needs torchao 0.6.1 or later. Install it with `pip install torchao`.")
+        return func(*args, **kwargs)
+
+    return wrapper

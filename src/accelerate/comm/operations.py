@@ -1,0 +1,585 @@
+"""Operations on nested tensors: between processes, to devices, and on their shapes.
+
+"Nested" means lists, tuples, named tuples and mappings, in any depth, with tensors as leaves. The functions named
+`..._with` take the communicator to use; the others use that of the process's state.
+"""
+
+import contextlib
+import functools
+import pickle
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from accelerate import comm
+
+# Libraries compile the source of these functions in this namespace, so it has all names that they use.
+from accelerate.base.nested import (  # noqa: F401
+    TENSOR,
+    TensorInformation,
+    concatenate,
+    filled,
+    find_batch_size,
+    find_device,
+    get_data_structure,
+    get_shape,
+    honor_type,
+    ignorant_find_batch_size,
+    initialize_tensors,
+    is_namedtuple,
+    is_tensor_information,
+    is_torch_tensor,
+    leaves,
+    like_mapping,
+    listify,
+    outline,
+    over_leaves,
+    pad_input_tensors,
+    padded,
+    rebuild,
+    recursively_apply,
+    send_to_device,
+    slice_tensors,
+)
+from accelerate.comm.base import Communicator
+from accelerate.comm.check import Call, DistributedOperationException
+from accelerate.runtime import storage
+
+_PUBLIC_PATH = "accelerate.utils.operations"  # in messages, and in pickles
+
+# Element types as numbers, so that one process can tell the others what it is about to send.
+_DTYPES = ["float32", "float64", "float16", "bfloat16", "uint8", "int8", "int16", "int32", "int64", "bool"]
+TENSOR_TYPE_TO_INT = {getattr(torch, name): code for code, name in enumerate(_DTYPES, 1)}
+TENSOR_INT_TO_DTYPE = {code: dtype for dtype, code in TENSOR_TYPE_TO_INT.items()}
+
+
+class CannotPadNestedTensorWarning(UserWarning):
+    """Given when `pad_across_processes` meets a `torch.nested` tensor, which it leaves as it is."""
+
+    __module__ = "accelerate.utils.operations"  # the path in pickles
+
+
+def is_torch_xpu_tensor(tensor: Any) -> bool:
+    """Say whether the argument is a tensor on an Intel GPU."""
+    return isinstance(tensor, torch.Tensor) and tensor.device.type == "xpu"
+
+
+# Collectives
+
+
+def _prepare(communicator: Communicator, operation: str, data: Any, module: str = _PUBLIC_PATH) -> None:
+    """Compare what the ranks pass to a collective, in debug mode."""
+    process = storage.process.current
+    if not process.get("debug") or communicator.world_size == 1:
+        return
+    tensors: list[torch.Tensor] = []
+    structure, pads = outline(data, tensors), operation == "pad_across_processes"
+    kinds = ", ".join(sorted({item.device.type for item in tensors}))
+    # Padding makes sizes equal, but not their number.
+    shapes = [(item.dtype, "?" * item.ndim if pads or item.is_nested else item.shape) for item in tensors]
+    communicator.require_same(Call(f"{module}.{operation}", None, f"{structure} on {kinds}", kinds, tuple(shapes)))
+    device = process.get("device")
+    if device is not None and tensors and kinds != device.type:
+        raise DistributedOperationException(
+            f"`{module}.{operation}` was given tensors on {kinds}, and the device type of this run is {device.type!r}. Move "
+            "them there first, with `tensor.to(accelerator.device)`."
+        )
+
+
+def gather_with(communicator: Communicator, tensor: Any, differentiable: bool = False) -> Any:
+    """Do what `gather` does, with a given communicator."""
+    if communicator.world_size == 1:
+        return tensor
+    _prepare(communicator, "gather", tensor)
+    if differentiable:
+        return over_leaves(lambda leaf: _Gathered.apply(leaf, communicator), tensor)
+    return communicator.all_gather(tensor)
+
+
+class _Gathered(torch.autograd.Function):
+    """The tensors of all ranks; each rank's gradient is the sum of those that the losses of all ranks have for its tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, communicator: Communicator) -> torch.Tensor:
+        ctx.communicator, ctx.shape = communicator, tensor.shape
+        return communicator.all_gather(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        total = ctx.communicator.all_reduce(gradient, "sum", "the backward pass of gather")
+        return total.chunk(ctx.communicator.world_size)[ctx.communicator.rank].reshape(ctx.shape), None
+
+
+def gather(tensor: Any) -> Any:
+    """Collect nested tensors from all processes, concatenated along their first dimension. Every rank must call it.
+
+    Args:
+        tensor: nested tensors, of the same structure, shapes and dtypes on every rank. Scalars become vectors.
+
+    Returns:
+        The same structure with the tensors of all ranks, in the order of the ranks, on every rank; no gradients flow through
+        it. A process that is alone gets its argument back.
+
+    Raises:
+        DistributedOperationException: structure, shapes or dtypes differ between ranks; raised on all of them.
+        TypeError: a leaf is no tensor.
+
+    Example:
+        >>> gather(torch.tensor([1]))  # with two processes: tensor([1, 1])
+        tensor([1])
+    """
+    return gather_with(comm.current(), tensor)
+
+
+def gather_object_with(communicator: Communicator, object: Any) -> Any:
+    """Do what `gather_object` does, with a given communicator."""
+    if communicator.world_size == 1:
+        return object
+    if not isinstance(object, Iterable) or isinstance(object, (str, bytes)):
+        raise TypeError(
+            f"gather_object() got {object!r} ({type(object).__name__}); pass a list, such as [{object!r}]."
+        )
+    values = communicator.gather_object(object)
+    if any(holds_columns(value) for value in values):
+        return _merged("", values, communicator.rank)
+    return [element for elements in values for element in elements]
+
+
+def holds_columns(data: Any) -> bool:
+    """Say whether the values of a mapping or tuple are lists or tensors that are gathered one by one."""
+    if isinstance(data, tuple):
+        columns = all(isinstance(item, (list, torch.Tensor, np.ndarray, Mapping)) for item in data)
+        return columns and any(isinstance(item, list) for item in data)
+    return isinstance(data, Mapping)
+
+
+def _is_single(value: Any) -> bool:
+    return not isinstance(value, (list, tuple, set, torch.Tensor, np.ndarray, Mapping))
+
+
+def _merged(path: str, values: Sequence[Any], rank: int) -> Any:
+    """Merge what each rank has at one place of a structure; a single value becomes a tuple with one value per rank."""
+    first = values[0]
+    if all(isinstance(value, Mapping) for value in values):
+        items = {}
+        for key in dict.fromkeys(key for value in values for key in value):
+            having = [value[key] for value in values if key in value]
+            if len(having) < len(values) and not all(_is_single(item) for item in having):
+                raise TypeError(
+                    f"gather_object() got {key!r}{path} from some ranks only. Pass the same keys on all ranks."
+                )
+            items[key] = _merged(f" in [{key!r}]{path}", having, rank)
+        return like_mapping(first, items)
+    if holds_columns(first):
+        if any(type(value) is not type(first) or len(value) != len(first) for value in values):
+            raise TypeError(f"gather_object() got different tuples{path} from the ranks. Pass equally long ones.")
+        columns = enumerate(zip(*values, strict=True))
+        return honor_type(first, [_merged(f" in [{index}]{path}", column, rank) for index, column in columns])
+    arrays = torch.Tensor if isinstance(first, torch.Tensor) else np.ndarray
+    if isinstance(first, arrays) and all(isinstance(value, arrays) for value in values):
+        try:
+            if arrays is np.ndarray:
+                return np.concatenate([np.atleast_1d(value) for value in values])
+            return torch.cat([torch.atleast_1d(value).to(values[rank].device) for value in values])
+        except (RuntimeError, ValueError) as error:
+            raise TypeError(
+                f"gather_object() cannot concatenate tensors{path}: {error}. Pass a list of tensors there, one per sample."
+            ) from error
+    if all(isinstance(value, (list, tuple, set)) for value in values):
+        return [element for elements in values for element in elements]
+    if not all(map(_is_single, values)):
+        kinds = " and ".join(sorted({type(value).__name__ for value in values}))
+        raise TypeError(f"gather_object() got a {kinds}{path} from the ranks. Pass the same structure on all ranks.")
+    return tuple(values)
+
+
+def gather_object(object: Any) -> Any:
+    """Collect lists of picklable objects from all processes into one list. Every rank must call it.
+
+    Args:
+        object: a list, or another iterable. In a dictionary, or in a tuple that contains lists, each value is collected:
+            lists are joined, tensors and arrays are concatenated, and any other value becomes a tuple of one value per rank.
+
+    Returns:
+        The elements of all ranks, in the order of the ranks, on every rank. One process alone gets its argument back.
+
+    Raises:
+        TypeError: the argument is a string or not iterable, its structure differs between ranks, or tensors cannot be
+            concatenated.
+
+    Example:
+        >>> gather_object([{"loss": 0.5}])  # with two processes: one dictionary of each
+        [{'loss': 0.5}]
+    """
+    return gather_object_with(comm.current(), object)
+
+
+def _filled(own: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Write a value into a rank's own tensor, unseen by autograd, and return the tensor that has it."""
+    if any(stride == 0 and size > 1 for stride, size in zip(own.stride(), own.shape, strict=True)):
+        return value  # of `expand`: its elements share memory, so they cannot take values of their own
+    with torch.inference_mode(own.is_inference()):
+        own.data.copy_(value)
+    return own
+
+
+def broadcast(tensor: Any, from_process: int = 0) -> Any:
+    """Give all processes the nested tensors of one of them. Every rank must call it.
+
+    Args:
+        tensor: nested tensors, of the same structure, shapes and dtypes on every rank. They are filled in place, except what
+            `expand` returned.
+        from_process: whose.
+
+    Returns:
+        The same structure with the rank's own tensors, which have the values of `from_process` and keep their gradient
+        functions. A process that is alone gets its argument back.
+
+    Raises:
+        DistributedOperationException: structure, shapes or dtypes differ between ranks; raised on all of them.
+        TypeError: a leaf is no tensor.
+
+    Example:
+        >>> from accelerate.utils import broadcast
+        >>> broadcast(torch.tensor([1, 2]))  # those of rank 0, on all ranks
+        tensor([1, 2])
+    """
+    communicator = comm.current()
+    if communicator.world_size == 1:
+        return tensor
+    _prepare(communicator, "broadcast", tensor)
+    values = communicator.broadcast(tensor, from_process)
+    return over_leaves(
+        lambda own, value: own if communicator.rank == from_process else _filled(own, value), tensor, values
+    )
+
+
+def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
+    """Give all processes the picklable objects of one of them. Every rank must call it.
+
+    Args:
+        object_list: a list of the same length on every rank; its elements are replaced in place.
+        from_process: whose.
+
+    Returns:
+        The same list.
+
+    Example:
+        >>> from accelerate.utils import broadcast_object_list
+        >>> broadcast_object_list(["run-1"])
+        ['run-1']
+    """
+    communicator = comm.current()
+    # Given an empty list, torch fails on one rank, and the others wait.
+    if communicator.world_size == 1 or not object_list:
+        return object_list
+    return communicator.broadcast_object_list(object_list, from_process)
+
+
+_REDUCTIONS = {"mean": "mean", "sum": "sum", "none": "sum", "max": "max"}
+
+
+def reduce_with(communicator: Communicator, tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
+    """Do what `reduce` does, with a given communicator."""
+    if reduction not in _REDUCTIONS:
+        raise ValueError(f"Unknown reduction {reduction!r}; choose 'mean', 'sum', 'max' or 'none' (a sum, too).")
+    scales = scale != 1.0 and storage.process.current.get("backend") == "xla"
+    if scale != 1.0 and not scales:
+        warnings.warn(
+            f"scale={scale} is applied on XLA devices only; multiply the result here.", UserWarning, stacklevel=3
+        )
+    _prepare(communicator, "reduce", tensor)
+    # A process that is alone keeps the dtype of integers.
+    values = communicator.all_reduce(tensor, _REDUCTIONS[reduction] if communicator.world_size > 1 else "sum")
+    parts = communicator.world_size if reduction == "mean" else 1
+    results = over_leaves(lambda own, value: _with_gradient(own, value, parts), tensor, values)
+    return recursively_apply(lambda result: result * scale, results) if scales else results
+
+
+def _with_gradient(own: torch.Tensor, value: torch.Tensor, parts: int) -> torch.Tensor:
+    """Return a reduced value whose gradient goes to the rank's own part alone; nothing is exchanged in backward."""
+    if not (own.requires_grad and torch.is_grad_enabled()):
+        return value
+    result = own / parts
+    result.data.copy_(value)
+    return result
+
+
+def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
+    """Add up or average nested tensors over all processes. Every rank must call it.
+
+    Args:
+        tensor: nested tensors, of the same structure, shapes and dtypes on every rank. They are not changed.
+        reduction: "mean", "sum" or "max"; "none" is a sum as well. The mean of integers is a float tensor.
+        scale: factor for the result, on XLA devices only.
+
+    Returns:
+        The same structure with new tensors, the results, on every rank. `backward` reaches the rank's own part alone: its
+        gradient is that of the result, for a mean divided by the number of processes.
+
+    Raises:
+        DistributedOperationException: structure, shapes or dtypes differ between ranks; raised on all of them.
+        TypeError: a leaf is no tensor.
+        ValueError: the reduction is unknown.
+
+    Example:
+        >>> reduce(torch.tensor([1.0]), reduction="sum")  # with two processes: tensor([2.])
+        tensor([1.])
+    """
+    return reduce_with(comm.current(), tensor, reduction, scale)
+
+
+# Names of 1.15.0 for the same operations.
+_gpu_gather = _tpu_gather = gather
+_gpu_gather_object = _neuron_gather_object = gather_object
+_neuron_broadcast_object_list = broadcast_object_list
+
+
+def _gpu_broadcast(data: Any, src: int = 0) -> Any:
+    """Do what `broadcast` does."""
+    return broadcast(data, src)
+
+
+def _tpu_broadcast(tensor: Any, src: int = 0, name: str = "broadcast tensor") -> Any:
+    """Do what `broadcast` does; `name` has no effect."""
+    return broadcast(tensor, src)
+
+
+def pad_with(
+    communicator: Communicator, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
+) -> Any:
+    """Do what `pad_across_processes` does, with a given communicator."""
+    _prepare(communicator, "pad_across_processes", tensor)
+    tensors: list[torch.Tensor] = []
+    structure = outline(tensor, tensors, "pad_across_processes")
+    if any(item.is_nested for item in tensors):
+        warnings.warn(
+            "pad_across_processes leaves torch.nested tensors as they are: their rows have sizes of their own.",
+            CannotPadNestedTensorWarning,
+            stacklevel=3,
+        )
+    wanted = [not item.is_nested and -item.ndim <= dim < item.ndim for item in tensors]
+    if communicator.world_size == 1 or not tensors:
+        return rebuild(tensor, tensors)
+    # One exchange for all tensors. The ranks must agree on what is padded, not on dtypes or sizes.
+    sizes = torch.tensor([item.shape[dim] if lengthen else 0 for item, lengthen in zip(tensors, wanted, strict=True)])
+    words = filled(structure, ["nested" if item.is_nested else f"{item.ndim}-dimensional" for item in tensors])
+    note = f" for {words} along {dim}"
+    longest = communicator.all_reduce(sizes, "max", "pad_across_processes", note).tolist()
+    results = [
+        padded(item, dim, length, pad_index, pad_first) if lengthen else item
+        for item, lengthen, length in zip(tensors, wanted, longest, strict=True)
+    ]
+    return rebuild(tensor, results)
+
+
+def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+    """Lengthen nested tensors until they are as long as the longest among the processes. Every rank must call it.
+
+    Args:
+        tensor: nested tensors; tensors without dimension `dim` stay as they are.
+        dim: which dimension to lengthen.
+        pad_index: the value to fill in.
+        pad_first: fill in at the beginning.
+
+    Returns:
+        The same structure, ready for `gather`.
+
+    Raises:
+        DistributedOperationException: structure or numbers of dimensions differ between ranks; raised on all of them.
+        TypeError: a leaf is no tensor.
+
+    Warns:
+        CannotPadNestedTensorWarning: a tensor is a `torch.nested` one; it stays as it is.
+
+    Example:
+        >>> from accelerate.utils import pad_across_processes
+        >>> pad_across_processes(torch.ones(1, 3), dim=1).shape  # as long as the longest of all ranks
+        torch.Size([1, 3])
+    """
+    return pad_with(comm.current(), tensor, dim, pad_index, pad_first)
+
+
+def gather_tensor_shape(tensor: torch.Tensor | None) -> tuple[torch.Tensor, int]:
+    """Tell all processes the shape and dtype of a tensor that only some of them have. Every rank must call it.
+
+    Args:
+        tensor: the tensor, or None on a rank that does not have it.
+
+    Returns:
+        The shape, int32 of shape (number of dimensions, 1), and the code of the dtype in `TENSOR_TYPE_TO_INT`.
+
+    Raises:
+        ValueError: no rank has a tensor, or they have different ones.
+    """
+    _, shape, code = _owner(comm.current(), tensor)
+    return torch.tensor(shape, dtype=torch.int32).reshape(-1, 1), code
+
+
+def _owner(communicator: Communicator, tensor: torch.Tensor | None) -> tuple[int, tuple[int, ...], int]:
+    mine = None if tensor is None else (tuple(tensor.shape), TENSOR_TYPE_TO_INT[tensor.dtype])
+    entries = communicator.gather_object(mine)
+    owners = [rank for rank, entry in enumerate(entries) if entry is not None]
+    if not owners or any(entries[rank] != entries[owners[0]] for rank in owners):
+        raise ValueError(f"One tensor is expected, on one or more processes; the processes have {entries}.")
+    return owners[0], *entries[owners[0]]
+
+
+def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
+    """Give all processes a tensor that only some of them have. Every rank must call it.
+
+    Args:
+        tensor: the tensor, or None on a rank that does not have it. If several ranks have one, the first one's counts.
+
+    Returns:
+        The tensor, on each process's device.
+
+    Raises:
+        ValueError: no rank has a tensor, or their shapes or dtypes differ.
+    """
+    communicator = comm.current()
+    if communicator.world_size == 1 and tensor is not None:
+        return tensor
+    owner, shape, code = _owner(communicator, tensor)
+    device = storage.process.current["device"]
+    if tensor is None:
+        tensor = torch.empty(shape, dtype=TENSOR_INT_TO_DTYPE[code], device=device)
+    return communicator.broadcast(tensor.to(device), owner)
+
+
+def verify_operation(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a collective so that debug mode compares its first argument, or `tensor`, between the ranks first.
+
+    A disagreement is a DistributedOperationException on all ranks.
+    """
+
+    @functools.wraps(function)
+    def verified(*args: Any, **kwargs: Any) -> Any:
+        if args or "tensor" in kwargs:
+            data = kwargs["tensor"] if "tensor" in kwargs else args[0]
+            _prepare(comm.current(), function.__name__, data, function.__module__)
+        return function(*args, **kwargs)
+
+    return verified
+
+
+def chained_operation(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a function made of several collectives so that a disagreement within names the function, too."""
+
+    @functools.wraps(function)
+    def chained(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except DistributedOperationException as error:
+            name = f"{function.__module__}.{function.__name__}"
+            raise DistributedOperationException(
+                f"A collective inside `{name}` failed; the error above says why."
+            ) from error
+
+    return chained
+
+
+# Precision
+
+
+def convert_to_fp32(tensor: Any) -> Any:
+    """Convert the half-precision tensors (float16, bfloat16) of a nested structure to float32; the rest stays.
+
+    Example:
+        >>> convert_to_fp32({"x": torch.ones(1, dtype=torch.bfloat16), "n": torch.ones(1, dtype=torch.int64)})
+        {'x': tensor([1.]), 'n': tensor([1])}
+    """
+    return recursively_apply(
+        torch.Tensor.float,
+        tensor,
+        test_type=lambda item: isinstance(item, torch.Tensor) and item.dtype in (torch.float16, torch.bfloat16),
+    )
+
+
+class ConvertOutputsToFp32:
+    """Calls a model's forward and converts half-precision tensors in its result to float32.
+
+    `__wrapped__` is the original. Pickling fails on purpose: it would freeze mixed precision into the model.
+
+    Args:
+        model_forward: the function to wrap.
+    """
+
+    __module__ = "accelerate.utils.operations"  # the path in pickles
+
+    def __init__(self, model_forward: Callable[..., Any]) -> None:
+        self.model_forward = model_forward
+        functools.update_wrapper(self, model_forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return convert_to_fp32(self.model_forward(*args, **kwargs))
+
+    def __getstate__(self) -> Any:
+        raise pickle.PicklingError(
+            "A model prepared for mixed precision cannot be pickled. Pickle `accelerator.unwrap_model(model, "
+            "keep_fp32_wrapper=False)` instead."
+        )
+
+
+def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a model's forward so that half-precision tensors in its result become float32.
+
+    Args:
+        model_forward: the function to wrap.
+
+    Returns:
+        A plain function, which keeps signature probes and `torch.compile` at ease; its `__wrapped__` is a
+        `ConvertOutputsToFp32`, whose `__wrapped__` is the original.
+
+    Example:
+        >>> from accelerate.utils import convert_outputs_to_fp32
+        >>> convert_outputs_to_fp32(lambda: torch.ones(1, dtype=torch.float16))().dtype
+        torch.float32
+    """
+    converter = ConvertOutputsToFp32(model_forward)
+
+    @functools.wraps(converter)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return converter(*args, **kwargs)
+
+    forward.__wrapped__ = converter
+    return forward
+
+
+# DeepSpeed
+
+
+@contextlib.contextmanager
+def GatheredParameters(
+    params: Iterable[torch.nn.Parameter] | torch.nn.Parameter | None,
+    modifier_rank: int | None = None,
+    fwd_module: torch.nn.Module | None = None,
+    enabled: bool = True,
+) -> Any:
+    """Make parameters that DeepSpeed ZeRO stage 3 has split whole inside a `with` block; else do nothing.
+
+    Every rank must enter it under ZeRO stage 3.
+
+    Args:
+        params: the parameters; None is none of them.
+        modifier_rank: the rank whose changes are kept; None discards changes.
+        fwd_module: the module that the parameters belong to.
+        enabled: False makes the block do nothing.
+
+    Source: https://deepspeed.readthedocs.io/en/latest/zero3.html#deepspeed.zero.GatheredParameters
+    """
+    if isinstance(params, torch.nn.Parameter):
+        params = [params]
+    parameters = [] if params is None else list(params)
+    if not (enabled and any(hasattr(parameter, "ds_id") for parameter in parameters)):
+        yield
+        return
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(
+        parameters, modifier_rank=modifier_rank, fwd_module=fwd_module, enabled=enabled
+    ):
+        yield
