@@ -71,7 +71,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "accelerate.logging": "get_logger",
         "accelerate": "is_rich_available",
     },
-    "A strategy of your own": {"accelerate.backends.base": "Backend"},
+    "A strategy of your own": {"accelerate.strategies.base": "Strategy"},
     "A device of your own": {"accelerate.devices": "Device register"},
 }
 HEAD = """\

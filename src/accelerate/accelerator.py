@@ -1,6 +1,6 @@
 """The Accelerator: one object through which a plain PyTorch loop runs on one process or many.
 
-This file is a facade. Each method is a guard and one call into ``accelerate.training`` or into the backend that serves
+This file is a facade. Each method is a guard and one call into ``accelerate.training`` or into the strategy that serves
 the state; the one thing that is decided here is whether an object was prepared before (``_prepare_one``).
 
 Libraries compile the source of its methods again, in a copy of this namespace or in their own. So no method uses a global
@@ -24,7 +24,6 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from accelerate import comm
-from accelerate.backends import registry as backends
 from accelerate.base._lazy import front
 from accelerate.base.constants import PROFILE_PATTERN_NAME
 from accelerate.checkpoint import torch_files
@@ -54,6 +53,7 @@ from accelerate.precision.ao import convert_model_to_fp8_ao
 from accelerate.process import Processes
 from accelerate.runtime import traits
 from accelerate.state import AcceleratorState, GradientState
+from accelerate.strategies import registry
 from accelerate.trackers.base import GeneralTracker
 from accelerate.trackers.registry import filter_trackers
 from accelerate.training import (
@@ -218,7 +218,7 @@ class Accelerator(Processes):
     # Subclasses of libraries set what the constructor sets, and do not call it; these are the attributes that they do not know.
     prepared: PreparedObjects = _derived(lambda self: PreparedObjects())
     fp8_enabled: bool = _derived(lambda self: precision(self.state.mixed_precision).needs_engine)
-    _backend = _derived(lambda self: backends.resolve(self.state))
+    _strategy = _derived(lambda self: registry.resolve(self.state))
     _fp8_backend = _derived(lambda self: fp8.setup(self, {}))
     _scales_loss = _derived(lambda self: traits.of(self.state.distributed_type).scales_loss)
     _window = _derived(lambda self: gradients.Window())
@@ -282,7 +282,7 @@ class Accelerator(Processes):
             )
             self._fp8_backend = fp8.setup(self, handlers)
             apply_downcast(self.device.type, self.state.mixed_precision)
-            self.scaler = self._backend.make_scaler(self, self.scaler_handler)
+            self.scaler = self._strategy.make_scaler(self, self.scaler_handler)
         self.has_fp8_handler = self.fp8_enabled
         self.delayed_fp8_autocast = False
         self.native_amp = precision(self.state.mixed_precision).autocast_dtype is not None
@@ -435,7 +435,7 @@ class Accelerator(Processes):
     def _prepare_one(self, obj: Any, first_pass: bool = False, device_placement: bool | None = None) -> Any:
         """Prepare one object of the pass it belongs to, unless it was prepared before.
 
-        Every backend sends its objects through here, so this is where a second preparation is detected.
+        Every strategy sends its objects through here, so this is where a second preparation is detected.
 
         Args:
             obj: Any object given to ``prepare``.
@@ -727,7 +727,7 @@ class Accelerator(Processes):
             >>> accelerator.unwrap_model(accelerator.prepare(model)) is model
             True
         """
-        return backends.resolve(self.state).unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
+        return registry.resolve(self.state).unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
 
     def verify_device_map(self, model: nn.Module) -> bool:
         """Say whether a model, or a part of it, was placed on several devices by a device map.
@@ -894,7 +894,7 @@ class Accelerator(Processes):
             >>> with accelerator.no_sync(model):
             ...     accelerator.backward(model(torch.ones(1, 1)).sum())
         """
-        return gradients.no_sync(self, backends.resolve(self.state), model)
+        return gradients.no_sync(self, registry.resolve(self.state), model)
 
     @staticmethod
     def trigger_sync_in_backward(model: nn.Module) -> contextlib.AbstractContextManager:
@@ -1401,7 +1401,7 @@ class Accelerator(Processes):
             ...     whole.weight.shape, whole(torch.ones(1, 4)).shape
             (torch.Size([2, 4]), torch.Size([1, 2]))
         """
-        return self._backend.whole_parameters(self, model)
+        return self._strategy.whole_parameters(self, model)
 
     def save_adapter(self, model: nn.Module, save_directory: str | os.PathLike) -> None:
         """Save the adapters of a model that PEFT has extended, whole, as ``PeftModel.from_pretrained`` reads them. All ranks.

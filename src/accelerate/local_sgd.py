@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from accelerate import comm
-from accelerate.backends.registry import resolve
 from accelerate.base import _lazy
 from accelerate.runtime import torch_private
+from accelerate.strategies.registry import resolve
 
 if TYPE_CHECKING:
     from accelerate.accelerator import Accelerator
@@ -53,10 +53,10 @@ class LocalSGD:
     def __init__(
         self, accelerator: "Accelerator", model: nn.Module, local_sgd_steps: int | None, enabled: bool = True
     ) -> None:
-        backend = resolve(accelerator.state)
-        if enabled and backend.name not in ("single", "ddp"):
+        strategy = resolve(accelerator.state)
+        if enabled and strategy.name not in ("single", "ddp"):
             raise NotImplementedError(
-                f"LocalSGD averages replicas, and with the strategy {backend.name!r} a rank has no replica of its own. "
+                f"LocalSGD averages replicas, and with the strategy {strategy.name!r} a rank has no replica of its own. "
                 "Use plain data parallelism, or enabled=False."
             )
         if enabled and (local_sgd_steps is None or local_sgd_steps < 1):

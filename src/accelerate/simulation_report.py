@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from accelerate.backends.registry import resolve
 from accelerate.data.plan import DataPlan
 from accelerate.devices import specs
 from accelerate.diagnostics.collectives import EVERYONE, Collective
@@ -18,6 +17,7 @@ from accelerate.diagnostics.table import size_text, table
 from accelerate.parallel import mesh as meshes
 from accelerate.runtime.run import Run
 from accelerate.runtime.simulated import SimulatedRun
+from accelerate.strategies.registry import resolve
 
 _MOST = 5
 

@@ -21,7 +21,7 @@ LAYERS: list[str] = [
     "data offload hooks big_modeling trackers parallel diagnostics.precision diagnostics.throughput precision.quantize",
     "checkpoint checkpointing utils.fsdp_utils diagnostics.memory diagnostics.inventory diagnostics.activations "
     "diagnostics.estimator",
-    "backends",
+    "strategies",
     "training accelerator",
     "local_sgd inference simulation simulation_checkpoints simulation_report launch launchers",
     "commands",

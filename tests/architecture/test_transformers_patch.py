@@ -29,7 +29,7 @@ STAGES = (
     *(f"checkpoints/{name}.py" for name in ("callbacks", "capture", "choose", "save", "sharded", "streams")),
 )
 OURS = (
-    "accelerate.backends.deepspeed",
+    "accelerate.strategies.deepspeed",
     "accelerate.checkpoint",
     "accelerate.data",
     "accelerate.runtime",

@@ -8,9 +8,9 @@ import torch
 from torch.optim import lr_scheduler as lr
 
 from accelerate import Accelerator, ParallelismConfig
-from accelerate.backends.deepspeed import checkpoint as engine_checkpoint
 from accelerate.checkpoint import schedules
 from accelerate.scheduler import AcceleratedScheduler
+from accelerate.strategies.deepspeed import checkpoint as engine_checkpoint
 from accelerate.utils import DataLoaderConfiguration
 
 

@@ -64,7 +64,7 @@ class BaseEnum(_ListsChoices, metaclass=EnumWithContains):
 class DistributedType(str, _ListsChoices):
     """How the processes of a run cooperate.
 
-    Members compare equal to their name as a string. Only `runtime.traits` and `backends.registry` compare them; ask a
+    Members compare equal to their name as a string. Only `runtime.traits` and `strategies.registry` compare them; ask a
     trait elsewhere.
     """
 

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate.backends.registry import resolve
 from accelerate.base.nested import leaves, recursively_apply
 from accelerate.config.handlers import DistributedDataParallelKwargs
 from accelerate.runtime import traits
+from accelerate.strategies.registry import resolve
 from accelerate.training.prepared import Facade
 
 

@@ -5,9 +5,9 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from accelerate.backends.deepspeed.engine import is_schedule
-from accelerate.backends.deepspeed.wrappers import DeepSpeedEngineWrapper
 from accelerate.data.loader import PreparedLoader
+from accelerate.strategies.deepspeed.engine import is_schedule
+from accelerate.strategies.deepspeed.wrappers import DeepSpeedEngineWrapper
 from accelerate.training.prepare import chain, find_prepared, kind_of, own_states, register
 from accelerate.training.prepared import Facade
 
@@ -70,7 +70,7 @@ def _built(accelerator: Facade, objects: Sequence[Any], kind: str) -> tuple[list
     loaders = [item for item in made if isinstance(item, DataLoader)] or accelerator._dataloaders
     inside = [model, *chain(model)]
     with own_states(accelerator):
-        engine, wrapped, stepped = accelerator._backend.engine(accelerator, model, optimizer, scheduler, loaders)
+        engine, wrapped, stepped = accelerator._strategy.engine(accelerator, model, optimizer, scheduler, loaders)
     made[new["model"]] = register(accelerator, "model", engine, *chain(engine), *inside)
     if wrapped is not None:
         made[new["optimizer"]] = register(accelerator, "optimizer", wrapped, wrapped.optimizer, optimizer)
@@ -117,7 +117,7 @@ def share_loader(accelerator: Facade, loader: Any) -> Any:
             "deepspeed_ulysses_dl_adapter belongs to an engine that shares sequences. Pass deepspeed_plugin=DeepSpeedPlugin(...) and "
             "ParallelismConfig(sp_size=..., sp_backend='deepspeed') to the Accelerator, and prepare the model first."
         )
-    from accelerate.backends.deepspeed import ulysses
+    from accelerate.strategies.deepspeed import ulysses
 
     if not isinstance(loader, PreparedLoader):
         loader = accelerator.prepare_data_loader(loader)

@@ -20,7 +20,6 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from accelerate.backends.base import Backend
 from accelerate.base._warn import warn_user
 from accelerate.data.iterable import uneven_ends
 from accelerate.modules.unwrap import is_compiled_module
@@ -28,6 +27,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.parallel import consistency
 from accelerate.precision import master, scaling
 from accelerate.runtime import traits
+from accelerate.strategies.base import Strategy
 from accelerate.training.prepared import Facade
 
 
@@ -101,11 +101,11 @@ class Accumulation:
             _short_window(accelerator, self.models)
         # A rank whose loader ends ends its accumulation step there, while the others' may be open: all have to communicate then.
         if not synchronise and not window.joining and not _syncs_each(accelerator, self.num_items is not None):
-            backend = accelerator._backend
-            if backend.synchronises:
+            strategy = accelerator._strategy
+            if strategy.synchronises:
                 self.held = contextlib.ExitStack()
                 for model in self.models:
-                    self.held.enter_context(no_sync(accelerator, backend, model))
+                    self.held.enter_context(no_sync(accelerator, strategy, model))
         window.inside = True  # last: after an error above nothing would take it back
 
     def __exit__(self, *exception: Any) -> None:
@@ -118,14 +118,14 @@ class Accumulation:
 
 
 @contextlib.contextmanager
-def no_sync(accelerator: Facade, backend: Backend, model: nn.Module) -> Iterator[None]:
+def no_sync(accelerator: Facade, strategy: Strategy, model: nn.Module) -> Iterator[None]:
     """Enter the strategy's context in which a model's gradients stay on their rank, whole ones beside any shards."""
     window = accelerator._window
     before = window.held
     if traits.of(accelerator.distributed_type).sharded:
         window.held |= {id(model._orig_mod if is_compiled_module(model) else model)}
     try:
-        with backend.no_sync(accelerator, model):
+        with strategy.no_sync(accelerator, model):
             yield
     finally:
         window.held = before
@@ -245,7 +245,7 @@ def _mixed(window: Window, num_items: Any) -> ValueError:
 
 
 def backward(accelerator: Facade, loss: torch.Tensor, num_items: Any, options: dict[str, Any]) -> None:
-    """Scale a loss for its accumulation step, and run the backend's backward pass; refuse what is no loss, or no clear count."""
+    """Scale a loss for its accumulation step, and run the strategy's backward pass; refuse what is no loss, or no clear count."""
     if not isinstance(loss, torch.Tensor):
         raise TypeError(f"backward() got loss={loss!r} ({type(loss).__name__}); pass the tensor, not `loss.item()`.")
     window = accelerator._window
@@ -266,7 +266,7 @@ def backward(accelerator: Facade, loss: torch.Tensor, num_items: Any, options: d
     if accelerator.has_lomo_optimizer:
         accelerator.lomo_backward(loss, options.get("learning_rate"))
         return
-    accelerator._backend.backward(accelerator, loss, **options)
+    accelerator._strategy.backward(accelerator, loss, **options)
     if accelerator.prepared.replicated:
         consistency.average(accelerator, window.held)
 
@@ -314,7 +314,7 @@ def _unscale_owners(accelerator: Facade, parameters: Any) -> Any:
 def clip_norm(accelerator: Facade, parameters: Any, max_norm: float, norm_type: float) -> torch.Tensor:
     """Unscale, and clip the gradients to a total norm."""
     parameters = _unscale_owners(accelerator, parameters)
-    return accelerator._backend.clip_grad_norm(accelerator, parameters, max_norm, norm_type)
+    return accelerator._strategy.clip_grad_norm(accelerator, parameters, max_norm, norm_type)
 
 
 def clip_value(accelerator: Facade, parameters: Any, clip_value: float) -> None:
@@ -324,7 +324,7 @@ def clip_value(accelerator: Facade, parameters: Any, clip_value: float) -> None:
             f"clip_grad_value_ is not possible with {accelerator.distributed_type}. Use clip_grad_norm_ instead."
         )
     parameters = _unscale_owners(accelerator, parameters)
-    accelerator._backend.clip_grad_value(accelerator, parameters, clip_value)
+    accelerator._strategy.clip_grad_value(accelerator, parameters, clip_value)
 
 
 @contextlib.contextmanager
@@ -377,7 +377,7 @@ def join_uneven(accelerator: Facade, joinables: Sequence[Any], even_batches: boo
     window = accelerator._window
     window.joining = True
     try:
-        with uneven_ends(), accelerator._backend.join(joinables):
+        with uneven_ends(), accelerator._strategy.join(joinables):
             yield
     finally:
         window.joining = False

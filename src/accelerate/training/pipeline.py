@@ -300,7 +300,7 @@ def prepare_pipeline(
         raise ValueError(problem)
     check_layout(accelerator)
     accelerator._prepare_device_mesh()
-    accelerator._backend.check(accelerator, ())
+    accelerator._strategy.check(accelerator, ())
     part = submesh(accelerator.torch_device_mesh, "pp")
     size, count = part.size(), part.size() * SCHEDULES[schedule]
     consistency.require_same_model(accelerator, model)

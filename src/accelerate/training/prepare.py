@@ -10,9 +10,6 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from accelerate.backends.deepspeed.wrappers import DummyOptim, DummyScheduler
-from accelerate.backends.megatron.steps import MegatronLMDummyScheduler
-from accelerate.backends.registry import resolve
 from accelerate.base._warn import warn_user
 from accelerate.checkpoint.save import HostBuffers
 from accelerate.config.enums import FP8BackendType
@@ -32,6 +29,9 @@ from accelerate.precision import amp, four_bit, scaling
 from accelerate.precision.amp import precision
 from accelerate.runtime import storage, torch_private, traits
 from accelerate.scheduler import AcceleratedScheduler
+from accelerate.strategies.deepspeed.wrappers import DummyOptim, DummyScheduler
+from accelerate.strategies.megatron.steps import MegatronLMDummyScheduler
+from accelerate.strategies.registry import resolve
 from accelerate.training import conditional, gradients, prepared
 from accelerate.training.prepared import Entry, Facade
 
@@ -60,7 +60,7 @@ def kind_of(obj: Any) -> str | None:
 
 
 def prepare(accelerator: Facade, objects: Sequence[Any], device_placement: list[bool] | None) -> Any:
-    """Check the arguments, let the backend prepare them, and return them in their order."""
+    """Check the arguments, let the strategy prepare them, and return them in their order."""
     if not objects:
         raise ValueError("prepare() got no objects. Pass the model, optimizer, data loaders and schedulers.")
     for position, obj in enumerate(objects):
@@ -81,8 +81,8 @@ def prepare(accelerator: Facade, objects: Sequence[Any], device_placement: list[
             f"{device_placement!r}."
         )
     _adopt_sharded(accelerator, objects)
-    backend = accelerator._backend = resolve(accelerator.state)
-    backend.check(accelerator, objects)
+    strategy = accelerator._strategy = resolve(accelerator.state)
+    strategy.check(accelerator, objects)
     if traits.of(accelerator.distributed_type).deepspeed:
         if device_placement is not None:
             raise ValueError(
@@ -231,8 +231,8 @@ def _adopt(accelerator: Facade, entry: Entry) -> Any:
 def _upgrade(accelerator: Facade, entry: Entry) -> nn.Module:
     """Turn a model prepared for evaluation into one that trains, in its place in the registry."""
     outer, *inners = entry.objects()
-    accelerator._backend = resolve(accelerator.state)
-    accelerator._backend.check(accelerator, (outer,))
+    accelerator._strategy = resolve(accelerator.state)
+    accelerator._strategy.check(accelerator, (outer,))
     amp.check_weights(outer, accelerator.scaler)
     bare = outer._orig_mod if is_compiled_module(outer) else outer
     layout = accelerator.parallelism_config
@@ -304,8 +304,8 @@ def prepare_model(accelerator: Facade, model: nn.Module, device_placement: bool 
         )
     _adopt_sharded(accelerator, (model,), evaluation_mode)
     if not evaluation_mode:  # once more: a model may come here without `prepare`
-        accelerator._backend = resolve(accelerator.state)
-        accelerator._backend.check(accelerator, (model,))
+        accelerator._strategy = resolve(accelerator.state)
+        accelerator._strategy.check(accelerator, (model,))
     model = _overlay_mesh(accelerator, model, evaluation_mode)
     convert = {FP8BackendType.TE: accelerator._prepare_te, FP8BackendType.AO: accelerator._prepare_ao}
     if accelerator.fp8_enabled and not evaluation_mode and accelerator.fp8_backend in convert:
@@ -346,7 +346,7 @@ def _wrap(accelerator: Facade, model: nn.Module) -> nn.Module:
         accelerator._prepare_device_mesh()
     if accelerator.prepared.conditional:
         conditional.install(accelerator, model)
-    wrapped = accelerator._backend.wrap_model(accelerator, model)
+    wrapped = accelerator._strategy.wrap_model(accelerator, model)
     if accelerator.scaler is not None and traits.of(accelerator.distributed_type).sharded:
         scaling.register_sharded(accelerator.scaler, wrapped)
     return wrapped
@@ -460,7 +460,7 @@ def prepare_data_loader(
     divided = {name: value for name, value in divided.items() if value is not usual[name]}
     with own_states(accelerator):
         wrapped = build(
-            accelerator._backend.batches(accelerator, data_loader),
+            accelerator._strategy.batches(accelerator, data_loader),
             accelerator.device,
             num_processes=accelerator.num_processes,
             process_index=accelerator.process_index,

@@ -16,7 +16,6 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from accelerate import comm
-from accelerate.backends.base import Backend
 from accelerate.base._warn import warn_user
 from accelerate.base.constants import (
     SAFE_WEIGHTS_INDEX_NAME,
@@ -40,6 +39,7 @@ from accelerate.offload.tensors import convert_file_size_to_int
 from accelerate.parallel import shard
 from accelerate.precision import four_bit, scaling
 from accelerate.runtime.torch_private import local_part
+from accelerate.strategies.base import Strategy
 from accelerate.training import averages
 from accelerate.training.prepared import Facade
 
@@ -75,14 +75,14 @@ def save_state(
     path = _path(accelerator, output_dir)
     storage = storage_of(path)
     blocking = not project.async_save if blocking is None else blocking
-    backend = accelerator._backend
-    save = SAVE(storage, Group.of(accelerator, storage), _facts(accelerator, backend), *_automatic(accelerator))
+    strategy = accelerator._strategy
+    save = SAVE(storage, Group.of(accelerator, storage), _facts(accelerator, strategy), *_automatic(accelerator))
     if not blocking and not save.barrier.in_background:
         warn_user("save_state(blocking=False) writes at once here: these ranks have no key-value store to meet in.")
         blocking = True
     # What failed on one rank alone, or is known to some ranks only, is raised on all of them now.
     save.begin(former)
-    if backend.saves_shards and not blocking:
+    if strategy.saves_shards and not blocking:
         save.shards = comm.side_group(beside=True)
     try:
         _collect(accelerator, save.plan, save.group.each_node, safe_serialization, model_options)
@@ -93,7 +93,7 @@ def save_state(
     if blocking:
         # A save that fails at its very end may have left a checkpoint, which the next one of this name replaces.
         accelerator._unfinished_save = storage.location
-        if backend.saves_shards:
+        if strategy.saves_shards:
             save.check_collected()  # a rank that has nothing to write would be waited for by those that write together
         save.finish()
         accelerator._unfinished_save = None
@@ -117,13 +117,13 @@ def _as_given(storage: CheckpointStorage, path: Folder) -> Path | str:
     return Path(storage.location) if isinstance(storage, LocalStorage) else storage.location
 
 
-def _facts(accelerator: Facade, backend: Backend) -> dict[str, Any]:
+def _facts(accelerator: Facade, strategy: Strategy) -> dict[str, Any]:
     """Return what a manifest says of the run."""
     mesh = accelerator.torch_device_mesh
     sizes = None if mesh is None else dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
     return {
         "world_size": accelerator.num_processes,
-        "strategy": backend.name,
+        "strategy": strategy.name,
         "mesh": sizes,
         "step": accelerator.step,
         "iteration": accelerator.project_configuration.iteration,
@@ -188,26 +188,26 @@ def _collect(
     accelerator: Facade, plan: SavePlan, each_node: bool, safe_serialization: bool, model_options: dict[str, Any]
 ) -> None:
     """Put everything that this rank saves into a plan."""
-    backend = accelerator._backend
-    schedulers = backend.checkpointed_schedulers(accelerator)
+    strategy = accelerator._strategy
+    schedulers = strategy.checkpointed_schedulers(accelerator)
     # Through the method, because libraries replace it. Hooks of strategies that save shards see no weights.
-    whole = [] if backend.saves_shards else accelerator._models
+    whole = [] if strategy.saves_shards else accelerator._models
     states = [plain_names(accelerator.get_state_dict(model)) for model in whole]
     hooks = list(accelerator._save_model_state_pre_hook.values())
     models = accelerator._models if hooks else []
-    models = [model if backend.owns_state(model) else backend.unwrap_model(model) for model in models]
+    models = [model if strategy.owns_state(model) else strategy.unwrap_model(model) for model in models]
     for hook in hooks:
         hook(models, states, plan.folder)
-    if unused := sorted(model_options.keys() - set(backend.save_options)):
-        warn_user(f"save_state got {unused}, which the strategy {backend.name!r} does not use.")
-    options = {name: value for name, value in model_options.items() if name in backend.save_options}
+    if unused := sorted(model_options.keys() - set(strategy.save_options)):
+        warn_user(f"save_state got {unused}, which the strategy {strategy.name!r} does not use.")
+    options = {name: value for name, value in model_options.items() if name in strategy.save_options}
     options.update(safe_serialization=safe_serialization, save_on_each_node=each_node)
-    if backend.saves_shards:
+    if strategy.saves_shards:
         states = [{} for _ in accelerator._models]
     for index, state in enumerate(states):
-        backend.save_model(accelerator, state, plan, index, **options)
+        strategy.save_model(accelerator, state, plan, index, **options)
     for index, optimizer in enumerate(accelerator._optimizers):
-        backend.save_optimizer(accelerator, optimizer, plan, index, save_on_each_node=each_node)
+        strategy.save_optimizer(accelerator, optimizer, plan, index, save_on_each_node=each_node)
     known = names_file(accelerator._optimizers, accelerator._models)
     if known is not None and plan.writes_shared:
         plan.add_bytes(PARAMETER_NAMES, known)
@@ -252,7 +252,7 @@ def get_state_dict(
         hooked = "_hf_hook" in module.__dict__
         if hooked and (has_offloaded_params(module) or any(w.is_meta for w in module.parameters(recurse=False))):
             return offloaded(model)
-    state = accelerator._backend.model_state(accelerator, model, unwrap=unwrap)
+    state = accelerator._strategy.model_state(accelerator, model, unwrap=unwrap)
     return plain_names(state) if unwrap and state is not None else state
 
 
@@ -268,13 +268,13 @@ def stream_weights(
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Yield copies of a model's whole tensors in buckets of at most so many bytes, or of one tensor. All ranks, in step."""
     # Weights in 4 bits, and what belongs to them, are no numbers that a cast may touch.
-    scales = canonical_names(four_bit.scales(accelerator._backend.unwrap_model(model)))
+    scales = canonical_names(four_bit.scales(accelerator._strategy.unwrap_model(model)))
     packed = tuple([name.rpartition(".")[0] for name in scales])
-    inner = (*model.parameters(), *model.buffers()) if accelerator._backend.gathers_new_memory else ()
+    inner = (*model.parameters(), *model.buffers()) if accelerator._strategy.gathers_new_memory else ()
     own = {local_part(tensor).data_ptr() for tensor in inner}
     bucket: dict[str, torch.Tensor] = {}
     size = 0
-    for name, value in accelerator._backend.whole_tensors(accelerator, model):
+    for name, value in accelerator._strategy.whole_tensors(accelerator, model):
         if not isinstance(value, torch.Tensor):  # an extra state of a module
             continue
         _refuse_meta({name: value})
@@ -301,7 +301,7 @@ def save_model(
     _refuse_meta(state or {})
     if not writes(accelerator.project_configuration.save_on_each_node):
         return
-    if accelerator._backend.saves_shards and not accelerator.is_main_process:
+    if accelerator._strategy.saves_shards and not accelerator.is_main_process:
         warn_user(
             "save_model with save_on_each_node=True writes on the first node only here: the weights are gathered by the main "
             f"process. Copy {os.fspath(save_directory)!r} from there if other nodes need it."
@@ -324,7 +324,7 @@ def save_model(
 
 def save_adapter(accelerator: Facade, model: nn.Module, folder: Folder) -> None:
     """Gather a model's adapters, compare them with the shards of each rank, and let rank 0 write them. All ranks."""
-    inner = accelerator._backend.unwrap_model(model, keep_torch_compile=False)
+    inner = accelerator._strategy.unwrap_model(model, keep_torch_compile=False)
     adapters = getattr(inner, "peft_config", None) or {}
     if not adapters or any(config.is_prompt_learning for config in adapters.values()):
         raise ValueError(
@@ -332,7 +332,7 @@ def save_adapter(accelerator: Facade, model: nn.Module, folder: Folder) -> None:
             "layers. Add one with peft.get_peft_model before `prepare`; save_model saves whole models, save_pretrained learnt prompts."
         )
     names: list[str] = []
-    any(accelerator._backend.whole_tensors(accelerator, model, names.append))  # which wants none of them
+    any(accelerator._strategy.whole_tensors(accelerator, model, names.append))  # which wants none of them
     # PEFT chooses by names, on all ranks, as it may ask units for their states. Rank 0's choice counts, as it may ask the hub.
     marks = {name: torch.tensor([number]) for number, name in enumerate(names)}
     chosen = {adapter: fsdp.adapter_entries(model, marks, adapter) for adapter in adapters}
@@ -341,7 +341,7 @@ def save_adapter(accelerator: Facade, model: nn.Module, folder: Folder) -> None:
     wanted = {name for file in files.values() for name in file.values()}
     own = {} if states.is_fsdp1(model) else {canonical_name(name): value for name, value in inner.named_parameters()}
     state, problems = {}, []
-    for name, value in accelerator._backend.whole_tensors(accelerator, model, wanted.__contains__):
+    for name, value in accelerator._strategy.whole_tensors(accelerator, model, wanted.__contains__):
         problems += shard.misfit(name, value, own.get(name, value))
         if accelerator.is_main_process:
             state[name] = value.to("cpu", copy=True)

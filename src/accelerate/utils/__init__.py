@@ -26,7 +26,7 @@ _HOMES = {
         "TERecipeKwargs TensorInformation TorchContextParallelConfig TorchDynamoPlugin TorchTensorParallelConfig "
         "TorchTensorParallelPlugin add_model_config_to_megatron_parser"
     ),
-    "accelerate.backends.deepspeed.wrappers": (
+    "accelerate.strategies.deepspeed.wrappers": (
         "DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper DeepSpeedSchedulerWrapper DummyOptim DummyScheduler "
         "HfDeepSpeedConfig get_active_deepspeed_plugin map_pytorch_optim_to_deepspeed"
     ),
@@ -61,7 +61,7 @@ _HOMES = {
         "PrepareForLaunch _filter_args prepare_deepspeed_cmd_env prepare_multi_gpu_env prepare_sagemager_args_inputs "
         "prepare_simple_launcher_cmd_env prepare_tpu"
     ),
-    "accelerate.backends.megatron.steps": (
+    "accelerate.strategies.megatron.steps": (
         "AbstractTrainStep BertTrainStep GPTTrainStep MegatronLMDummyDataLoader MegatronLMDummyScheduler T5TrainStep "
         "avg_losses_across_data_parallel_group"
     ),

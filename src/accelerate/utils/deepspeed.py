@@ -1,9 +1,9 @@
-"""What `prepare` returns under DeepSpeed. The public path of `accelerate.backends.deepspeed.wrappers`."""
+"""What `prepare` returns under DeepSpeed. The public path of `accelerate.strategies.deepspeed.wrappers`."""
 
 from accelerate.base._lazy import front
 
 _HOMES = {
-    "accelerate.backends.deepspeed.wrappers": (
+    "accelerate.strategies.deepspeed.wrappers": (
         "DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper DeepSpeedSchedulerWrapper DummyOptim DummyScheduler "
         "get_active_deepspeed_plugin map_pytorch_optim_to_deepspeed"
     ),

@@ -8,8 +8,8 @@ import os
 
 import torch.distributed as dist
 
-from accelerate.backends.base import Backend
-from accelerate.backends.registry import BackendSpec
+from accelerate.strategies.base import Backend
+from accelerate.strategies.registry import StrategySpec
 
 
 class Averaging(Backend):
@@ -43,6 +43,6 @@ class Averaging(Backend):
                     parameter.grad /= accelerator.num_processes
 
 
-SPEC = BackendSpec(
+SPEC = StrategySpec(
     "averaging", lambda state: os.environ.get("AVERAGING_BACKEND") == "1", f"{__name__}:{Averaging.__name__}"
 )

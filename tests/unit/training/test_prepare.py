@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from accelerate import Accelerator, ParallelismConfig
-from accelerate.backends.base import Backend
 from accelerate.precision.amp import autocast_of
 from accelerate.runtime import storage
 from accelerate.state import AcceleratorState, GradientState
+from accelerate.strategies.base import Strategy
 from accelerate.training import prepare
 from accelerate.training.prepared import PreparedObjects
 from accelerate.utils import TorchDynamoPlugin
@@ -24,7 +24,7 @@ class Wrapper(nn.Module):
         self.module = module
 
 
-class Synchronising(Backend):
+class Synchronising(Strategy):
     def needs_wrapper(self, accelerator, model):
         return any(parameter.requires_grad for parameter in model.parameters())
 

@@ -7,10 +7,10 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from accelerate import Accelerator, ParallelismConfig
-from accelerate.backends.sharded import model_of
 from accelerate.checkpoint.state import is_fsdp1, tied_names
 from accelerate.modules.optimizer_remap import MovedParameters
 from accelerate.parallel.shard import is_sharded
+from accelerate.strategies.sharded import model_of
 from accelerate.utils import GradientAccumulationPlugin
 from sharded_samples import batch, loss, net, sharding
 

@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from accelerate.backends.megatron.models import Row, Translation, build
-from accelerate.backends.megatron.steps import GPTTrainStep, MegatronLMDummyScheduler
 from accelerate.checkpoint.state import Entries, Wanted, run_on_all_ranks, tied_again
 from accelerate.comm.operations import send_to_device
 from accelerate.config.megatron import MegatronLMPlugin
 from accelerate.parallel.mesh import take_from_first
 from accelerate.runtime.run import Run
+from accelerate.strategies.megatron.models import Row, Translation, build
+from accelerate.strategies.megatron.steps import GPTTrainStep, MegatronLMDummyScheduler
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from accelerate.backends.sharded import FSDP2, Sharded, model_of
 from accelerate.checkpoint import layouts
 from accelerate.checkpoint import state as states
 from accelerate.checkpoint.state import Entries, Layout, Wanted
@@ -17,6 +16,7 @@ from accelerate.config.handlers import GradScalerKwargs
 from accelerate.modules import norms
 from accelerate.runtime import traits
 from accelerate.runtime.run import Run
+from accelerate.strategies.sharded import FSDP2, Sharded, model_of
 
 # Settings of an FSDP plugin.
 _NOT_OF_STAGES = (

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from accelerate.backends.sharded import Sharded, note_memory
 from accelerate.checkpoint import low_bit
 from accelerate.checkpoint.state import Entries, Wanted, inner_optimizer, is_fsdp1, tied_again
 from accelerate.config.handlers import GradScalerKwargs
@@ -21,6 +20,7 @@ from accelerate.parallelism_config import ParallelismConfig
 from accelerate.precision import master
 from accelerate.runtime import torch_private
 from accelerate.runtime.run import Run
+from accelerate.strategies.sharded import Sharded, note_memory
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

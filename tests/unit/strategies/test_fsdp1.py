@@ -7,7 +7,7 @@ from torch.distributed import fsdp
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, wrap
 
 from accelerate import ParallelismConfig
-from accelerate.backends import fsdp1
+from accelerate.strategies import fsdp1
 from cases import cases
 from sharded_samples import Block, Machine, batch, fake_group, loss, net, sharding
 

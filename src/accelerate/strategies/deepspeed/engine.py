@@ -1,4 +1,4 @@
-"""The backend: a model, its optimizer and its scheduler become one engine, whose configuration is filled in from them."""
+"""The strategy: a model, its optimizer and its scheduler become one engine, whose configuration is filled in from them."""
 
 import contextlib
 import copy
@@ -12,15 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate.backends.base import Backend
-from accelerate.backends.deepspeed import checkpoint, ulysses
-from accelerate.backends.deepspeed.wrappers import (
-    DeepSpeedOptimizerWrapper,
-    DeepSpeedSchedulerWrapper,
-    DummyOptim,
-    DummyScheduler,
-    map_pytorch_optim_to_deepspeed,
-)
 from accelerate.base.imports import is_transformers_available
 from accelerate.base.nested import recursively_apply
 from accelerate.checkpoint.state import Entries, Wanted, collected, run_on_all_ranks
@@ -30,6 +21,15 @@ from accelerate.modules.unwrap import compile_regions_deepspeed
 from accelerate.precision import amp
 from accelerate.runtime import simulated
 from accelerate.runtime.run import Run
+from accelerate.strategies.base import Strategy
+from accelerate.strategies.deepspeed import checkpoint, ulysses
+from accelerate.strategies.deepspeed.wrappers import (
+    DeepSpeedOptimizerWrapper,
+    DeepSpeedSchedulerWrapper,
+    DummyOptim,
+    DummyScheduler,
+    map_pytorch_optim_to_deepspeed,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -214,10 +214,10 @@ def _schedule(scheduler: Any, replicas: int) -> dict[str, Any]:
     return known
 
 
-# The backend ---------------------------------------------------------------------------------------------------------
+# The strategy ---------------------------------------------------------------------------------------------------------
 
 
-class DeepSpeed(Backend):
+class DeepSpeed(Strategy):
     """ZeRO stages 0 to 3, with offload and precision as the configuration says.
 
     Source: https://arxiv.org/abs/1910.02054

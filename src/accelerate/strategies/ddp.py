@@ -8,19 +8,19 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from accelerate.backends import joined
-from accelerate.backends.base import Backend
 from accelerate.base._warn import warn_user
 from accelerate.config.enums import DDPCommunicationHookType
 from accelerate.modules.unwrap import extract_model_from_parallel
 from accelerate.runtime import torch_private
 from accelerate.runtime.run import Run
+from accelerate.strategies import joined
+from accelerate.strategies.base import Strategy
 
 # In `Prepared.logged`: the hooks of the prepared models were checked.
 _HOOKS = "hooks of parameters"
 
 
-class DataParallel(Backend):
+class DataParallel(Strategy):
     """torch's DistributedDataParallel, with gloo, NCCL or a vendor's backend."""
 
     name = "ddp"
@@ -83,7 +83,7 @@ def _warn_of_hooks(models: Sequence[nn.Module]) -> None:
             )
 
 
-class XLA(Backend):
+class XLA(Strategy):
     """torch_xla's data parallelism: replicas without a wrapper, one all-reduce before each step."""
 
     name = "xla"

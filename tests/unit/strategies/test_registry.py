@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from accelerate import ParallelismConfig
-from accelerate.backends import registry
-from accelerate.backends.base import Backend
-from accelerate.backends.registry import BackendSpec
 from accelerate.config.enums import DistributedType
+from accelerate.strategies import registry
+from accelerate.strategies.base import Strategy
+from accelerate.strategies.registry import StrategySpec
 from cases import cases
 
 
@@ -34,10 +34,10 @@ def test_an_unknown_name_lists_the_known_ones():
     with pytest.raises(ValueError, match="single.*ddp"):
         registry.load("horovod")
     with pytest.raises(ValueError, match="single.*ddp"):
-        registry.register(BackendSpec("mine", lambda state: True, "m:C"), before="horovod")
+        registry.register(StrategySpec("mine", lambda state: True, "m:C"), before="horovod")
 
 
-class Mine(Backend):
+class Mine(Strategy):
     """A third party's backend."""
 
     name = "mine"
@@ -49,7 +49,7 @@ def test_a_third_party_goes_first(monkeypatch):
     monkeypatch.setitem(sys.modules, "third_party_backend", module)
     monkeypatch.setattr(registry, "SPECS", list(registry.SPECS))
     registry.load.cache_clear()
-    registry.register(BackendSpec("mine", lambda state: hasattr(state, "mine"), "third_party_backend:Mine"))
+    registry.register(StrategySpec("mine", lambda state: hasattr(state, "mine"), "third_party_backend:Mine"))
     ours = SimpleNamespace(distributed_type=DistributedType.NO)
     assert isinstance(registry.resolve(SimpleNamespace(mine=True, distributed_type=DistributedType.NO)), Mine)
     assert registry.resolve(ours).name == "single"

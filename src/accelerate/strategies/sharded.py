@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from accelerate.backends.base import Backend
 from accelerate.base.versions import is_torch_version
 from accelerate.checkpoint import layouts, optimizers, save
 from accelerate.checkpoint import state as states
@@ -23,6 +22,7 @@ from accelerate.parallel import shard
 from accelerate.precision import footprint
 from accelerate.runtime import rendezvous, torch_private
 from accelerate.runtime.run import Run
+from accelerate.strategies.base import Strategy
 from accelerate.utils import fsdp_utils
 
 _WITHOUT_COLLECTIVES = ("mps",)
@@ -63,7 +63,7 @@ class ShardedModel:
         return states.apply_model(self.model, state, self.own, strict=strict, **options)
 
 
-class Sharded(Backend):
+class Sharded(Strategy):
     """Parameters in parts: the strategies differ in how these are made, and are saved and loaded in the same way."""
 
     synchronises = True

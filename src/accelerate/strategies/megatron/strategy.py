@@ -1,4 +1,4 @@
-"""The backend: core's groups at the beginning, engines at `prepare`, their files in a checkpoint."""
+"""The strategy: core's groups at the beginning, engines at `prepare`, their files in a checkpoint."""
 
 import copy
 import io
@@ -13,13 +13,6 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from accelerate.backends.base import Backend
-from accelerate.backends.megatron.engine import MegatronEngine
-from accelerate.backends.megatron.steps import (
-    MegatronLMDummyDataLoader,
-    MegatronLMOptimizerWrapper,
-    MegatronLMSchedulerWrapper,
-)
 from accelerate.checkpoint import manifest
 from accelerate.checkpoint.dcp import read_metadata
 from accelerate.checkpoint.load import CheckpointFolder, Deferred, refuse_misfit
@@ -28,9 +21,16 @@ from accelerate.config.handlers import GradScalerKwargs
 from accelerate.data import adapter
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.runtime.run import Run
+from accelerate.strategies.base import Strategy
+from accelerate.strategies.megatron.engine import MegatronEngine
+from accelerate.strategies.megatron.steps import (
+    MegatronLMDummyDataLoader,
+    MegatronLMOptimizerWrapper,
+    MegatronLMSchedulerWrapper,
+)
 
 
-class MegatronLM(Backend):
+class MegatronLM(Strategy):
     """Tensor, pipeline and data parallelism of Megatron core.
 
     Source: https://arxiv.org/abs/1909.08053, https://arxiv.org/abs/2104.04473

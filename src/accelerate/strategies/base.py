@@ -1,7 +1,7 @@
-"""The contract of a backend: what a strategy does at prepare, in a step, and for a checkpoint.
+"""The contract of a strategy: what a strategy does at prepare, in a step, and for a checkpoint.
 
-A backend is stateless and resolved at each use; what it needs to remember lives on the Accelerator. The bodies here are
-the behaviour of a single process, so a new backend writes only what differs. Call order, in one run:
+A strategy is stateless and resolved at each use; what it needs to remember lives on the Accelerator. The bodies here are
+the behaviour of a single process, so a new strategy writes only what differs. Call order, in one run:
 
 1. ``check`` on every rank for what ``Accelerator.prepare`` was given, then for each model, followed by ``wrap_model``.
 2. For each step ``no_sync`` while gradients accumulate, ``backward``, ``clip_grad_norm`` or ``clip_grad_value``; all
@@ -27,7 +27,7 @@ from accelerate.precision.amp import precision
 from accelerate.runtime.run import Run
 
 
-class Backend:
+class Strategy:
     """A strategy's behaviour, by default that of one process.
 
     A third party derives from it and registers the class under the entry-point group ``accelerate.backends``.
@@ -155,7 +155,7 @@ class Backend:
         """Let go of what the strategy holds for the Accelerator's objects. All ranks."""
 
 
-class SingleProcess(Backend):
+class SingleProcess(Strategy):
     """The behaviour of one process, which is the contract's default: nothing to synchronise."""
 
     name = "single"

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from accelerate import Accelerator
-from accelerate.backends.ddp import XLA
+from accelerate.strategies.ddp import XLA
 
 
 @pytest.fixture
