@@ -68,6 +68,7 @@ from accelerate.training import (
 from accelerate.training import conditional as conditionals
 from accelerate.training import prepare as preparation
 from accelerate.training.prepared import PreparedObjects
+from accelerate.training.window import Window
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
 # What this module gives and does not hold itself.
@@ -221,7 +222,7 @@ class Accelerator(Processes):
     _strategy = _derived(lambda self: registry.resolve(self.state))
     _fp8_backend = _derived(lambda self: fp8.setup(self, {}))
     _scales_loss = _derived(lambda self: traits.of(self.state.distributed_type).scales_loss)
-    _window = _derived(lambda self: gradients.Window())
+    _window = _derived(lambda self: Window())
     _background = _derived(lambda self: Background())
     _finished_trackers = _derived(lambda self: [])
     _exact_accumulation = _derived(lambda self: self.gradient_state.plugin_kwargs.get("exact", False))

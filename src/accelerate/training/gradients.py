@@ -13,7 +13,6 @@ rescaled once, right before its backward pass, and are exact after it.
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,46 +28,7 @@ from accelerate.precision import master, scaling
 from accelerate.runtime import traits
 from accelerate.strategies.base import Strategy
 from accelerate.training.prepared import Facade
-
-
-@dataclass
-class Window:
-    """The accumulation step that is open.
-
-    Attributes:
-        micro_batches: How many have begun since the last optimizer step.
-        done: Whether the current one is its last, so that the next begins a new accumulation step.
-        inside: Whether an ``accumulate`` context is open.
-        counted: Micro-batches that came with ``num_items``.
-        items: Sum of their ``num_items`` on this rank.
-        reference: What weights are kept relative to, so that they stay near one.
-        usual: Items of a rank in the accumulation step before, on the average over the ranks; 0 before the first.
-        factor: What the loss of the current micro-batch is multiplied by; None stands for 1/N.
-        warned: Whether the note about short accumulation steps was given.
-        joining: Whether ranks may run out of batches, and end accumulation steps at different times.
-        held: Sharded models whose whole gradients a strategy keeps beside the shards, where nothing can be rescaled, by id.
-    """
-
-    micro_batches: int = 0
-    done: bool = False
-    inside: bool = False
-    counted: int = 0
-    items: float = 0.0
-    reference: float = 0.0
-    usual: float = 0.0
-    factor: float | None = None
-    warned: bool = False
-    joining: bool = False
-    held: frozenset[int] = frozenset()
-
-    def begin(self) -> None:
-        """Count a micro-batch, as the first of a new accumulation step if the last one is done."""
-        if self.done:
-            self.micro_batches = self.counted = 0
-            self.items = self.reference = 0.0
-            self.done = False
-        self.micro_batches += 1
-        self.factor = None
+from accelerate.training.window import Window
 
 
 def reset(accelerator: Facade) -> None:
