@@ -227,6 +227,7 @@ class Accelerator(Processes):
     _finished_trackers = _derived(lambda self: [])
     _exact_accumulation = _derived(lambda self: self.gradient_state.plugin_kwargs.get("exact", False))
     _sync_each_batch = _derived(lambda self: self.gradient_state.plugin_kwargs.get("sync_each_batch", False))
+    deepspeed_config: dict[str, Any]  # set when DeepSpeed makes an engine
     _cp_context = _meter = _loaded_checkpoint = _unfinished_save = _replica_check = None
 
     def __init__(

@@ -19,7 +19,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.parallel.consistency import checksum, differing, extremes, fold
 from accelerate.runtime import traits
 from accelerate.runtime.torch_private import local_part
-from accelerate.training.prepared import Facade
+from accelerate.training.run import TrainingRun
 
 _NEVER = torch.iinfo(torch.int64).max
 
@@ -31,7 +31,7 @@ class ReplicasDiffer(RuntimeError):
 class ReplicaCheck:
     """Compares the ranks of one Accelerator at every `every`-th step; with `modules` it looks at the outputs of modules, too."""
 
-    def __init__(self, accelerator: Facade, every: int, modules: bool) -> None:
+    def __init__(self, accelerator: TrainingRun, every: int, modules: bool) -> None:
         self.accelerator, self.every, self.modules = accelerator, every, modules
         # Backward passes so far, where they were since the last comparison, and the first with a loss that is not finite.
         self._passes, self._places = 0, []

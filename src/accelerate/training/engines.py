@@ -9,10 +9,10 @@ from accelerate.data.loader import PreparedLoader
 from accelerate.strategies.deepspeed.engine import is_schedule
 from accelerate.strategies.deepspeed.wrappers import DeepSpeedEngineWrapper
 from accelerate.training.prepare import chain, find_prepared, kind_of, own_states, register
-from accelerate.training.prepared import Facade
+from accelerate.training.run import TrainingRun
 
 
-def prepare(accelerator: Facade, objects: Sequence[Any]) -> tuple[Any, ...]:
+def prepare(accelerator: TrainingRun, objects: Sequence[Any]) -> tuple[Any, ...]:
     """Prepare loaders, and then a new model with its optimizer and scheduler as one engine. All ranks.
 
     Raises:
@@ -49,7 +49,7 @@ def prepare(accelerator: Facade, objects: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(made)
 
 
-def prepare_megatron(accelerator: Facade, objects: Sequence[Any]) -> tuple[Any, ...]:
+def prepare_megatron(accelerator: TrainingRun, objects: Sequence[Any]) -> tuple[Any, ...]:
     """Prepare loaders, and then a new model with its optimizer and scheduler as one engine of Megatron core. All ranks.
 
     Raises:
@@ -59,7 +59,7 @@ def prepare_megatron(accelerator: Facade, objects: Sequence[Any]) -> tuple[Any, 
     return tuple(_built(accelerator, objects, "Megatron-LM")[0])
 
 
-def _built(accelerator: Facade, objects: Sequence[Any], kind: str) -> tuple[list[Any], Any, bool]:
+def _built(accelerator: TrainingRun, objects: Sequence[Any], kind: str) -> tuple[list[Any], Any, bool]:
     """Return the prepared objects in order, the new engine, None where nothing was new, and whether it trains."""
     made, new = _sorted(accelerator, objects, kind)
     if not new:
@@ -81,7 +81,7 @@ def _built(accelerator: Facade, objects: Sequence[Any], kind: str) -> tuple[list
     return made, engine, wrapped is not None
 
 
-def _sorted(accelerator: Facade, objects: Sequence[Any], engine: str) -> tuple[list[Any], dict[str, int]]:
+def _sorted(accelerator: TrainingRun, objects: Sequence[Any], engine: str) -> tuple[list[Any], dict[str, int]]:
     """Prepare loaders and what was prepared before; return all in order, and where a new model, optimizer and scheduler are."""
     made, new = list(objects), {}
     for position, item in enumerate(objects):
@@ -105,7 +105,7 @@ def _sorted(accelerator: Facade, objects: Sequence[Any], engine: str) -> tuple[l
     return made, new
 
 
-def share_loader(accelerator: Facade, loader: Any) -> Any:
+def share_loader(accelerator: TrainingRun, loader: Any) -> Any:
     """Return what hands out parts of a loader's batches to the ranks that share a sequence.
 
     Raises:

@@ -27,11 +27,11 @@ from accelerate.parallel import consistency
 from accelerate.precision import master, scaling
 from accelerate.runtime import traits
 from accelerate.strategies.base import Strategy
-from accelerate.training.prepared import Facade
+from accelerate.training.run import TrainingRun
 from accelerate.training.window import Window
 
 
-def reset(accelerator: Facade) -> None:
+def reset(accelerator: TrainingRun) -> None:
     """Forget the accumulation step that is open: its gradients are gone, or are about to be. Any rank, alone."""
     accelerator._window = Window()
     accelerator.gradient_state._set_sync_gradients(True)
@@ -42,7 +42,7 @@ class Accumulation:
 
     __slots__ = ("accelerator", "models", "num_items", "held")
 
-    def __init__(self, accelerator: Facade, models: Sequence[nn.Module], num_items: Any) -> None:
+    def __init__(self, accelerator: TrainingRun, models: Sequence[nn.Module], num_items: Any) -> None:
         self.accelerator = accelerator
         self.models = models
         self.num_items = num_items
@@ -78,7 +78,7 @@ class Accumulation:
 
 
 @contextlib.contextmanager
-def no_sync(accelerator: Facade, strategy: Strategy, model: nn.Module) -> Iterator[None]:
+def no_sync(accelerator: TrainingRun, strategy: Strategy, model: nn.Module) -> Iterator[None]:
     """Enter the strategy's context in which a model's gradients stay on their rank, whole ones beside any shards."""
     window = accelerator._window
     before = window.held
@@ -91,7 +91,7 @@ def no_sync(accelerator: Facade, strategy: Strategy, model: nn.Module) -> Iterat
         window.held = before
 
 
-def _syncs_each(accelerator: Facade, counted: bool) -> bool:
+def _syncs_each(accelerator: TrainingRun, counted: bool) -> bool:
     """Whether gradients are exchanged after every micro-batch.
 
     Those that FSDP keeps whole are out of reach, so accumulation steps whose weights are known at their end exchange each time.
@@ -101,7 +101,7 @@ def _syncs_each(accelerator: Facade, counted: bool) -> bool:
     return (counted or accelerator._exact_accumulation) and traits.of(accelerator.distributed_type).sharded
 
 
-def advance(accelerator: Facade) -> None:
+def advance(accelerator: TrainingRun) -> None:
     """Count one micro-batch, and set whether gradients are synchronised in it."""
     state = accelerator.gradient_state
     ended = state.sync_with_dataloader and state.end_of_dataloader
@@ -109,7 +109,7 @@ def advance(accelerator: Facade) -> None:
     state._set_sync_gradients(accelerator.step % state.num_steps == 0)
 
 
-def _rescale(accelerator: Facade, models: Sequence[nn.Module], factor: float) -> None:
+def _rescale(accelerator: TrainingRun, models: Sequence[nn.Module], factor: float) -> None:
     parameters = {id(p): p for model in models or accelerator._models for p in model.parameters()}
     # By their local parts, because torch takes no list of both sharded and plain ones.
     gradients = [master.local_part(p.grad) for p in parameters.values() if p.grad is not None]
@@ -117,7 +117,7 @@ def _rescale(accelerator: Facade, models: Sequence[nn.Module], factor: float) ->
         torch._foreach_mul_(gradients, factor)
 
 
-def _short_window(accelerator: Facade, models: Sequence[nn.Module]) -> None:
+def _short_window(accelerator: TrainingRun, models: Sequence[nn.Module]) -> None:
     """Give an accumulation step with fewer micro-batches than configured its true mean, or say once that it is not."""
     window, steps = accelerator._window, accelerator.gradient_state.num_steps
     length = window.micro_batches
@@ -134,7 +134,7 @@ def _short_window(accelerator: Facade, models: Sequence[nn.Module]) -> None:
             )
 
 
-def weigh_items(accelerator: Facade, num_items: Any, models: Sequence[nn.Module] = ()) -> None:
+def weigh_items(accelerator: TrainingRun, num_items: Any, models: Sequence[nn.Module] = ()) -> None:
     """Weigh the current micro-batch by its items; in the last one of an accumulation step, fix the weights over all ranks.
 
     `models` have the gradients that are rescaled; all prepared ones by default. ValueError for a count that is missing
@@ -192,7 +192,7 @@ def weigh_items(accelerator: Facade, num_items: Any, models: Sequence[nn.Module]
     window.factor = count * scale
 
 
-def _over_ranks(accelerator: Facade, count: float, how: str) -> float:
+def _over_ranks(accelerator: TrainingRun, count: float, how: str) -> float:
     number = torch.tensor([count], dtype=torch.float64 if accelerator.device.type != "mps" else torch.float32)
     return accelerator._communicator.all_reduce(number.to(accelerator.device), how).item()
 
@@ -204,7 +204,7 @@ def _mixed(window: Window, num_items: Any) -> ValueError:
     )
 
 
-def backward(accelerator: Facade, loss: torch.Tensor, num_items: Any, options: dict[str, Any]) -> None:
+def backward(accelerator: TrainingRun, loss: torch.Tensor, num_items: Any, options: dict[str, Any]) -> None:
     """Scale a loss for its accumulation step, and run the strategy's backward pass; refuse what is no loss, or no clear count."""
     if not isinstance(loss, torch.Tensor):
         raise TypeError(f"backward() got loss={loss!r} ({type(loss).__name__}); pass the tensor, not `loss.item()`.")
@@ -231,7 +231,7 @@ def backward(accelerator: Facade, loss: torch.Tensor, num_items: Any, options: d
         consistency.average(accelerator, window.held)
 
 
-def _weight(accelerator: Facade) -> tuple[float | None, int]:
+def _weight(accelerator: TrainingRun) -> tuple[float | None, int]:
     """Return what the loss of the current micro-batch is multiplied by, or None and what it is divided by; begin its backward pass."""
     window, steps = accelerator._window, accelerator.gradient_state.num_steps
     factor = window.factor
@@ -240,13 +240,13 @@ def _weight(accelerator: Facade) -> tuple[float | None, int]:
     return factor, steps if accelerator._scales_loss else 1
 
 
-def loss_factor(accelerator: Facade) -> float:
+def loss_factor(accelerator: TrainingRun) -> float:
     """Return the weight of the current micro-batch in its accumulation step, for a backward pass that begins now."""
     factor, divisor = _weight(accelerator)
     return 1.0 / divisor if factor is None else factor
 
 
-def unscale(accelerator: Facade, optimizer: Any | None) -> None:
+def unscale(accelerator: TrainingRun, optimizer: Any | None) -> None:
     """Divide the loss scale out of the gradients of one optimizer or of all."""
     scaler = accelerator.scaler
     if scaler is None or not scaler.is_enabled():
@@ -258,7 +258,7 @@ def unscale(accelerator: Facade, optimizer: Any | None) -> None:
         scaling.unscale(scaler, item)
 
 
-def _unscale_owners(accelerator: Facade, parameters: Any) -> Any:
+def _unscale_owners(accelerator: TrainingRun, parameters: Any) -> Any:
     """Unscale the gradients of the optimizers that own parameters, and return the parameters, which an iterator gives once."""
     optimizers = accelerator._optimizers
     if accelerator.scaler is None or len(optimizers) < 2:
@@ -271,13 +271,13 @@ def _unscale_owners(accelerator: Facade, parameters: Any) -> Any:
     return parameters
 
 
-def clip_norm(accelerator: Facade, parameters: Any, max_norm: float, norm_type: float) -> torch.Tensor:
+def clip_norm(accelerator: TrainingRun, parameters: Any, max_norm: float, norm_type: float) -> torch.Tensor:
     """Unscale, and clip the gradients to a total norm."""
     parameters = _unscale_owners(accelerator, parameters)
     return accelerator._strategy.clip_grad_norm(accelerator, parameters, max_norm, norm_type)
 
 
-def clip_value(accelerator: Facade, parameters: Any, clip_value: float) -> None:
+def clip_value(accelerator: TrainingRun, parameters: Any, clip_value: float) -> None:
     """Unscale, and clip each gradient element; NotImplementedError where the strategy holds shards."""
     if not traits.of(accelerator.distributed_type).clips_by_value:
         raise NotImplementedError(
@@ -309,7 +309,7 @@ def trigger_sync(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def join_uneven(accelerator: Facade, joinables: Sequence[Any], even_batches: bool | None) -> Iterator[None]:
+def join_uneven(accelerator: TrainingRun, joinables: Sequence[Any], even_batches: bool | None) -> Iterator[None]:
     """Let ranks run out of batches at different steps, with the loaders' ``even_batches`` overridden meanwhile.
 
     Ranks that have ended add zeros to the averages. So an accumulation step in which some end counts less, by the share of ranks
@@ -345,7 +345,7 @@ def join_uneven(accelerator: Facade, joinables: Sequence[Any], even_batches: boo
             sampler.even_batches = before
 
 
-def lomo_backward(accelerator: Facade, loss: torch.Tensor, learning_rate: float | None) -> None:
+def lomo_backward(accelerator: TrainingRun, loss: torch.Tensor, learning_rate: float | None) -> None:
     """Run the fused backward pass and step of the prepared LOMO optimizers; ValueError without them or a rate."""
     if learning_rate is None:
         raise ValueError("A LOMO optimizer updates in its backward pass: pass `learning_rate=` to `backward`.")
@@ -356,7 +356,7 @@ def lomo_backward(accelerator: Facade, loss: torch.Tensor, learning_rate: float 
         optimizer.fused_backward(loss, learning_rate)
 
 
-def lomo_optimizers(accelerator: Facade) -> list[Any]:
+def lomo_optimizers(accelerator: TrainingRun) -> list[Any]:
     """Return the LOMO optimizers inside the prepared ones."""
     inner = [item.optimizer for item in accelerator._optimizers]
     return [item for item in inner if hasattr(item, "fused_backward")]

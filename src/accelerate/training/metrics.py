@@ -17,12 +17,12 @@ from accelerate.comm import operations
 from accelerate.config.enums import LoggerType
 from accelerate.trackers.base import GeneralTracker
 from accelerate.trackers.registry import LOGGER_TYPE_TO_CLASS
-from accelerate.training.prepared import Facade
+from accelerate.training.run import TrainingRun
 
 logger = logging.getLogger(__name__)
 
 
-def gather_for_metrics(accelerator: Facade, data: Any, use_gather_object: bool) -> Any:
+def gather_for_metrics(accelerator: TrainingRun, data: Any, use_gather_object: bool) -> Any:
     """Gather predictions or labels, and drop the samples that only filled up the last batch."""
     by_tensor = not use_gather_object
     try:
@@ -110,7 +110,7 @@ def _over_columns(function: Any, gathered: Any, inside: bool = False) -> Any:
 # Trackers ------------------------------------------------------------------------------------------------------------
 
 
-def needs_every_rank(accelerator: Facade) -> bool:
+def needs_every_rank(accelerator: TrainingRun) -> bool:
     """Say whether some tracker works on every rank, so that the calls must reach all of them."""
     return any(not _class_of(choice).main_process_only for choice in (*accelerator.log_with, *accelerator.trackers))
 
@@ -123,7 +123,7 @@ def _class_of(choice: Any) -> Any:
 
 
 def init_trackers(
-    accelerator: Facade, project_name: str, config: dict[str, Any] | None, init_kwargs: dict[str, dict] | None
+    accelerator: TrainingRun, project_name: str, config: dict[str, Any] | None, init_kwargs: dict[str, dict] | None
 ) -> None:
     """Start the trackers of ``log_with`` and store the configuration. Each tracker decides on which ranks it works.
 
@@ -160,7 +160,7 @@ def _without(trackers: list[GeneralTracker], others: list[GeneralTracker]) -> li
     return [tracker for tracker in trackers if not any(tracker is other for other in others)]
 
 
-def get_tracker(accelerator: Facade, name: str, unwrap: bool) -> Any:
+def get_tracker(accelerator: TrainingRun, name: str, unwrap: bool) -> Any:
     """Return a tracker, or with `unwrap` its library's object; on a rank without trackers one that does nothing."""
     if not accelerator.trackers:
         return GeneralTracker(_blank=True)
@@ -171,14 +171,16 @@ def get_tracker(accelerator: Facade, name: str, unwrap: bool) -> Any:
     raise ValueError(f"{name} is not an available tracker stored inside the `Accelerator`; started are {started}.")
 
 
-def log(accelerator: Facade, values: dict[str, Any], step: int | None, log_kwargs: dict[str, dict] | None) -> None:
+def log(
+    accelerator: TrainingRun, values: dict[str, Any], step: int | None, log_kwargs: dict[str, dict] | None
+) -> None:
     """Log a copy of the values to every running tracker, with the arguments that `log_kwargs` has for its name."""
     options = log_kwargs or {}
     for tracker in accelerator.trackers:
         _guarded(tracker, "log", tracker.log, dict(values), step=step, **(options.get(tracker.name) or {}))
 
 
-def finish(accelerator: Facade) -> None:
+def finish(accelerator: TrainingRun) -> None:
     """Finish every tracker that runs. They stay in ``accelerator.trackers``, for questions to a finished run."""
     for tracker in _without(accelerator.trackers, accelerator._finished_trackers):
         _guarded(tracker, "finish", tracker.finish)

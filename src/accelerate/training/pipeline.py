@@ -23,7 +23,7 @@ from accelerate.parallel.mesh import check_layout, shard_mesh, submesh
 from accelerate.precision import master
 from accelerate.runtime.torch_private import pytree
 from accelerate.training import gradients, prepare
-from accelerate.training.prepared import Facade
+from accelerate.training.run import TrainingRun
 
 # How many stages each rank has.
 SCHEDULES = {"GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2, "ZBVZeroBubble": 2}
@@ -112,7 +112,7 @@ class Pipeline(nn.Module):
 
     def __init__(
         self,
-        accelerator: Facade,
+        accelerator: TrainingRun,
         traced: stages.Traced,
         loss: Callable | None,
         schedule: str,
@@ -285,7 +285,7 @@ class Pipeline(nn.Module):
 
 
 def prepare_pipeline(
-    accelerator: Facade,
+    accelerator: TrainingRun,
     model: nn.Module,
     schedule: str,
     microbatches: int,
@@ -338,7 +338,7 @@ def _place(schedule: str, stage: int, size: int) -> int:
     return 2 * size - 1 - stage if schedule == "ZBVZeroBubble" and stage >= size else stage % size
 
 
-def _problem(accelerator: Facade, model: nn.Module, schedule: str, microbatches: Any) -> str | None:
+def _problem(accelerator: TrainingRun, model: nn.Module, schedule: str, microbatches: Any) -> str | None:
     """Return why a model or the settings have no pipeline, and what to do instead."""
     name, size = type(model).__name__, getattr(accelerator.parallelism_config, "pp_size", 1)
     least = {"GPipe": 1, "1F1B": size, "Interleaved1F1B": size, "ZBVZeroBubble": 2 * size - 1}.get(schedule, 1)
@@ -420,7 +420,7 @@ def _fill(pipeline: Pipeline, model: nn.Module, own: Mapping[int, stages.Stage])
             owner.register_buffer(last, found.get(name, tensor), name in saved)
 
 
-def _shard(accelerator: Facade, own: Mapping[int, stages.Stage]) -> None:
+def _shard(accelerator: TrainingRun, own: Mapping[int, stages.Stage]) -> None:
     """Shard each stage as one unit, which stays whole from its first forward of a batch to its last backward. All ranks."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 

@@ -31,7 +31,7 @@ from accelerate.diagnostics import hang
 from accelerate.runtime import torch_private
 from accelerate.runtime.failure import PREEMPTED
 from accelerate.training import metrics
-from accelerate.training.prepared import Facade
+from accelerate.training.run import TrainingRun
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class Preempted(SystemExit):
         self.number = number
 
 
-def install(accelerator: Facade) -> None:
+def install(accelerator: TrainingRun) -> None:
     """Watch the signals that the project configuration names, in place of what watched before, or raise ValueError."""
     global _installed, _follows_forks
     project = accelerator.project_configuration
@@ -113,7 +113,7 @@ class Watch:
     It lets go of a dead Accelerator: the signals go to those who handled them before. `received` came before, or is 0.
     """
 
-    def __init__(self, accelerator: Facade, numbers: tuple[signal.Signals, ...], received: int = 0) -> None:
+    def __init__(self, accelerator: TrainingRun, numbers: tuple[signal.Signals, ...], received: int = 0) -> None:
         self.accelerator = weakref.ref(accelerator)
         weakref.finalize(accelerator, self.close).atexit = False
         self.numbers = numbers
@@ -231,7 +231,7 @@ class Watch:
         raise Preempted(PREEMPTED, location, number)
 
 
-def _save(accelerator: Facade) -> Any:
+def _save(accelerator: TrainingRun) -> Any:
     """Save under the next free number of the project, and wait until the checkpoint is in its place. All ranks."""
     accelerator._background.wait()  # one that failed has been logged, and is no reason not to save now
     project = accelerator.project_configuration

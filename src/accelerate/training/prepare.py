@@ -33,7 +33,8 @@ from accelerate.strategies.deepspeed.wrappers import DummyOptim, DummyScheduler
 from accelerate.strategies.megatron.steps import MegatronLMDummyScheduler
 from accelerate.strategies.registry import resolve
 from accelerate.training import conditional, gradients, prepared
-from accelerate.training.prepared import Entry, Facade
+from accelerate.training.prepared import Entry
+from accelerate.training.run import TrainingRun
 
 _PLAIN = (str, bytes, int, float, complex)
 _CLASSES = {
@@ -59,7 +60,7 @@ def kind_of(obj: Any) -> str | None:
     return next((kind for kind, classes in _CLASSES.items() if isinstance(obj, classes)), None)
 
 
-def prepare(accelerator: Facade, objects: Sequence[Any], device_placement: list[bool] | None) -> Any:
+def prepare(accelerator: TrainingRun, objects: Sequence[Any], device_placement: list[bool] | None) -> Any:
     """Check the arguments, let the strategy prepare them, and return them in their order."""
     if not objects:
         raise ValueError("prepare() got no objects. Pass the model, optimizer, data loaders and schedulers.")
@@ -99,7 +100,7 @@ def prepare(accelerator: Facade, objects: Sequence[Any], device_placement: list[
 
 
 def in_order(
-    accelerator: Facade, objects: Sequence[Any], device_placement: Sequence[bool | None] | None = None
+    accelerator: TrainingRun, objects: Sequence[Any], device_placement: Sequence[bool | None] | None = None
 ) -> tuple[Any, ...]:
     """Prepare models, then loaders and optimizers, which follow parameters, then schedulers, which seek optimizers."""
     placements = device_placement if device_placement is not None else [None] * len(objects)
@@ -115,7 +116,7 @@ def in_order(
 
 
 @contextlib.contextmanager
-def own_states(accelerator: Facade) -> Iterator[None]:
+def own_states(accelerator: TrainingRun) -> Iterator[None]:
     """Let objects built inside bind the Accelerator's own states, also after a reset of the shared ones."""
     state, gradient = accelerator.state.__dict__, accelerator.gradient_state.__dict__
     if storage.accelerator.current is state and storage.gradient.current is gradient and storage.process.current:
@@ -128,7 +129,7 @@ def own_states(accelerator: Facade) -> Iterator[None]:
         yield
 
 
-def _adopt_sharded(accelerator: Facade, objects: Sequence[Any], evaluation: bool = False) -> None:
+def _adopt_sharded(accelerator: TrainingRun, objects: Sequence[Any], evaluation: bool = False) -> None:
     """Let the run follow the layout of models that arrive sharded, which are those that it has not sharded itself."""
     new = [obj for obj in objects if isinstance(obj, nn.Module) and accelerator.prepared.find(obj) is None]
     for model in new:
@@ -144,7 +145,7 @@ def _adopt_sharded(accelerator: Facade, objects: Sequence[Any], evaluation: bool
         adopt.adopt(accelerator, models)
 
 
-def _overlay_mesh(accelerator: Facade, model: nn.Module, evaluation: bool) -> nn.Module:
+def _overlay_mesh(accelerator: TrainingRun, model: nn.Module, evaluation: bool) -> nn.Module:
     """Apply the parallelisms that lie over the strategy: cut the layers of a model, and let it follow shared sequences."""
     layout = accelerator.parallelism_config
     if layout is None or traits.of(accelerator.distributed_type).deepspeed:
@@ -173,7 +174,7 @@ def _overlay_mesh(accelerator: Facade, model: nn.Module, evaluation: bool) -> nn
     return model
 
 
-def find_prepared(accelerator: Facade, obj: Any, kind: str, evaluation: bool = False) -> Any | None:
+def find_prepared(accelerator: TrainingRun, obj: Any, kind: str, evaluation: bool = False) -> Any | None:
     """Return the registered object of what was prepared before, also by another Accelerator; None to prepare it."""
     registry = accelerator.prepared
     entry = registry.find(obj)
@@ -199,7 +200,7 @@ def find_prepared(accelerator: Facade, obj: Any, kind: str, evaluation: bool = F
     return outer
 
 
-def _adoptable(accelerator: Facade, entry: Entry, obj: Any, evaluation: bool) -> bool:
+def _adoptable(accelerator: TrainingRun, entry: Entry, obj: Any, evaluation: bool) -> bool:
     """Whether another Accelerator's object serves this one as it is."""
     if entry.kind != "model":
         return obj is entry.outer()  # an inner optimizer or loader may serve another Accelerator in its own wrapper
@@ -210,7 +211,7 @@ def _adoptable(accelerator: Facade, entry: Entry, obj: Any, evaluation: bool) ->
     return not distributed or entry.settings["distributed_type"] == settings_of(accelerator)["distributed_type"]
 
 
-def _adopt(accelerator: Facade, entry: Entry) -> Any:
+def _adopt(accelerator: TrainingRun, entry: Entry) -> Any:
     outer, *inners = entry.objects()
     changes = [
         f"{name}: {entry.settings[name]!r} then, {now!r} now"
@@ -228,7 +229,7 @@ def _adopt(accelerator: Facade, entry: Entry) -> Any:
     return outer
 
 
-def _upgrade(accelerator: Facade, entry: Entry) -> nn.Module:
+def _upgrade(accelerator: TrainingRun, entry: Entry) -> nn.Module:
     """Turn a model prepared for evaluation into one that trains, in its place in the registry."""
     outer, *inners = entry.objects()
     accelerator._strategy = resolve(accelerator.state)
@@ -254,13 +255,13 @@ def _upgrade(accelerator: Facade, entry: Entry) -> nn.Module:
     return register(accelerator, "model", wrapped, outer, *inners, *chain(wrapped))
 
 
-def _enlist(accelerator: Facade, kind: str, obj: Any) -> None:
+def _enlist(accelerator: TrainingRun, kind: str, obj: Any) -> None:
     known = getattr(accelerator, _LISTS[kind])
     if not any(obj is item for item in known):
         known.append(obj)
 
 
-def register(accelerator: Facade, kind: str, outer: Any, *inners: Any, **details: Any) -> Any:
+def register(accelerator: TrainingRun, kind: str, outer: Any, *inners: Any, **details: Any) -> Any:
     """Remember what was prepared, in the registry and in the Accelerator's list of its kind, and return it."""
     outer._is_accelerate_prepared = True
     accelerator.prepared.record(kind, outer, inners, settings=settings_of(accelerator), **details)
@@ -270,7 +271,7 @@ def register(accelerator: Facade, kind: str, outer: Any, *inners: Any, **details
     return outer
 
 
-def settings_of(accelerator: Facade) -> dict[str, str]:
+def settings_of(accelerator: TrainingRun) -> dict[str, str]:
     """Return the settings under which this Accelerator prepares; two that differ here train a model differently."""
     handler = accelerator.ddp_handler
     return {
@@ -290,7 +291,9 @@ def chain(model: nn.Module) -> list[nn.Module]:
     return found
 
 
-def prepare_model(accelerator: Facade, model: nn.Module, device_placement: bool | None, evaluation_mode: bool) -> Any:
+def prepare_model(
+    accelerator: TrainingRun, model: nn.Module, device_placement: bool | None, evaluation_mode: bool
+) -> Any:
     """Place, cast, wrap and compile a new model, and register it with everything inside it."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"prepare_model() got model={model!r} ({type(model).__name__}); pass a torch.nn.Module.")
@@ -340,7 +343,7 @@ def prepare_model(accelerator: Facade, model: nn.Module, device_placement: bool 
     return register(accelerator, "model", wrapped, *inners, evaluation=evaluation_mode, frozen=frozen)
 
 
-def _wrap(accelerator: Facade, model: nn.Module) -> nn.Module:
+def _wrap(accelerator: TrainingRun, model: nn.Module) -> nn.Module:
     """Let the strategy wrap a model that it has checked."""
     if accelerator.parallelism_config is not None:
         accelerator._prepare_device_mesh()
@@ -352,7 +355,7 @@ def _wrap(accelerator: Facade, model: nn.Module) -> nn.Module:
     return wrapped
 
 
-def compile_model(accelerator: Facade, model: nn.Module) -> nn.Module:
+def compile_model(accelerator: TrainingRun, model: nn.Module) -> nn.Module:
     """Compile a model, whole or by its repeated blocks, when the Accelerator's plugin asks for it."""
     plugin = accelerator.state.dynamo_plugin
     if plugin.backend.value == "NO" or is_compiled_module(model):
@@ -365,7 +368,7 @@ def compile_model(accelerator: Facade, model: nn.Module) -> nn.Module:
     return torch.compile(model, **options)
 
 
-def _check_device_map(accelerator: Facade, model: nn.Module) -> bool:
+def _check_device_map(accelerator: TrainingRun, model: nn.Module) -> bool:
     """Return whether another library spread a model over devices; refuse it where this run cannot train it there."""
     mapped = accelerator.verify_device_map(model)
     if mapped and traits.of(accelerator.distributed_type).distributed:
@@ -388,7 +391,7 @@ def _check_device_map(accelerator: Facade, model: nn.Module) -> bool:
 
 
 def prepare_optimizer(
-    accelerator: Facade, optimizer: torch.optim.Optimizer, device_placement: bool | None
+    accelerator: TrainingRun, optimizer: torch.optim.Optimizer, device_placement: bool | None
 ) -> AcceleratedOptimizer:
     """Wrap a new optimizer and register it."""
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -418,7 +421,7 @@ def prepare_optimizer(
     return register(accelerator, "optimizer", wrapped, optimizer)
 
 
-def prepare_scheduler(accelerator: Facade, scheduler: Any) -> AcceleratedScheduler:
+def prepare_scheduler(accelerator: TrainingRun, scheduler: Any) -> AcceleratedScheduler:
     """Wrap a new scheduler with the prepared optimizer it drives, and register it."""
     if (known := find_prepared(accelerator, scheduler, "scheduler")) is not None:
         return known
@@ -437,7 +440,7 @@ def prepare_scheduler(accelerator: Facade, scheduler: Any) -> AcceleratedSchedul
 
 
 def prepare_data_loader(
-    accelerator: Facade, data_loader: Any, device_placement: bool | None, build: Any, slice_fn: Any
+    accelerator: TrainingRun, data_loader: Any, device_placement: bool | None, build: Any, slice_fn: Any
 ) -> Any:
     """Build a new prepared loader with the Accelerator's settings, and register it.
 
@@ -482,7 +485,7 @@ def prepare_data_loader(
     return register(accelerator, "loader", wrapped, data_loader)
 
 
-def _check_schedules(accelerator: Facade, objects: Sequence[Any]) -> None:
+def _check_schedules(accelerator: TrainingRun, objects: Sequence[Any]) -> None:
     """Warn of schedules whose length does not fit the first prepared loader."""
     schedulers = [item for item in objects if isinstance(item, AcceleratedScheduler)]
     try:
@@ -497,7 +500,7 @@ def _check_schedules(accelerator: Facade, objects: Sequence[Any]) -> None:
         scheduler.check_length(updates)
 
 
-def ensure_registered(accelerator: Facade, kind: str, result: Any, given: Any) -> Any:
+def ensure_registered(accelerator: TrainingRun, kind: str, result: Any, given: Any) -> Any:
     """Register what a replaced ``prepare_*`` method returned, so that its second preparation is detected as well."""
     entry = accelerator.prepared.find(result)
     if entry is None:
@@ -507,7 +510,7 @@ def ensure_registered(accelerator: Facade, kind: str, result: Any, given: Any) -
     return result
 
 
-def restore_registry(accelerator: Facade) -> None:
+def restore_registry(accelerator: TrainingRun) -> None:
     """Register what an unpickled Accelerator's own lists hold."""
     for kind, name in _LISTS.items():
         for item in getattr(accelerator, name):
@@ -515,7 +518,7 @@ def restore_registry(accelerator: Facade) -> None:
             accelerator.prepared.record(kind, item, inside, settings=settings_of(accelerator))
 
 
-def release(accelerator: Facade, objects: tuple[Any, ...]) -> list[Any]:
+def release(accelerator: TrainingRun, objects: tuple[Any, ...]) -> list[Any]:
     """Let go of everything prepared, so that the next ``prepare`` is a first one, and of the objects given."""
     resolve(accelerator.state).release(accelerator)
     for average in accelerator.prepared.averages:

@@ -24,7 +24,7 @@ from accelerate.checkpoint.object_store import storage_of
 from accelerate.checkpoint.state import Common
 from accelerate.checkpoint.storage import CheckpointStatus, CheckpointStorage, LocalStorage
 from accelerate.training import averages, gradients
-from accelerate.training.prepared import Facade
+from accelerate.training.run import TrainingRun
 from accelerate.training.unclaimed import unclaimed_states
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ _ATTEMPTS = 100
 
 
 def load_state(
-    accelerator: Facade,
+    accelerator: TrainingRun,
     input_dir: Folder | None,
     load_kwargs: dict[str, Any] | None,
     latest: bool,
@@ -116,7 +116,7 @@ def _load_found(
 READ: Callable[..., Path | str | None] = _load_found
 
 
-def _storage(accelerator: Facade, input_dir: Folder | None) -> CheckpointStorage:
+def _storage(accelerator: TrainingRun, input_dir: Folder | None) -> CheckpointStorage:
     project = accelerator.project_configuration
     if input_dir is not None:
         return storage_of(input_dir)
@@ -141,7 +141,7 @@ class Search:
         listing: the manifest of the one that `answer` names, None without one.
     """
 
-    accelerator: Facade
+    accelerator: TrainingRun
     storage: CheckpointStorage
     latest: bool
     passed: dict[str, str] = field(default_factory=dict)
@@ -321,7 +321,7 @@ def _own_copy(storage: CheckpointStorage, save: str) -> tuple[str, str | None, l
         return storage.location, None, [f"{type(error).__name__}: {error}"], None
 
 
-def _local_rank_and_size(accelerator: Facade) -> tuple[int, int]:
+def _local_rank_and_size(accelerator: TrainingRun) -> tuple[int, int]:
     """Return which rank of its machine this one is, and how many they are, as far as the launcher said so."""
     count = min(int(os.environ.get("LOCAL_WORLD_SIZE") or 1), accelerator.num_processes)
     rank = accelerator.local_process_index
@@ -351,7 +351,11 @@ def _read_by(listing: Manifest, rank: int, by_parts: bool) -> tuple[list[str], l
 
 
 def _read_together(
-    accelerator: Facade, barrier: SaveBarrier, chosen: _Chosen, options: dict[str, Any], model_options: dict[str, Any]
+    accelerator: TrainingRun,
+    barrier: SaveBarrier,
+    chosen: _Chosen,
+    options: dict[str, Any],
+    model_options: dict[str, Any],
 ) -> Contents | None:
     """Verify and read a checkpoint; None if another save took its place meanwhile. All ranks.
 
@@ -399,7 +403,7 @@ def _may_go_on(barrier: SaveBarrier, chosen: _Chosen, problem: BaseException | N
 
 
 def _complete(
-    accelerator: Facade,
+    accelerator: TrainingRun,
     barrier: SaveBarrier,
     contents: Contents,
     model_options: dict[str, Any],
@@ -419,7 +423,7 @@ def _complete(
 
 
 def _read_contents(
-    accelerator: Facade, folder: str, options: dict[str, Any], model_options: dict[str, Any]
+    accelerator: TrainingRun, folder: str, options: dict[str, Any], model_options: dict[str, Any]
 ) -> Contents:
     """Read all states.
 
@@ -473,7 +477,7 @@ def _check_custom(folder: str, custom: Sequence[Any]) -> None:
 
 
 def _read_models(
-    accelerator: Facade, contents: Contents, folder: str, options: dict[str, Any], model_options: dict[str, Any]
+    accelerator: TrainingRun, contents: Contents, folder: str, options: dict[str, Any], model_options: dict[str, Any]
 ) -> None:
     """Let the hooks load what they want to load, and read the other models. Hooks come last, because they change models."""
     strategy = accelerator._strategy
@@ -515,7 +519,7 @@ def _warn_of_differences(location: str, contents: Contents) -> None:
         warn_user(f"load_state({location!r}), {line}")
 
 
-def _warn_of_fewer_processes(accelerator: Facade, folder: str) -> None:
+def _warn_of_fewer_processes(accelerator: TrainingRun, folder: str) -> None:
     """Ranks that are new say so themselves; for those that are gone the main process does."""
     beyond = manifest.random_states_file(accelerator.num_processes)
     if accelerator.process_index == 0 and os.path.exists(os.path.join(folder, beyond)):

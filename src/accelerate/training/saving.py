@@ -41,7 +41,7 @@ from accelerate.precision import four_bit, scaling
 from accelerate.runtime.torch_private import local_part
 from accelerate.strategies.base import Strategy
 from accelerate.training import averages
-from accelerate.training.prepared import Facade
+from accelerate.training.run import TrainingRun
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ SAVE: type[Save] = Save
 
 
 def save_state(
-    accelerator: Facade,
+    accelerator: TrainingRun,
     output_dir: Folder | None,
     safe_serialization: bool,
     blocking: bool | None,
@@ -117,7 +117,7 @@ def _as_given(storage: CheckpointStorage, path: Folder) -> Path | str:
     return Path(storage.location) if isinstance(storage, LocalStorage) else storage.location
 
 
-def _facts(accelerator: Facade, strategy: Strategy) -> dict[str, Any]:
+def _facts(accelerator: TrainingRun, strategy: Strategy) -> dict[str, Any]:
     """Return what a manifest says of the run."""
     mesh = accelerator.torch_device_mesh
     sizes = None if mesh is None else dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
@@ -130,7 +130,7 @@ def _facts(accelerator: Facade, strategy: Strategy) -> dict[str, Any]:
     }
 
 
-def _automatic(accelerator: Facade) -> tuple[Callable[[CheckpointStorage], Any], ...]:
+def _automatic(accelerator: TrainingRun) -> tuple[Callable[[CheckpointStorage], Any], ...]:
     """With automatic naming: what is done before a checkpoint is staged, and once it is in its place."""
     project = accelerator.project_configuration
     if not project.automatic_checkpoint_naming:
@@ -151,7 +151,7 @@ def _automatic(accelerator: Facade) -> tuple[Callable[[CheckpointStorage], Any],
     return refuse, rotate
 
 
-def _warn_of_open_window(accelerator: Facade) -> None:
+def _warn_of_open_window(accelerator: TrainingRun) -> None:
     state = accelerator.gradient_state
     if state.sync_gradients:
         return
@@ -163,7 +163,7 @@ def _warn_of_open_window(accelerator: Facade) -> None:
         )
 
 
-def _path(accelerator: Facade, output_dir: Folder | None) -> Folder:
+def _path(accelerator: TrainingRun, output_dir: Folder | None) -> Folder:
     """Return where the checkpoint goes: the folder given, or with automatic naming the next one of the project."""
     project = accelerator.project_configuration
     if not project.automatic_checkpoint_naming:
@@ -185,7 +185,7 @@ def _path(accelerator: Facade, output_dir: Folder | None) -> Folder:
 
 
 def _collect(
-    accelerator: Facade, plan: SavePlan, each_node: bool, safe_serialization: bool, model_options: dict[str, Any]
+    accelerator: TrainingRun, plan: SavePlan, each_node: bool, safe_serialization: bool, model_options: dict[str, Any]
 ) -> None:
     """Put everything that this rank saves into a plan."""
     strategy = accelerator._strategy
@@ -216,7 +216,7 @@ def _collect(
     write_common(Common.of(accelerator, schedulers), plan, accelerator.step, each_node)
 
 
-def register_for_checkpointing(accelerator: Facade, *objects: Any) -> None:
+def register_for_checkpointing(accelerator: TrainingRun, *objects: Any) -> None:
     """Let ``save_state`` and ``load_state`` treat further objects. All ranks, in the same order."""
     bad = [
         f"argument {position} ({get_pretty_name(obj)})"
@@ -244,7 +244,7 @@ def register_hook(hooks: "OrderedDict[int, Callable[..., None]]", hook: Callable
 
 
 def get_state_dict(
-    accelerator: Facade, model: nn.Module, unwrap: bool, offloaded: Callable[[nn.Module], dict[str, Any]]
+    accelerator: TrainingRun, model: nn.Module, unwrap: bool, offloaded: Callable[[nn.Module], dict[str, Any]]
 ) -> dict[str, Any]:
     """Return the full state dict of a model; `offloaded` collects that of offloaded weights. All ranks call it."""
     for module in model.modules():
@@ -264,7 +264,7 @@ def _refuse_meta(state: Mapping[str, Any]) -> None:
 
 
 def stream_weights(
-    accelerator: Facade, model: nn.Module, dtype: torch.dtype | None, limit: int
+    accelerator: TrainingRun, model: nn.Module, dtype: torch.dtype | None, limit: int
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Yield copies of a model's whole tensors in buckets of at most so many bytes, or of one tensor. All ranks, in step."""
     # Weights in 4 bits, and what belongs to them, are no numbers that a cast may touch.
@@ -291,7 +291,11 @@ def stream_weights(
 
 
 def save_model(
-    accelerator: Facade, model: nn.Module, save_directory: Folder, max_shard_size: int | str, safe_serialization: bool
+    accelerator: TrainingRun,
+    model: nn.Module,
+    save_directory: Folder,
+    max_shard_size: int | str,
+    safe_serialization: bool,
 ) -> None:
     """Save a model's weights alone, in shards if they are large. All ranks call it, one process writes."""
     if os.path.isfile(save_directory):
@@ -322,7 +326,7 @@ def save_model(
 # -- adapters of PEFT ----------------------------------------------------------------------------------------------
 
 
-def save_adapter(accelerator: Facade, model: nn.Module, folder: Folder) -> None:
+def save_adapter(accelerator: TrainingRun, model: nn.Module, folder: Folder) -> None:
     """Gather a model's adapters, compare them with the shards of each rank, and let rank 0 write them. All ranks."""
     inner = accelerator._strategy.unwrap_model(model, keep_torch_compile=False)
     adapters = getattr(inner, "peft_config", None) or {}

@@ -27,7 +27,8 @@ from accelerate.config.options.schema import to_int
 from accelerate.config.project import DataLoaderConfiguration, ProjectConfiguration
 from accelerate.runtime import storage, traits
 from accelerate.state import ENGINE_PLUGINS, GradientState
-from accelerate.training.prepared import Facade, others_alive
+from accelerate.training.prepared import others_alive
+from accelerate.training.run import TrainingRun
 
 # Before each how many-th step the ranks compare what they train, and whether they look at the outputs of modules, too.
 CHECK_EVERY, CHECK_MODULES = "ACCELERATE_CHECK_EVERY", "ACCELERATE_CHECK_MODULES"
@@ -171,7 +172,7 @@ def mesh(given: Any, make: Callable[..., Any], tensor_parallel: Any) -> Any:
     return given
 
 
-def replica_check(accelerator: Facade) -> Any:
+def replica_check(accelerator: TrainingRun) -> Any:
     """Return what compares the ranks every so many steps, as the environment says; None by default."""
     every = get_int_from_env([CHECK_EVERY], 0)
     if not every:

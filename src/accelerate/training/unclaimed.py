@@ -7,10 +7,10 @@ from accelerate.base.constants import SCALER_NAME
 from accelerate.checkpoint import layouts, manifest
 from accelerate.checkpoint.layouts import Kind
 from accelerate.checkpoint.load import CheckpointFolder, Contents
-from accelerate.training.prepared import Facade
+from accelerate.training.run import TrainingRun
 
 
-def unclaimed_states(accelerator: Facade, contents: Contents) -> list[str]:
+def unclaimed_states(accelerator: TrainingRun, contents: Contents) -> list[str]:
     """Return a name for each state in the checkpoint that no prepared object takes.
 
     Raises:
