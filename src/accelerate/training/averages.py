@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from accelerate.parallel.shard import local_part
 from accelerate.runtime import torch_private, traits
+from accelerate.runtime.torch_private import local_part
 from accelerate.training.run import TrainingRun
 
 # Its name in the state of each parameter.
@@ -115,7 +115,7 @@ class Ema:
 def _reshard(model: nn.Module) -> None:
     """Free weights that FSDP2 has gathered before: they hide the shards, and the next forward would use them."""
     for unit in torch_private.sharded_units(model):
-        unit.reshard()
+        unit.reshard()  # type: ignore[operator]  # an FSDPModule
 
 
 def refuse_applied(accelerator: TrainingRun, call: str) -> None:

@@ -64,13 +64,13 @@ def _built(accelerator: TrainingRun, objects: Sequence[Any], kind: str) -> tuple
     made, new = _sorted(accelerator, objects, kind)
     if not new:
         return made, None, False
-    model, optimizer, scheduler = (
-        objects[new[part]] if part in new else None for part in ("model", "optimizer", "scheduler")
-    )
+    model = objects[new["model"]]
+    optimizer, scheduler = (objects[new[part]] if part in new else None for part in ("optimizer", "scheduler"))
     loaders = [item for item in made if isinstance(item, DataLoader)] or accelerator._dataloaders
     inside = [model, *chain(model)]
     with own_states(accelerator):
-        engine, wrapped, stepped = accelerator._strategy.engine(accelerator, model, optimizer, scheduler, loaders)
+        strategy: Any = accelerator._strategy  # that of an engine
+        engine, wrapped, stepped = strategy.engine(accelerator, model, optimizer, scheduler, loaders)
     made[new["model"]] = register(accelerator, "model", engine, *chain(engine), *inside)
     if wrapped is not None:
         made[new["optimizer"]] = register(accelerator, "optimizer", wrapped, wrapped.optimizer, optimizer)
@@ -83,7 +83,7 @@ def _built(accelerator: TrainingRun, objects: Sequence[Any], kind: str) -> tuple
 
 def _sorted(accelerator: TrainingRun, objects: Sequence[Any], engine: str) -> tuple[list[Any], dict[str, int]]:
     """Prepare loaders and what was prepared before; return all in order, and where a new model, optimizer and scheduler are."""
-    made, new = list(objects), {}
+    made, new = list(objects), dict[str, int]()
     for position, item in enumerate(objects):
         kind = "scheduler" if is_schedule(item) else kind_of(item)
         if kind == "loader":

@@ -24,8 +24,9 @@ from accelerate.data.iterable import uneven_ends
 from accelerate.modules.unwrap import is_compiled_module
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.parallel import consistency
-from accelerate.precision import master, scaling
+from accelerate.precision import scaling
 from accelerate.runtime import traits
+from accelerate.runtime.torch_private import local_part
 from accelerate.strategies.base import Strategy
 from accelerate.training.run import TrainingRun
 from accelerate.training.window import Window
@@ -112,7 +113,7 @@ def advance(accelerator: TrainingRun) -> None:
 def _rescale(accelerator: TrainingRun, models: Sequence[nn.Module], factor: float) -> None:
     parameters = {id(p): p for model in models or accelerator._models for p in model.parameters()}
     # By their local parts, because torch takes no list of both sharded and plain ones.
-    gradients = [master.local_part(p.grad) for p in parameters.values() if p.grad is not None]
+    gradients = [local_part(p.grad) for p in parameters.values() if p.grad is not None]
     if gradients and factor != 1.0:
         torch._foreach_mul_(gradients, factor)
 
@@ -178,7 +179,7 @@ def weigh_items(accelerator: TrainingRun, num_items: Any, models: Sequence[nn.Mo
         window.factor = count / window.reference if window.reference else 0.0
         return
     # Ranks that share each layer, or divide the layers, count the same items.
-    copies = layout.tp_size * layout.pp_size if layout is not None else 1
+    copies = 1 if layout is None else layout.tp_size * layout.pp_size  # type: ignore[operator]  # no size is None
     total = _over_ranks(accelerator, window.items, "sum") / copies
     window.usual = total * copies / accelerator.num_processes
     if total == 0:
@@ -194,7 +195,7 @@ def weigh_items(accelerator: TrainingRun, num_items: Any, models: Sequence[nn.Mo
 
 def _over_ranks(accelerator: TrainingRun, count: float, how: str) -> float:
     number = torch.tensor([count], dtype=torch.float64 if accelerator.device.type != "mps" else torch.float32)
-    return accelerator._communicator.all_reduce(number.to(accelerator.device), how).item()
+    return float(accelerator._communicator.all_reduce(number.to(accelerator.device), how).item())
 
 
 def _mixed(window: Window, num_items: Any) -> ValueError:
@@ -290,7 +291,7 @@ def clip_value(accelerator: TrainingRun, parameters: Any, clip_value: float) -> 
 @contextlib.contextmanager
 def trigger_sync(model: nn.Module) -> Iterator[None]:
     """Make the next backward pass synchronise, although the forward passes ran without synchronisation."""
-    inner = model._orig_mod if is_compiled_module(model) else model
+    inner: Any = model._orig_mod if is_compiled_module(model) else model
     if hasattr(inner, "holdings"):  # a pipeline, whose call is the backward pass, too
         with inner.no_sync(held=False):
             yield

@@ -3,7 +3,7 @@
 import contextlib
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from accelerate.base._warn import warn_user
 from accelerate.checkpoint.save import HostBuffers
-from accelerate.config.enums import FP8BackendType
+from accelerate.config.enums import DynamoBackend, FP8BackendType
 from accelerate.data.loader import PreparedLoader, SkipDataLoader
 from accelerate.devices.memory import release_memory
 from accelerate.modules.optimizer_remap import remap_optimizer, remapping
@@ -36,8 +36,9 @@ from accelerate.training import conditional, gradients, prepared
 from accelerate.training.prepared import Entry
 from accelerate.training.run import TrainingRun
 
+T = TypeVar("T")
 _PLAIN = (str, bytes, int, float, complex)
-_CLASSES = {
+_CLASSES: dict[str, type | tuple[type, ...]] = {
     "loader": DataLoader,
     "model": nn.Module,
     "optimizer": (torch.optim.Optimizer, DummyOptim),
@@ -180,8 +181,9 @@ def find_prepared(accelerator: TrainingRun, obj: Any, kind: str, evaluation: boo
     entry = registry.find(obj)
     if entry is None:
         entry = next(filter(None, (other.find(obj) for other in prepared.live(registry)[1:])), None)
-        adoptable = entry is not None and _adoptable(accelerator, entry, obj, evaluation)
-        return _adopt(accelerator, entry) if adoptable else None
+        if entry is None or not _adoptable(accelerator, entry, obj, evaluation):
+            return None
+        return _adopt(accelerator, entry)
     outer = entry.outer()
     if entry.kind == "model" and not evaluation:
         # It would train unsynchronised: it was for evaluation, or all of it was frozen then.
@@ -261,12 +263,12 @@ def _enlist(accelerator: TrainingRun, kind: str, obj: Any) -> None:
         known.append(obj)
 
 
-def register(accelerator: TrainingRun, kind: str, outer: Any, *inners: Any, **details: Any) -> Any:
+def register(accelerator: TrainingRun, kind: str, outer: T, *inners: Any, **details: Any) -> T:
     """Remember what was prepared, in the registry and in the Accelerator's list of its kind, and return it."""
-    outer._is_accelerate_prepared = True
+    outer._is_accelerate_prepared = True  # type: ignore[attr-defined]  # new
     accelerator.prepared.record(kind, outer, inners, settings=settings_of(accelerator), **details)
     _enlist(accelerator, kind, outer)
-    if accelerator._replica_check is not None and kind == "model" and not details.get("evaluation"):
+    if accelerator._replica_check is not None and isinstance(outer, nn.Module) and not details.get("evaluation"):
         accelerator._replica_check.watch_model(outer)
     return outer
 
@@ -284,9 +286,10 @@ def settings_of(accelerator: TrainingRun) -> dict[str, str]:
 
 def chain(model: nn.Module) -> list[nn.Module]:
     """Return the modules inside a model's wrappers and compiled shells, outermost first."""
-    wrappers, found = loaded_wrappers(), []
+    wrappers = loaded_wrappers()
+    found: list[nn.Module] = []
     while (compiled := is_compiled_module(model)) or isinstance(model, wrappers):
-        model = model._orig_mod if compiled else model.module
+        model = getattr(model, "_orig_mod" if compiled else "module")
         found.append(model)
     return found
 
@@ -358,14 +361,14 @@ def _wrap(accelerator: TrainingRun, model: nn.Module) -> nn.Module:
 def compile_model(accelerator: TrainingRun, model: nn.Module) -> nn.Module:
     """Compile a model, whole or by its repeated blocks, when the Accelerator's plugin asks for it."""
     plugin = accelerator.state.dynamo_plugin
-    if plugin.backend.value == "NO" or is_compiled_module(model):
+    if plugin.backend is DynamoBackend.NO or is_compiled_module(model):
         return model
     options = plugin.to_kwargs()
     if options.pop("use_regional_compilation", plugin.use_regional_compilation):
         # What shards finds its state by the modules themselves, so there they are compiled in place.
         in_place = traits.of(accelerator.distributed_type).sharded
         return compile_regions_fsdp2(model, **options) if in_place else compile_regions(model, **options)
-    return torch.compile(model, **options)
+    return torch.compile(model, **options)  # type: ignore[return-value]  # a module
 
 
 def _check_device_map(accelerator: TrainingRun, model: nn.Module) -> bool:
@@ -398,7 +401,8 @@ def prepare_optimizer(
         raise TypeError(
             f"prepare_optimizer() got optimizer={optimizer!r} ({type(optimizer).__name__}); pass a torch.optim.Optimizer."
         )
-    if (known := find_prepared(accelerator, optimizer, "optimizer")) is not None:
+    known: AcceleratedOptimizer | None = find_prepared(accelerator, optimizer, "optimizer")
+    if known is not None:
         return known
     if hasattr(optimizer, "fused_backward") and accelerator.num_processes > 1:
         raise NotImplementedError(
@@ -412,7 +416,7 @@ def prepare_optimizer(
     if accelerator.is_fsdp2 and type(optimizer) is getattr(torch.optim, "Muon", None):
         from accelerate.parallel import muon
 
-        muon.share(optimizer)
+        muon.share(optimizer)  # type: ignore[arg-type]  # a Muon
     with own_states(accelerator):
         remap_optimizer(optimizer, prepared.histories(accelerator.prepared))
         wrapped = AcceleratedOptimizer(optimizer, device_placement=device_placement, scaler=accelerator.scaler)
@@ -423,7 +427,8 @@ def prepare_optimizer(
 
 def prepare_scheduler(accelerator: TrainingRun, scheduler: Any) -> AcceleratedScheduler:
     """Wrap a new scheduler with the prepared optimizer it drives, and register it."""
-    if (known := find_prepared(accelerator, scheduler, "scheduler")) is not None:
+    known: AcceleratedScheduler | None = find_prepared(accelerator, scheduler, "scheduler")
+    if known is not None:
         return known
     if isinstance(scheduler, AcceleratedScheduler):
         scheduler = scheduler.scheduler
@@ -492,7 +497,7 @@ def _check_schedules(accelerator: TrainingRun, objects: Sequence[Any]) -> None:
         batches = len(accelerator._dataloaders[0]) if schedulers else 0
         layout = accelerator.parallelism_config
         if layout is not None and layout._sp_by_deepspeed:
-            batches *= layout.sp_size
+            batches *= layout.sp_size  # type: ignore[operator]  # no size is None
     except (IndexError, TypeError):  # there is no loader, or it has no length
         return
     updates = -(-batches // max(1, accelerator.gradient_accumulation_steps))

@@ -145,7 +145,7 @@ class Search:
     storage: CheckpointStorage
     latest: bool
     passed: dict[str, str] = field(default_factory=dict)
-    damaged: dict[str, str] = field(default_factory=dict)
+    damaged: dict[str, str | None] = field(default_factory=dict)
     listing: Manifest | None = None
 
     def answer(self) -> dict[str, Any]:
@@ -262,7 +262,8 @@ class _Chosen:
     @classmethod
     def of(cls, search: Search, barrier: SaveBarrier, group: Group, answer: dict[str, Any]) -> "_Chosen":
         """Return what the leader of all ranks has chosen, as it lies on the disk of this rank's machine. All ranks."""
-        storage, problems = storage_of(answer["location"]), []
+        storage = storage_of(answer["location"])
+        problems: list[str] = []
         folder, save, following = answer["folder"], answer["save"], answer["following"]
         listing = search.listing if group.shared else None
         if not group.shared:
@@ -274,7 +275,7 @@ class _Chosen:
             storage.fetched = folder, generation
         if group.each_node and following is not None:  # a machine may have one more
             leads = group.rank == barrier.leader()
-            following = -barrier.smallest(-(search.following_number(storage) if leads else 0))
+            following = -barrier.smallest(-((search.following_number(storage) or 0) if leads else 0))
         with contextlib.suppress(OSError, DamagedCheckpoint):  # there is none, or another save takes the place
             listing = listing or Manifest.read(folder)
             folder = CheckpointFolder(folder, listing, _local_rank_and_size(search.accelerator), storage.bring)
@@ -297,9 +298,9 @@ class _Chosen:
 
         With `by_parts` the shards of models and optimizers are left to those who read them.
         """
-        if self.listing is None or self.problems or self.replaced():
+        if not isinstance(self.folder, CheckpointFolder) or self.problems or self.replaced():
             return
-        shared, own = _read_by(self.listing, rank, by_parts)
+        shared, own = _read_by(self.folder.listing, rank, by_parts)
         self.folder.differences(shared, shared=True)
         self.folder.differences(own)
 
@@ -338,7 +339,7 @@ _PARTS = re.compile(r"[^/]+/(?:__[0-9]+_[0-9]+\.distcp|[^/]*_states\.pt)")
 
 def _read_by(listing: Manifest, rank: int, by_parts: bool) -> tuple[list[str], list[str]]:
     """Return the files that every rank reads, and those that this one reads alone."""
-    owners = {name: int(found[found.lastindex]) for name in listing.files if (found := _OF_RANK.fullmatch(name))}
+    owners = {name: int(found[found.lastindex or 0]) for name in listing.files if (found := _OF_RANK.fullmatch(name))}
     # A rank that was not there when the checkpoint was saved begins with the random states of the first one.
     mine = rank if manifest.random_states_file(rank) in listing.files else 0
     own = [name for name, owner in owners.items() if owner in (rank, mine)]
@@ -418,7 +419,7 @@ def _complete(
     attributes, problem = _attempted(contents.complete)
     barrier.share(problem=problem)  # no rank may go on while another has other states
     barrier.leave()
-    for name, value in attributes.items():
+    for name, value in (attributes or {}).items():
         setattr(accelerator, name, value)
 
 

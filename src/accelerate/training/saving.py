@@ -192,7 +192,7 @@ def _collect(
     schedulers = strategy.checkpointed_schedulers(accelerator)
     # Through the method, because libraries replace it. Hooks of strategies that save shards see no weights.
     whole = [] if strategy.saves_shards else accelerator._models
-    states = [plain_names(accelerator.get_state_dict(model)) for model in whole]
+    states: list[dict[str, Any]] = [plain_names(accelerator.get_state_dict(model)) for model in whole]
     hooks = list(accelerator._save_model_state_pre_hook.values())
     models = accelerator._models if hooks else []
     models = [model if strategy.owns_state(model) else strategy.unwrap_model(model) for model in models]
@@ -205,9 +205,9 @@ def _collect(
     if strategy.saves_shards:
         states = [{} for _ in accelerator._models]
     for index, state in enumerate(states):
-        strategy.save_model(accelerator, state, plan, index, **options)
+        strategy.save_model(accelerator, state, plan, index, **options)  # type: ignore[arg-type]  # a SavePlan
     for index, optimizer in enumerate(accelerator._optimizers):
-        strategy.save_optimizer(accelerator, optimizer, plan, index, save_on_each_node=each_node)
+        strategy.save_optimizer(accelerator, optimizer, plan, index, save_on_each_node=each_node)  # type: ignore[arg-type]  # a SavePlan
     known = names_file(accelerator._optimizers, accelerator._models)
     if known is not None and plan.writes_shared:
         plan.add_bytes(PARAMETER_NAMES, known)
@@ -343,8 +343,11 @@ def save_adapter(accelerator: TrainingRun, model: nn.Module, folder: Folder) -> 
     files = {adapter: {key: names[int(mark)] for key, mark in marks.items()} for adapter, marks in chosen.items()}
     files = states.from_first_rank(files)
     wanted = {name for file in files.values() for name in file.values()}
-    own = {} if states.is_fsdp1(model) else {canonical_name(name): value for name, value in inner.named_parameters()}
+    own: dict[str, torch.Tensor] = (
+        {} if states.is_fsdp1(model) else {canonical_name(name): value for name, value in inner.named_parameters()}
+    )
     state, problems = {}, []
+    value: torch.Tensor
     for name, value in accelerator._strategy.whole_tensors(accelerator, model, wanted.__contains__):
         problems += shard.misfit(name, value, own.get(name, value))
         if accelerator.is_main_process:
@@ -360,7 +363,7 @@ def save_adapter(accelerator: TrainingRun, model: nn.Module, folder: Folder) -> 
     states.run_on_all_ranks(write)
 
 
-def _write_adapter(inner: nn.Module, adapter: str, tensors: dict[str, torch.Tensor], folder: str) -> None:
+def _write_adapter(inner: Any, adapter: str, tensors: dict[str, torch.Tensor], folder: str) -> None:
     """Write an adapter's files; a folder has the former adapter, the new one, or none that PEFT would load. One process."""
     config = copy.copy(inner.peft_config[adapter])
     config.inference_mode = True
