@@ -21,12 +21,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accelerate.base._warn import warn_user
+from accelerate.config.strategies import is_pipeline, traits_of
 from accelerate.data.iterable import uneven_ends
 from accelerate.modules.unwrap import is_compiled_module
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.parallel import consistency
 from accelerate.precision import master, scaling
-from accelerate.runtime import traits
 from accelerate.strategies.base import Strategy
 from accelerate.training.prepared import Facade
 
@@ -122,7 +122,7 @@ def no_sync(accelerator: Facade, strategy: Strategy, model: nn.Module) -> Iterat
     """Enter the strategy's context in which a model's gradients stay on their rank, whole ones beside any shards."""
     window = accelerator._window
     before = window.held
-    if traits.of(accelerator.distributed_type).sharded:
+    if traits_of(accelerator.distributed_type).sharded:
         window.held |= {id(model._orig_mod if is_compiled_module(model) else model)}
     try:
         with strategy.no_sync(accelerator, model):
@@ -138,7 +138,7 @@ def _syncs_each(accelerator: Facade, counted: bool) -> bool:
     """
     if accelerator._sync_each_batch:
         return True
-    return (counted or accelerator._exact_accumulation) and traits.of(accelerator.distributed_type).sharded
+    return (counted or accelerator._exact_accumulation) and traits_of(accelerator.distributed_type).sharded
 
 
 def advance(accelerator: Facade) -> None:
@@ -319,7 +319,7 @@ def clip_norm(accelerator: Facade, parameters: Any, max_norm: float, norm_type: 
 
 def clip_value(accelerator: Facade, parameters: Any, clip_value: float) -> None:
     """Unscale, and clip each gradient element; NotImplementedError where the strategy holds shards."""
-    if not traits.of(accelerator.distributed_type).clips_by_value:
+    if not traits_of(accelerator.distributed_type).clips_by_value:
         raise NotImplementedError(
             f"clip_grad_value_ is not possible with {accelerator.distributed_type}. Use clip_grad_norm_ instead."
         )
@@ -331,7 +331,7 @@ def clip_value(accelerator: Facade, parameters: Any, clip_value: float) -> None:
 def trigger_sync(model: nn.Module) -> Iterator[None]:
     """Make the next backward pass synchronise, although the forward passes ran without synchronisation."""
     inner = model._orig_mod if is_compiled_module(model) else model
-    if hasattr(inner, "holdings"):  # a pipeline, whose call is the backward pass, too
+    if is_pipeline(inner):  # whose call is the backward pass, too
         with inner.no_sync(held=False):
             yield
         return
@@ -355,7 +355,7 @@ def join_uneven(accelerator: Facade, joinables: Sequence[Any], even_batches: boo
     Ranks that have ended add zeros to the averages. So an accumulation step in which some end counts less, by the share of ranks
     that close it; gradients are exchanged after every micro-batch, because accumulation steps end at different times.
     """
-    row = traits.of(accelerator.distributed_type)
+    row = traits_of(accelerator.distributed_type)
     if not row.joins_uneven_inputs:
         if row.distributed:
             kind = accelerator.distributed_type
