@@ -4,9 +4,9 @@ import os
 
 import torch
 
-from accelerate.checkpoint import layouts, state
+from accelerate.checkpoint import layouts, model_io
 from accelerate.checkpoint.manifest import PARAMETER_NAMES
-from accelerate.checkpoint.state import names_file
+from accelerate.checkpoint.model_io import names_file
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.utils import fsdp_utils
 
@@ -22,7 +22,7 @@ def save_model(model, folder, index=0, layout="sharded"):
 def load_model(model, folder, index=0, prefer=None, strict=True):
     if not strict:
         read, own, _ = layouts.read_for_model(model, folder, index, prefer, strict)
-        return state.apply_model(model, read, own, strict=strict)
+        return model_io.io_of(model).apply_model(model, read, own, strict=strict)
     return fsdp_utils.load_fsdp_model(_plugin(prefer), None, model, os.fspath(folder), index)
 
 

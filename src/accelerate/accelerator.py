@@ -39,6 +39,7 @@ from accelerate.config.handlers import (
     TorchDynamoPlugin,
 )
 from accelerate.config.project import DataLoaderConfiguration, ProjectConfiguration
+from accelerate.config.strategies import traits_of
 from accelerate.data.build import plan_of, prepare_data_loader, skip_first_batches  # noqa: F401 - see `_replaceable`
 from accelerate.data.plan import DataPlan
 from accelerate.diagnostics import memory
@@ -51,7 +52,6 @@ from accelerate.precision import amp, fp8
 from accelerate.precision.amp import apply_downcast, precision
 from accelerate.precision.ao import convert_model_to_fp8_ao
 from accelerate.process import Processes
-from accelerate.runtime import traits
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.strategies import registry
 from accelerate.trackers.base import GeneralTracker
@@ -220,8 +220,9 @@ class Accelerator(Processes):
     prepared: PreparedObjects = _derived(lambda self: PreparedObjects())
     fp8_enabled: bool = _derived(lambda self: precision(self.state.mixed_precision).needs_engine)
     _strategy = _derived(lambda self: registry.resolve(self.state))
+    _state_io = property(lambda self: registry.load_state_io(self._strategy.name))
     _fp8_backend = _derived(lambda self: fp8.setup(self, {}))
-    _scales_loss = _derived(lambda self: traits.of(self.state.distributed_type).scales_loss)
+    _scales_loss = _derived(lambda self: traits_of(self.state.distributed_type).scales_loss)
     _window = _derived(lambda self: Window())
     _background = _derived(lambda self: Background())
     _finished_trackers = _derived(lambda self: [])
@@ -330,7 +331,7 @@ class Accelerator(Processes):
     @property
     def multi_device(self) -> bool:
         """Whether several accelerator devices take part (processes on CPUs do not count)."""
-        return self.use_distributed and traits.of(self.distributed_type).distributed and self.device.type != "cpu"
+        return self.use_distributed and traits_of(self.distributed_type).distributed and self.device.type != "cpu"
 
     @property
     def use_stateful_dataloader(self) -> bool:
@@ -1144,7 +1145,7 @@ class Accelerator(Processes):
         """
         handler = self.autocast_handler if autocast_handler is None else autocast_handler
         # An engine of DeepSpeed's casts by itself.
-        kind = "no" if traits.of(self.distributed_type).deepspeed else self.mixed_precision
+        kind = "no" if traits_of(self.distributed_type).deepspeed else self.mixed_precision
         return amp.autocast_context(self.device.type, precision(kind), handler)
 
     @contextlib.contextmanager

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from accelerate.base import _lazy
+from accelerate.config.strategies import traits_of
 from accelerate.devices.table import DEVICES
 from accelerate.precision import scaling
-from accelerate.runtime import traits
 from accelerate.state import AcceleratorState, GradientState
 
 __getattr__ = _lazy.aliases(__name__)
@@ -90,7 +90,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.gradient_state = GradientState()
         self.device_placement = device_placement
         self._is_overflow: Any = False
-        self._reduces_on_step = traits.of(self.accelerator_state.distributed_type).reduces_on_step
+        self._reduces_on_step = traits_of(self.accelerator_state.distributed_type).reduces_on_step
         # LOMO's optimizers step in their backward pass, and have no `step`.
         self._steps_in_backward = hasattr(optimizer, "fused_backward")
         self._zero_takes_none = "set_to_none" in inspect.signature(optimizer.zero_grad).parameters

@@ -19,11 +19,12 @@ from accelerate.base.environment import check_cuda_p2p_ib_support, parse_flag_fr
 from accelerate.base.nested import piece
 from accelerate.config import env
 from accelerate.config.enums import DistributedType, SageMakerDistributedType
+from accelerate.config.strategies import engines, traits_of
 from accelerate.devices import Device, detect, row
 from accelerate.devices.affinity import set_numa_affinity
 from accelerate.devices.table import DEVICES
 from accelerate.diagnostics import hang, monitor
-from accelerate.runtime import failure, rendezvous, storage, torch_private, traits
+from accelerate.runtime import failure, rendezvous, storage, torch_private
 from accelerate.runtime.removed import refuse_removed_variables
 
 logger = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ class Processes:
     @property
     def use_distributed(self) -> bool:
         """Whether several processes cooperate."""
-        return traits.of(self.distributed_type).distributed and self.num_processes > 1
+        return traits_of(self.distributed_type).distributed and self.num_processes > 1
 
     @property
     def is_main_process(self) -> bool:
@@ -287,7 +288,7 @@ class PartialState(ProcessView):
         sagemaker = settings.pop("_use_sagemaker_dp", asked)
         cpu = bool(cpu) or env.value_of("cpu")
         backend, distributed_type = self._prepare_backend(cpu, sagemaker, settings.pop("backend", None))
-        abilities = traits.of(distributed_type)
+        abilities = traits_of(distributed_type)
         ranks = rendezvous.ALONE
         hardware = device_for(cpu, backend) if abilities.distributed else detect(cpu)
         if abilities.xla:
@@ -318,7 +319,9 @@ class PartialState(ProcessView):
         if sagemaker_dp:
             importlib.import_module("smdistributed.dataparallel.torch.torch_smddp")
             return "smddp", DistributedType.MULTI_GPU
-        deepspeed = env.value_of("use_deepspeed")
+        engine = next(
+            (spec for spec in engines().values() if spec.traits.needs_group and env.value_of(spec.switch)), None
+        )
         if dist.is_available() and dist.is_initialized():
             size = dist.get_world_size()
             hardware = device_for(cpu, None)
@@ -331,9 +334,9 @@ class PartialState(ProcessView):
             size = 0 if ranks is None else ranks.world_size
             hardware = device_for(cpu, backend if size > 1 else None)
         # One process that a launcher started on an accelerator still gets a group, as torchrun scripts expect.
-        if not deepspeed and (size == 0 or (size == 1 and hardware.type in ("cpu", "mps"))):
+        if engine is None and (size == 0 or (size == 1 and hardware.type in ("cpu", "mps"))):
             return None, DistributedType.NO
-        kind = DistributedType.DEEPSPEED if deepspeed else hardware.distributed_type
+        kind = hardware.distributed_type if engine is None else engine.kinds[0]
         return backend or _choose_backend(hardware), kind
 
     @staticmethod
@@ -349,7 +352,7 @@ class PartialState(ProcessView):
     def set_device(self) -> None:
         """Make the state's device the current one of this process; where it is None, choose it anew."""
         if self.device is None:
-            distributed = traits.of(self.distributed_type).distributed
+            distributed = traits_of(self.distributed_type).distributed
             hardware = device_for(self._cpu, self.backend) if distributed else detect(self._cpu)
             self.device = _place(hardware, self.local_process_index, distributed)
         row(self.device.type).set(self.device.index or 0)
@@ -379,7 +382,7 @@ def _settings(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 def group_is_gone(values: dict[str, Any]) -> bool:
     """Say whether a state's dictionary speaks of a process group that was destroyed since."""
-    had_one = values.get("num_processes", 1) > 1 and traits.of(values["distributed_type"]).torch_distributed
+    had_one = values.get("num_processes", 1) > 1 and traits_of(values["distributed_type"]).torch_distributed
     return had_one and not dist.is_initialized()
 
 

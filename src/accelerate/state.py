@@ -17,12 +17,13 @@ from accelerate.base import _lazy
 from accelerate.base.environment import patch_environment
 from accelerate.base.imports import is_fp8_available
 from accelerate.config import env
-from accelerate.config.enums import DistributedType, DynamoBackend, PrecisionType
+from accelerate.config.enums import DynamoBackend, PrecisionType
 from accelerate.config.handlers import GradientAccumulationPlugin, TorchDynamoPlugin
 from accelerate.config.options import BY_NAME
+from accelerate.config.strategies import engines, traits_of
 from accelerate.process import PartialState, ProcessView, SharedDict, _check_unchanged, _settings, group_is_gone
 from accelerate.process import do_nothing as do_nothing
-from accelerate.runtime import rendezvous, storage, traits
+from accelerate.runtime import rendezvous, storage
 
 __getattr__ = _lazy.aliases(__name__)
 
@@ -167,7 +168,7 @@ class AcceleratorState(ProcessView):
                 f"cpu=True cannot take effect: `PartialState` was built before, with device={str(process.device)!r}. Build it "
                 "with PartialState(cpu=True), or call `AcceleratorState._reset_state(True)` before."
             )
-        if engine == "deepspeed_plugins" and not traits.of(process.distributed_type).deepspeed:
+        if engine == "deepspeed_plugins" and not traits_of(process.distributed_type).deepspeed:
             # The program built the process state before, where nothing said DeepSpeed.
             rendezvous.join_deepspeed(process.backend, process.device.type, process.local_process_index)
         self.__dict__.update(process.__dict__)
@@ -177,14 +178,15 @@ class AcceleratorState(ProcessView):
             self._set_engine(engine, plugins[engine])
 
     def _set_engine(self, name: str, plugin: Any) -> None:
-        if traits.of(self.distributed_type).xla:
+        if traits_of(self.distributed_type).xla:
             raise NotImplementedError(
                 f"{name} does not work on XLA devices. Leave it out to train with data parallelism."
             )
-        self.distributed_type = DistributedType[_ENGINES[name].upper()]
-        flag = BY_NAME[f"use_{_ENGINES[name]}"].env
+        spec = engines()[name]
+        self.distributed_type = spec.kinds[0]
+        flag = BY_NAME[spec.switch].env
         if plugin is None:
-            module, kind = ENGINE_PLUGINS[name]
+            module, _, kind = spec.plugin_class.partition(":")
             plugin = getattr(importlib.import_module(module), kind)()
         elif getattr(plugin, "cpu_ram_efficient_loading", False) and not asked_for(name):
             os.environ[flag] = _MIRRORED  # transformers looks here before it reads weights on rank 0 alone
@@ -223,7 +225,7 @@ class AcceleratorState(ProcessView):
         """Raise where an engine comes too late, and say so where other settings do."""
         for name, value in given.items():
             live = self.__dict__.get(name)
-            if live is None and name in _ENGINES and (value is not None or name == engine):
+            if live is None and name in engines() and (value is not None or name == engine):
                 said = f"{name} was given, but AcceleratorState has already been initialized without one"
                 raise ValueError(f"{said} ({self.distributed_type}). {_TOO_LATE}")
             if value is None or value is live or value == live:
@@ -252,7 +254,7 @@ class AcceleratorState(ProcessView):
         `reset_partial_state` does the same for `PartialState`: needed for another device, backend or process count.
         """
         storage.accelerator.renew()
-        for flag in (BY_NAME[switch].env for switch in ("use_fsdp", "use_deepspeed", "use_megatron_lm")):
+        for flag in (BY_NAME[spec.switch].env for spec in engines().values()):
             if os.environ.get(flag) == _MIRRORED:
                 del os.environ[flag]
         if reset_partial_state:
@@ -278,12 +280,12 @@ class AcceleratorState(ProcessView):
     def is_fsdp2(self) -> bool:
         """Whether parameters are sharded by the second version of FSDP (`fully_shard`)."""
         plugin = self.__dict__.get("fsdp_plugin")
-        return plugin is not None and traits.of(self.distributed_type).sharded and plugin.fsdp_version == 2
+        return plugin is not None and traits_of(self.distributed_type).sharded and plugin.fsdp_version == 2
 
     @property
     def deepspeed_plugin(self) -> Any:
         """The active DeepSpeed plugin, or None without DeepSpeed."""
-        if not traits.of(self.distributed_type).deepspeed:
+        if not traits_of(self.distributed_type).deepspeed:
             return None
         plugins = self.deepspeed_plugins
         if not isinstance(plugins, dict):
@@ -331,14 +333,6 @@ class AcceleratorState(ProcessView):
         return text if plugin is None else f"{text}DeepSpeed configuration: {plugin.deepspeed_config}\n"
 
 
-# The feature of the option table that each plugin belongs to.
-_ENGINES = {"deepspeed_plugins": "deepspeed", "fsdp_plugin": "fsdp", "megatron_lm_plugin": "megatron_lm"}
-# What holds the settings that the launcher exported.
-ENGINE_PLUGINS = {
-    "deepspeed_plugins": ("accelerate.config.deepspeed", "DeepSpeedPlugin"),
-    "fsdp_plugin": ("accelerate.config.fsdp", "FullyShardedDataParallelPlugin"),
-    "megatron_lm_plugin": ("accelerate.config.megatron", "MegatronLMPlugin"),
-}
 _TOO_LATE = "Pass it to the first `Accelerator()`, or call `AcceleratorState._reset_state(True)` before."
 
 # True, in letters that no user types: the state itself set the variable, not a launcher, a user or TrainingArguments.
@@ -347,7 +341,7 @@ _MIRRORED = "tRUE"
 
 def asked_for(plugin: str) -> bool:
     """Say whether the environment asks for a plugin's engine, as the launcher and TrainingArguments do. Any rank."""
-    switch = f"use_{_ENGINES[plugin]}"
+    switch = engines()[plugin].switch
     return os.environ.get(BY_NAME[switch].env) != _MIRRORED and env.value_of(switch)
 
 
@@ -356,7 +350,7 @@ def _engine(plugins: dict[str, Any]) -> str | None:
     given = [name for name, plugin in plugins.items() if plugin is not None]
     if len(given) > 1:
         raise ValueError(f"{' and '.join(given)} were given; they exclude each other, pass one of them.")
-    return given[0] if given else next(filter(asked_for, _ENGINES), None)
+    return given[0] if given else next(filter(asked_for, engines()), None)
 
 
 def _precision(value: str | None) -> str:
@@ -472,7 +466,7 @@ class GradientState:
         """Say whether the coming backward pass ends an accumulation step."""
         self.sync_gradients = sync_gradients
         if sync_gradients and not self.is_xla_gradients_synced and "distributed_type" in storage.process.current:
-            if traits.of(storage.process.current["distributed_type"]).xla:
+            if traits_of(storage.process.current["distributed_type"]).xla:
                 # Runs what was recorded so far, or the graph would grow over the whole accumulation step.
                 from accelerate.devices.table import DEVICES
 

@@ -16,7 +16,7 @@ LAYERS: list[str] = [
     "runtime.storage runtime.durable devices",
     "comm",
     "runtime.slurm runtime.failure runtime.ranks runtime.ports runtime.random runtime.removed runtime.rendezvous "
-    "runtime.simulated runtime.run diagnostics runtime.traits process state",
+    "runtime.simulated runtime.run diagnostics process state",
     "logging modules precision optimizer scheduler",
     "data offload hooks big_modeling trackers parallel diagnostics.precision diagnostics.throughput precision.quantize",
     "checkpoint checkpointing utils.fsdp_utils diagnostics.memory diagnostics.inventory diagnostics.activations "

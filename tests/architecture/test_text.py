@@ -18,7 +18,7 @@ OUTSIDE = re.compile(r"\.git|\.cache|\.venv.*|site|build|dist|\.demo|\.?\w*_+cac
 MACHINE_PATH = re.compile(r"(?<![\w/.~$})>*-])/(?:home|root|work|workspace|mnt|Users|tmp)/[\w.]+")
 MACHINE_HOST = re.compile(r"\b[\w-]+\.(?:internal|corp|lan|intranet)\b(?!\s*[(=.])")
 # The two places that may tell one kind of distribution from another; everybody else asks a trait.
-TYPE_TESTERS = {"accelerate/runtime/traits.py", "accelerate/backends/registry.py"}
+TYPE_TESTERS = {"accelerate/config/strategies.py"}
 
 
 # Processes of one run send each other objects, as torch's own collectives do; they trust each other with everything anyway.
@@ -80,7 +80,7 @@ def compares_types(node: ast.Compare) -> bool:
 
 
 @pytest.mark.parametrize("path", CODE, ids=relative)
-def test_distributed_type_is_compared_in_two_places_only(path):
+def test_distributed_type_is_compared_in_one_place_only(path):
     if relative(path) in TYPE_TESTERS:
         return
     found = [
@@ -93,7 +93,7 @@ def test_distributed_type_is_compared_in_two_places_only(path):
         for node in ast.walk(source.tree(path))
         if isinstance(node, ast.Match) and any(names_a_type(case.pattern) for case in node.cases)
     ]
-    assert not found, "ask runtime.traits instead:\n" + "\n".join(found)
+    assert not found, "ask config.strategies.traits_of instead:\n" + "\n".join(found)
 
 
 def test_comparisons_are_recognised():
@@ -104,7 +104,7 @@ def test_comparisons_are_recognised():
     assert seen("kind in (DistributedType.FSDP, enums.DistributedType.NO)")
     assert seen("self.distributed_type == 'MULTI_GPU'")
     assert not seen("'distributed_type' in vars(state)")
-    assert not seen("traits.of(state.distributed_type).xla == 1")
+    assert not seen("traits_of(state.distributed_type).xla == 1")
 
 
 def public_definitions(body: list[ast.stmt], prefix: str = "") -> Iterator[tuple[str, ast.AST]]:

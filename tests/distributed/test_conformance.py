@@ -6,6 +6,7 @@ A new strategy joins by its name in `conformance/strategies.py`.
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -89,3 +90,26 @@ def test_a_simulated_rank_does_what_the_rank_of_a_real_run_does(tmp_path, third_
         found.append({name: json.loads(what) for _, name, what in lines})
     assert found[0].keys() == set(names) and all(len(each["calls"]) == 2 for each in found[0].values())
     assert found[1] == found[0]
+
+
+def test_a_third_party_is_launched_by_its_switch_and_listed(tmp_path, third_party):
+    variables = {
+        **plain_environment(tmp_path),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(third_party), str(SCRIPTS.parents[1])]),
+    }
+    command = [*launch_command(2, cpu=True), "--use_averaging", str(SCRIPTS / "third_party_run.py")]
+    ended = done(command, env=variables, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("averaging resumed") == 1, ended.stdout
+    listed = done([sys.executable, "-m", "accelerate.commands.accelerate_cli", "env"], env=variables, cwd=tmp_path)
+    assert "- averaging: averaging:Averaging" in listed.stdout, listed.stdout + listed.stderr
+
+
+def test_a_broken_third_party_does_not_keep_others_from_starting(tmp_path, third_party):
+    (third_party / "averaging.py").write_text("import package_that_is_missing\n")
+    variables = {**plain_environment(tmp_path), "PYTHONPATH": str(third_party)}
+    (tmp_path / "script.py").write_text("print('started')\n")
+    ended = done([*launch_command(1, cpu=True), "script.py"], env=variables, cwd=tmp_path)
+    assert ended.stdout == "started\n", ended.stderr
+    assert "package_that_is_missing" in ended.stderr and "averaging" in ended.stderr

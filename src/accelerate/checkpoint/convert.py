@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from accelerate.base.constants import FSDP_MODEL_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_NAME
-from accelerate.checkpoint import formats, layouts, manifest, optimizers, state, zero
+from accelerate.checkpoint import formats, layouts, manifest, model_io, optimizers, state, zero
 from accelerate.checkpoint.inspect import all_files
 from accelerate.checkpoint.layouts import Found, Kind
 from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, FileEntry, Manifest, damaged, problems
@@ -317,13 +317,13 @@ def _converted(parts: Collection[Found], staged: str, layout: str, shards: int) 
         elif found.kind == "optimizer":
             if optimizers.is_named(values):
                 known_names[found.index] = [list(group["params"]) for group in values["param_groups"]]
-            write(manifest.optimizer_file(found.index), formats.write_torch, stored.read(state.numbered(values)))
+            write(manifest.optimizer_file(found.index), formats.write_torch, stored.read(model_io.numbered(values)))
         elif all(isinstance(value, torch.Tensor) for value in values.values()):
             entries |= formats.write_weights(staged, pattern=_pattern(found.index), **_storable(stored))
         else:  # safetensors has no place for what is no tensor
             write(manifest.model_file(found.index, False), formats.write_torch, stored.read(values))
     if known_names:
-        write(manifest.PARAMETER_NAMES, formats.write_bytes, state.names_text(known_names))
+        write(manifest.PARAMETER_NAMES, formats.write_bytes, model_io.names_text(known_names))
     return entries
 
 

@@ -8,7 +8,9 @@ from torch import nn
 
 from accelerate.checkpoint import layouts, load, low_bit, optimizers
 from accelerate.checkpoint import state as states
+from accelerate.checkpoint.model_io import inner_optimizer, io_of
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
+from accelerate.config.strategies import is_fsdp1
 from accelerate.modules.unwrap import canonical_name, extract_model_from_parallel
 from accelerate.offload.tensors import is_peft_model
 
@@ -21,9 +23,9 @@ def _get_model_state_dict(model: nn.Module, adapter_only: bool = False, sd_optio
     """
     if sd_options is None:
         state = None
-    elif sd_options.full_state_dict and sd_options.cpu_offload and states.is_fsdp1(model):
+    elif sd_options.full_state_dict and sd_options.cpu_offload and is_fsdp1(model):
         # Torch frees what it gathered for rank 0 before it was copied, where that is host memory, and crashes.
-        whole = states.gathered(states.model_state(model).values)
+        whole = states.gathered(io_of(model).model_state(model).values)
         state = whole if states.rank_and_size()[0] == 0 else {}
     else:
         from torch.distributed.checkpoint.state_dict import get_model_state_dict
@@ -45,7 +47,7 @@ def _set_model_state_dict(
     if adapter_only and is_peft_model(model):
         from peft import set_peft_model_state_dict
 
-        if states.is_fsdp1(model):
+        if is_fsdp1(model):
             return _load_adapter(model, state_dict)
         return set_peft_model_state_dict(model, state_dict, adapter_name=model.active_adapter)
     if sd_options is not None:
@@ -112,7 +114,7 @@ def save_fsdp_optimizer(
         RuntimeError: writing failed on some rank; raised on all of them.
     """
     layout = layouts.layout_of(fsdp_plugin, use_dcp)
-    layouts.write(states.optimizer_state(optimizer, model), output_dir, "optimizer", optimizer_index, layout)
+    layouts.write(io_of(model).optimizer_state(optimizer, model), output_dir, "optimizer", optimizer_index, layout)
 
 
 def load_fsdp_optimizer(
@@ -150,6 +152,6 @@ def load_fsdp_optimizer(
     state = states.run_on_all_ranks(
         lambda: optimizers.read_for_optimizer(optimizer, model, folder, optimizer_index, prefer).state
     )
-    inner = states.inner_optimizer(optimizer)
+    inner = inner_optimizer(optimizer)
     # What it keeps as it is may be memory of the file.
     inner.load_state_dict(load.in_memory(low_bit.rebuilt(inner, state)))

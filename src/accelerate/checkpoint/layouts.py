@@ -31,11 +31,11 @@ from accelerate.base.constants import FSDP_MODEL_NAME, MODEL_NAME
 from accelerate.checkpoint import formats, load, manifest, plain_data, state
 from accelerate.checkpoint.load import CheckpointFolder
 from accelerate.checkpoint.manifest import INDEX_SUFFIX, NAME, DamagedCheckpoint
+from accelerate.checkpoint.model_io import ModelState, io_of, is_models_memory
 from accelerate.checkpoint.save import SavePlan
 from accelerate.checkpoint.state import (
     Kind,
     Layout,
-    ModelState,
     from_first_rank,
     is_distributed_tensor,
     run_on_all_ranks,
@@ -400,12 +400,11 @@ def read_for_model(
     def opened() -> "CheckpointReader":
         return required(folder, "model", index, prefer).open()
 
-    # FSDP1 takes the states by collectives.
-    stored = run_on_all_ranks(opened) if state.is_fsdp1(model) else opened()
-    own = state.model_state(model, **getter)
-    over = over and isinstance(folder, CheckpointFolder) and state.is_models_memory(own, model)
-    elsewhere = getattr(getattr(model, "holdings", None), "elsewhere", ())
-    read = read_model(own, stored, partial(state.tied_names, model), strict, over, elsewhere)
+    model_io = io_of(model)
+    stored = run_on_all_ranks(opened) if model_io.is_collective else opened()
+    own = model_io.model_state(model, **getter)
+    over = over and isinstance(folder, CheckpointFolder) and is_models_memory(own, model)
+    read = read_model(own, stored, partial(model_io.tied_names, model), strict, over, model_io.elsewhere(model))
     return read, own, stored.finish if over else None
 
 

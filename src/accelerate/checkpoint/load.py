@@ -20,7 +20,8 @@ from torch import nn
 
 from accelerate.checkpoint import formats, low_bit, manifest, schedules, torch_files
 from accelerate.checkpoint.manifest import DamagedCheckpoint, FileEntry, Manifest, damaged
-from accelerate.checkpoint.state import LOADERS, POSITIONS, Common, inner_optimizer, keeps_state
+from accelerate.checkpoint.model_io import inner_optimizer
+from accelerate.checkpoint.state import LOADERS, POSITIONS, Common, keeps_state
 from accelerate.data import generators, resume
 from accelerate.data.loader import PreparedLoader
 from accelerate.runtime import durable

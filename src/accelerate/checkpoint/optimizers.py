@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from accelerate.checkpoint import load, low_bit, manifest, state
+from accelerate.checkpoint import load, low_bit, manifest, model_io, state
 from accelerate.checkpoint.layouts import Found, Layout, Path, find, read_like, required
 from accelerate.checkpoint.load import CheckpointFolder, Deferred
 from accelerate.checkpoint.manifest import DamagedCheckpoint
+from accelerate.checkpoint.model_io import io_of
 from accelerate.checkpoint.state import is_distributed_tensor, mapped_leaves, run_on_all_ranks
 from accelerate.modules.unwrap import match_names
-from accelerate.runtime import torch_private
 
 if TYPE_CHECKING:
     from accelerate.checkpoint.dcp import CheckpointReader
@@ -58,7 +58,7 @@ class Target:
         parameters: a tensor by name for each of them, with the shards that this rank has. It is no copy.
         states: what the optimizer has for each name already, where it says more than the parameter does.
         find_ties: returns groups of names that mean one parameter; asked when a name is not found.
-        flat: its parameters are FSDP1's flat ones, which have an order of their own.
+        flat: its parameters are flat ones, which have an order of their own.
         over: `CheckpointReader.finish` reads, later, over the tensors that the optimizer has.
         elsewhere: names in the model that other stages of a pipeline have, whose optimizers read them.
     """
@@ -95,16 +95,12 @@ class Target:
 
 def target(optimizer: torch.optim.Optimizer, model: nn.Module, groups: list[list[str]] | None = None) -> Target:
     """Return what an optimizer needs; `groups` are the names of its parameters, where they are known. All ranks."""
-    groups = state.parameter_names(optimizer, model) if groups is None else groups
-    inner, find_ties = state.inner_optimizer(optimizer), functools.partial(state.tied_names, model)
-    own = [parameter for group in inner.param_groups for parameter in group["params"]]
-    if state.is_fsdp1(model):
-        flat = any(torch_private.member_names(parameter) is not None for parameter in own)
-        return Target(groups, state.model_state(model).values, {}, find_ties, flat)
-    named = dict(zip(itertools.chain.from_iterable(groups), own, strict=True))
-    states = {name: inner.state[parameter] for name, parameter in named.items() if parameter in inner.state}
-    elsewhere = getattr(getattr(model, "holdings", None), "elsewhere", ())
-    return Target(groups, named, states, find_ties, elsewhere=elsewhere)
+    io = io_of(model)
+    groups = io.parameter_names(optimizer, model) if groups is None else groups
+    parameters, states, flat = io.optimizer_tensors(optimizer, model, groups)
+    return Target(
+        groups, parameters, states, functools.partial(io.tied_names, model), flat, elsewhere=io.elsewhere(model)
+    )
 
 
 def is_state(raw: Any) -> bool:
@@ -156,7 +152,7 @@ def named(raw: Mapping[str, Any], order: Sequence[str]) -> dict[str, Any]:
     known = dict(zip((number for group in groups for number in group["params"]), order, strict=True))
     kept = [{key: value for key, value in group.items() if key != "param_names"} for group in groups]
     states = {key: value for key, value in raw["state"].items() if key in known or not isinstance(key, int)}
-    return {**raw, **state.renamed({"state": states, "param_groups": kept}, known)}
+    return {**raw, **model_io.renamed({"state": states, "param_groups": kept}, known)}
 
 
 @state.quietly()
@@ -319,16 +315,16 @@ def read_for_optimizer(
     With `over`, for a verified checkpoint and an optimizer that cannot refuse it, it is read over what there is. `groups` are as `target`
     takes them.
     """
-    goal, flat = target(optimizer, model, groups), state.is_fsdp1(model)
-    goal = replace(goal, over=over and isinstance(folder, CheckpointFolder) and not flat)
+    goal, io = target(optimizer, model, groups), io_of(model)
+    goal = replace(goal, over=over and isinstance(folder, CheckpointFolder) and not io.is_collective)
 
     def read() -> tuple[dict[str, Any], "CheckpointReader"]:
         found = required(folder, "optimizer", index, prefer)
         stored = found.open()
         return read_optimizer(goal, stored, found), stored
 
-    values, stored = run_on_all_ranks(read) if flat else read()  # FSDP1 goes on with collectives
-    return Deferred(state.optimizer_to_load(optimizer, model, values), stored.finish)
+    values, stored = run_on_all_ranks(read) if io.is_collective else read()
+    return Deferred(io.optimizer_to_load(optimizer, model, values), stored.finish)
 
 
 def read_full_optimizer(
@@ -343,7 +339,7 @@ def read_full_optimizer(
         found = Found(os.fspath(folder), file, "full", index, "optimizer")
     elif (found := find(folder, "optimizer", index)) is not None:
         file = found.name  # such as a Trainer's
-    model, groups = state.owner(optimizer, models)
+    model, groups = model_io.owner(optimizer, models)
     goal = None if model is None else target(optimizer, model, groups)
     if found is None or found.layout == "full":
         raw = load.read_file(folder, file, f"optimizer {index}", mapped=True, **options)
@@ -354,7 +350,7 @@ def read_full_optimizer(
             f"{file} in {os.fspath(folder)!r} names its parameters, and no prepared model has those of this optimizer. "
             "Prepare the model, too."
         )
-    return state.numbered(read_optimizer(goal, found.open(**options), found))
+    return model_io.numbered(read_optimizer(goal, found.open(**options), found))
 
 
 def _has_own_numbers(raw: Mapping[str, Any], goal: Target | None, folder: Path, index: int) -> bool:

@@ -16,6 +16,7 @@ from accelerate import __version__
 from accelerate.base import _lazy
 from accelerate.commands.utils import brief, make_parser, or_exit
 from accelerate.config.options import OPTIONS
+from accelerate.config.strategies import third_parties
 from accelerate.launch import config_file
 from accelerate.launch.secrets import masked
 
@@ -127,9 +128,17 @@ def _system() -> dict[str, Any]:
     facts["System RAM"] = f"{psutil.virtual_memory().total / 1024**3:.2f} GB"
     facts["CPU cores"] = os.cpu_count()
     versions = {name: _version(name) for name in _COMPANIONS.split()}
+    facts["Strategies of other packages"] = _third_parties()
     facts["Libraries"] = {name: version for name, version in versions.items() if version} or "none"
     facts["Known faults of these releases"] = dict(enumerate(_faults(), 1)) or "none"
     return facts
+
+
+def _third_parties() -> Any:
+    try:
+        return {spec.name: spec.strategy for spec in third_parties()} or "none"
+    except ImportError as error:
+        return masked(brief(error))
 
 
 def _which() -> str:

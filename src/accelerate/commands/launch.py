@@ -11,7 +11,7 @@ from typing import Any
 from accelerate.base import _lazy
 from accelerate.base._warn import printable
 from accelerate.commands.utils import CustomArgumentParser, OneSpelling, add_options, make_parser, or_exit
-from accelerate.config.options import BY_NAME, DYNAMO_WORDS, FEATURES
+from accelerate.config.options import BY_NAME, DYNAMO_WORDS, FEATURES, add_third_parties
 from accelerate.launch import config_file, runners
 from accelerate.launch.errors import LaunchError, RunError, failure_of
 from accelerate.launch.plan import LaunchPlan, Source
@@ -79,6 +79,7 @@ def launch_command_parser(subparsers: Any = None) -> CustomArgumentParser:
         >>> launch_command_parser().parse_args(["--cpu", "--num_processes", "2", "train.py", "--lr", "1"]).training_script
         'train.py'
     """
+    add_third_parties()
     parser = make_parser(
         "launch",
         "Start a training script, in one process or several.",

@@ -15,6 +15,7 @@ from torch.utils.data import BatchSampler, ChainDataset, DataLoader, RandomSampl
 from accelerate import comm
 from accelerate.base._warn import warn_user
 from accelerate.config.enums import RNGType
+from accelerate.config.strategies import traits_of
 from accelerate.data import adapter, contents, iterable, plan
 from accelerate.data.adapter import as_stateful, batching_sampler, is_stateful, is_stream, skipping, variant
 from accelerate.data.agreement import Agreement
@@ -27,7 +28,6 @@ from accelerate.data.progress import Pending
 from accelerate.data.samplers import BatchSamplerShard, SamplerShard, SeedableRandomSampler, check_split, draw_seed
 from accelerate.data.workers import EpochStream, SeededDataset, WorkerDataset
 from accelerate.process import PartialState
-from accelerate.runtime import traits
 
 logger = logging.getLogger(__name__)
 
@@ -148,7 +148,7 @@ def prepare_data_loader(
         common |= {"split_batches": split_batches, "slice_fn": slice_fn_for_dispatch}
         loader: PreparedLoader = DataLoaderDispatcher(base.dataset, **common)
     else:
-        kind = xla_shard() if put_on_device and traits.of(state.distributed_type).xla else DataLoaderShard
+        kind = xla_shard() if put_on_device and traits_of(state.distributed_type).xla else DataLoaderShard
         own_device = (state.device if device is None else device) if put_on_device else None
         loader = kind(base.dataset, own_device, rng_types, generator, **common)
     loader.plan = made

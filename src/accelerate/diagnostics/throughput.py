@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_flop_count, shape_wrapper
 
+from accelerate.config.strategies import traits_of
 from accelerate.devices import specs
 from accelerate.diagnostics.table import Report
 from accelerate.modules.unwrap import is_compiled_module
-from accelerate.runtime import torch_private, traits
+from accelerate.runtime import torch_private
 from accelerate.runtime.run import Run
 
 PARTS = ("data", "forward", "backward", "communication", "optimizer", "checkpoint", "rest")
@@ -128,7 +129,7 @@ class Meter:
     def __init__(self, accelerator: Run) -> None:
         if not accelerator._models:
             raise ValueError("throughput() found no prepared model to measure. Call it after `prepare`.")
-        row = traits.of(accelerator.distributed_type)
+        row = traits_of(accelerator.distributed_type)
         # Whether what the ranks wait for is inside the passes, where it is not distinguished.
         self.hidden = row.deepspeed or (row.sharded and not accelerator.is_fsdp2)
         self.device, self._accelerator, self._by_engine = accelerator.device, accelerator, row.deepspeed

@@ -5,6 +5,7 @@ then what the hardware suggests, then default.
 """
 
 import argparse
+import importlib
 import math
 import os
 import re
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from accelerate.config.options import BY_NAME, FEATURES, NEEDS_DEVICES, OPTIONS, PARADIGMS, SECTIONS
 from accelerate.config.options.engines import DEEPSPEED_FIELDS, ONLY_FSDP_1
+from accelerate.config.strategies import SPECS
 from accelerate.launch import config_file, hardware
 from accelerate.launch.config_file import FileSettings
 from accelerate.launch.errors import LaunchError
@@ -213,21 +215,19 @@ def _check_script(args: argparse.Namespace, values: Values) -> None:
 
 def _other_runner(values: Values, on: set[str], job: "Cluster | None") -> str | None:
     """Return the runner that starts the processes by another program, or None."""
-    own = values["deepspeed_multinode_launcher"].value if "deepspeed" in on else None
-    if own is not None:
-        from accelerate.launch.runners import deepspeed  # only where it is asked for
-
-        deepspeed.check_launcher(own)
+    runners = [spec.runner for spec in SPECS if spec.runner and spec.feature in on]
+    own = [
+        name
+        for name in runners
+        if importlib.import_module(f"accelerate.launch.runners.{name}").starts(values, on, job)
+    ]
     if "sagemaker" in on:
         return "sagemaker"
     if "tpu" in on:
         return "tpu_pod" if values["tpu_use_cluster"].value else "tpu"
     if "mpi" in on:
         return "mpi"
-    # A scheduler that has started this launch on every machine leaves DeepSpeed nothing to log in to.
-    if "deepspeed" in on and "machines" in on and own != "standard" and not (own is None and job):
-        return "deepspeed"
-    return None
+    return own[0] if own else None
 
 
 def _own_runner(values: Values, count: int, machines: int, task: Ranks | None) -> str:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from accelerate.base._warn import warn_user
+from accelerate.config.strategies import wrappers
 from accelerate.runtime import torch_private
 
 logger = logging.getLogger(__name__)
@@ -32,24 +33,14 @@ ORIGINAL = "_orig_mod"
 # The attribute under which each kind of wrapper keeps the module inside it, at whatever depth.
 INNER_ATTRIBUTES = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_module")
 
-# Module path and class of each wrapper that keeps the model under `.module`. They are looked up only among what is
-# imported: a class that was not imported wraps nothing, and importing it (DeepSpeed, say) would take seconds.
-PARALLEL_WRAPPERS = (
-    ("torch.nn.parallel.distributed", "DistributedDataParallel"),
-    ("torch.nn.parallel.data_parallel", "DataParallel"),
-    ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"),
-    ("deepspeed.runtime.engine", "DeepSpeedEngine"),
-    ("torch_xla.distributed.fsdp.xla_fully_sharded_data_parallel", "XlaFullyShardedDataParallel"),
-    ("torch_xla.experimental.spmd_fully_sharded_data_parallel", "SpmdFullyShardedDataParallel"),
-)
-
 
 def loaded_wrappers() -> tuple[type, ...]:
-    """Return the classes of `PARALLEL_WRAPPERS` that are imported: what training wraps a model in. Any rank, alone."""
+    """Return the classes of `config.strategies.wrappers` that are imported: what training wraps a model in.
+
+    A class that was not imported wraps nothing, and importing it (DeepSpeed's, say) would take seconds. Not a collective.
+    """
     loaded = sys.modules.get
-    return tuple(
-        [kind for path, name in PARALLEL_WRAPPERS if isinstance(kind := getattr(loaded(path), name, None), type)]
-    )
+    return tuple([kind for path, name in wrappers() if isinstance(kind := getattr(loaded(path), name, None), type)])
 
 
 def is_compiled_module(module: nn.Module) -> bool:

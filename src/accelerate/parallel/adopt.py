@@ -15,13 +15,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
+from accelerate.config.strategies import traits_of
 from accelerate.modules.unwrap import is_compiled_module
 from accelerate.parallel import consistency, experts
 from accelerate.parallel.mesh import submesh, take_from_first
 from accelerate.parallel.shard import is_sharded
 from accelerate.parallel.tensor import sum_replicas
 from accelerate.parallelism_config import ParallelismConfig
-from accelerate.runtime import traits
 from accelerate.runtime.run import Run
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def adopt(accelerator: Run, models: Sequence[nn.Module]) -> None:
         sharded = is_sharded(model._orig_mod if is_compiled_module(model) else model)
         found = layout_of(model, sharded)
         sizes = {axis: len(ranks) for axis, ranks in found.items()}
-        engine = traits.of(accelerator.distributed_type)
+        engine = traits_of(accelerator.distributed_type)
         if (
             engine.deepspeed
             or (sharded and engine.sharded and not accelerator.is_fsdp2)

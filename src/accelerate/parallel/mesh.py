@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from accelerate.config.strategies import traits_of
 from accelerate.parallelism_config import ParallelismConfig
-from accelerate.runtime import torch_private, traits
+from accelerate.runtime import torch_private
 from accelerate.runtime.run import Run
 from accelerate.runtime.torch_private import local_part
 
@@ -22,7 +23,7 @@ def check_layout(accelerator: Run) -> None:
             f"sp_size={layout.sp_size} with sp_backend='deepspeed' needs deepspeed_plugin=DeepSpeedPlugin(...). Pass it, or set "
             "sp_backend='torch', which does the same with torch alone."
         )
-    if layout.dp_shard_enabled and not traits.of(accelerator.distributed_type).sharded:
+    if layout.dp_shard_enabled and not traits_of(accelerator.distributed_type).sharded:
         raise ValueError(
             f"dp_shard_size={layout.dp_shard_size} shards parameters, which needs FSDP, but distributed_type is "
             f"{accelerator.distributed_type}. Pass fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2), or use "

@@ -1,2 +1,1 @@
-"""What a process knows about itself: shared state (`storage`), how it joins the others (`rendezvous`), and what each
-way of cooperating can do (`traits`)."""
+"""What a process knows about itself: shared state (`storage`), and how it joins the others (`rendezvous`)."""

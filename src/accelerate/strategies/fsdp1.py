@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 from accelerate.checkpoint import low_bit
-from accelerate.checkpoint.state import Entries, Wanted, inner_optimizer, is_fsdp1, tied_again
+from accelerate.checkpoint.model_io import inner_optimizer
 from accelerate.config.handlers import GradScalerKwargs
+from accelerate.config.strategies import is_fsdp1
 from accelerate.devices import row
 from accelerate.modules.optimizer_remap import named, remap_optimizers
-from accelerate.modules.unwrap import canonical_names, is_compiled_module, loaded_wrappers
+from accelerate.modules.unwrap import is_compiled_module, loaded_wrappers
 from accelerate.parallel import consistency, fsdp
 from accelerate.parallel.mesh import check_backend, shard_mesh, take_from_first
 from accelerate.parallelism_config import ParallelismConfig
@@ -95,27 +96,6 @@ class FSDP1(Sharded):
         note_memory(accelerator, model)
         return model.no_sync()
 
-    def whole_tensors(self, accelerator: Run, model: nn.Module, wanted: Wanted = bool) -> Entries:
-        """Gather a unit at a time, as a forward does, of those that have something that is wanted. All ranks, in step."""
-        from torch.distributed.fsdp import FullyShardedDataParallel
-
-        again, kinds = tied_again(model), torch_private.buffer_dtypes(model)
-        for prefix, unit in model.named_modules():
-            if unit is not model and not isinstance(unit, FullyShardedDataParallel):
-                continue
-            inside = list(unit.named_modules(prefix=prefix))
-            units = tuple([f"{name}." for name, part in inside[1:] if isinstance(part, FullyShardedDataParallel)])
-            inside = [(name, module) for name, module in inside if not f"{name}.".startswith(units)]
-            chosen = {key for key in _names(inside) if key not in again and wanted(key)}
-            if not chosen:
-                continue
-            with FullyShardedDataParallel.summon_full_params(unit, recurse=False, writeback=False):
-                for name, module in inside:
-                    state = torch_private.own_state(module, name)
-                    for key, value in zip(canonical_names(state), state.values(), strict=True):
-                        if key in chosen:
-                            yield key, value.to(kinds[key]) if key in kinds else value
-
     @contextlib.contextmanager
     def whole_parameters(self, accelerator: Run, model: nn.Module) -> Iterator[nn.Module]:
         """Gather all units at once. They refuse a forward meanwhile, so what they wrap stands in their places. All ranks."""
@@ -158,17 +138,6 @@ class FSDP1(Sharded):
         if len(roots) == 1 and not given:
             return roots[0].clip_grad_norm_(max_norm, norm_type)
         return _clip_together(roots, list(given.values()), max_norm, norm_type)
-
-
-def _names(modules: Iterable[tuple[str, nn.Module]]) -> list[str]:
-    """Return the names of what modules, by their own names, have in a state dict; of flat parameters what is in them. Any rank, alone."""
-    names: list[str] = []
-    for prefix, module in modules:
-        for key in torch_private.own_state(module, prefix):
-            owner, dot, own = key.rpartition(".")
-            members = torch_private.member_names(module._parameters.get(own))
-            names += [key] if members is None else [f"{owner}{dot}{member}" for member in members]
-    return canonical_names(names)
 
 
 def _check_replicas(layout: ParallelismConfig, plugin: Any) -> None:

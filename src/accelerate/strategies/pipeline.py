@@ -2,21 +2,22 @@
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from accelerate.checkpoint import layouts
-from accelerate.checkpoint import state as states
+from accelerate.checkpoint import layouts, state
+from accelerate.checkpoint.model_io import ModelIO, io_of
 from accelerate.checkpoint.state import Entries, Layout, Wanted
 from accelerate.config.handlers import GradScalerKwargs
+from accelerate.config.strategies import is_pipeline, traits_of
 from accelerate.modules import norms
-from accelerate.runtime import traits
 from accelerate.runtime.run import Run
-from accelerate.strategies.sharded import FSDP2, Sharded, model_of
+from accelerate.strategies.sharded import FSDP2, Sharded
+from accelerate.strategies.sharded_io import ShardedIO, model_of
 
 # Settings of an FSDP plugin.
 _NOT_OF_STAGES = (
@@ -26,7 +27,7 @@ _NOT_OF_STAGES = (
 
 
 def _pipelines(accelerator: Run) -> list[nn.Module]:
-    return [model for model in accelerator._models if hasattr(model, "holdings")]
+    return [model for model in accelerator._models if is_pipeline(model)]
 
 
 class PipelineParallel(Sharded):
@@ -38,7 +39,7 @@ class PipelineParallel(Sharded):
 
     def make_scaler(self, accelerator: Run, handler: GradScalerKwargs | None) -> None:
         """Return no scaler; ValueError for strategies and precisions that no pipeline has. The Accelerator calls it first."""
-        engine, size = traits.of(accelerator.distributed_type), accelerator.parallelism_config.pp_size
+        engine, size = traits_of(accelerator.distributed_type), accelerator.parallelism_config.pp_size
         other_shards = engine.sharded and not accelerator.is_fsdp2
         if other_shards or engine.deepspeed or engine.xla or not engine.places_batches:
             raise ValueError(
@@ -64,10 +65,10 @@ class PipelineParallel(Sharded):
                     raise ValueError(
                         f"{name}={value!r} with pp_size={layout.pp_size}: stages do not have it. Leave it out, or set pp_size=1."
                     )
-        found = *_pipelines(accelerator), *(obj for obj in objects if hasattr(obj, "holdings"))
+        found = *_pipelines(accelerator), *(obj for obj in objects if is_pipeline(obj))
         known = {id(parameter) for model in found for parameter in model.parameters()}
         for obj in objects:
-            if isinstance(obj, nn.Module) and not hasattr(obj, "holdings") and accelerator.prepared.find(obj) is None:
+            if isinstance(obj, nn.Module) and not is_pipeline(obj) and accelerator.prepared.find(obj) is None:
                 raise ValueError(
                     f"pp_size={layout.pp_size}, but {type(obj).__name__} is a whole model. Call accelerator.prepare_pipeline(model, ...), make the optimizer from "
                     "pipeline.parameters(), and prepare that; a model that does not train goes to prepare_model(model, evaluation_mode=True)."
@@ -79,11 +80,17 @@ class PipelineParallel(Sharded):
                     "from pipeline.parameters()."
                 )
 
+    def whole_parameters(self, accelerator: Run, model: nn.Module) -> contextlib.AbstractContextManager[nn.Module]:
+        """Raise NotImplementedError: a rank has the code of its own stages alone."""
+        raise NotImplementedError(
+            "whole_parameters is not possible with pp_size above 1. Evaluate the pipeline, or load its checkpoint in a process of its own."
+        )
+
     # -- step ----------------------------------------------------------------------------------------------------
 
     def no_sync(self, accelerator: Run, model: nn.Module) -> contextlib.AbstractContextManager:
         """Return the pipeline's own context."""
-        return model.no_sync() if hasattr(model, "holdings") else contextlib.nullcontext()
+        return model.no_sync() if is_pipeline(model) else contextlib.nullcontext()
 
     def join(self, joinables: Sequence[Any]) -> contextlib.AbstractContextManager:
         """Raise NotImplementedError: a stage has nothing to shadow the schedule of others with."""
@@ -103,7 +110,23 @@ class PipelineParallel(Sharded):
         """Clip each element of the gradients that this rank has. All ranks."""
         norms.clip_grad_value(parameters, clip_value)
 
-    # -- checkpoint ----------------------------------------------------------------------------------------------
+
+class PipelineModels(ModelIO):
+    """How a pipeline gives its state: each rank has the tensors of its stages, under the names of the full model."""
+
+    has_all_names = False
+
+    def tied_names(self, model: nn.Module) -> list[list[str]]:
+        """Return the groups of names that mean one parameter, which a pipeline has once. Not a collective."""
+        return model.holdings.ties
+
+    def elsewhere(self, model: nn.Module) -> Collection[str]:
+        """Return the names that other stages have. Not a collective."""
+        return model.holdings.elsewhere
+
+
+class PipelineIO(ShardedIO):
+    """The states of a run with pipelines."""
 
     def layout(self, accelerator: Run, use_dcp: bool = True) -> Layout:
         """Return how a checkpoint keeps stages: as shards, whatever a plugin says, because no rank has all names."""
@@ -111,34 +134,28 @@ class PipelineParallel(Sharded):
 
     def whole_tensors(self, accelerator: Run, model: nn.Module, wanted: Wanted = bool) -> Entries:
         """Send each tensor from the first rank of the pipeline that has it to the others. All ranks, in step."""
-        if not hasattr(model, "holdings"):
+        if not is_pipeline(model):
             yield from super().whole_tensors(accelerator, model, wanted)
             return
-        holdings, own = model.holdings, states.model_state(model).values
+        holdings, own = model.holdings, io_of(model).model_state(model).values
         saved = {*own, *holdings.elsewhere}
         for name, like in holdings.tensors.items():
             if name not in saved or not wanted(name):
                 continue
             if holdings.place in holdings.holders[name]:
-                value = states.full(own[name]).contiguous()
+                value = state.full(own[name]).contiguous()
             else:
                 value = torch.empty_like(like, device=accelerator.device)
             dist.broadcast(value, holdings.ranks[holdings.holders[name][0]], group=holdings.group)
             yield name, value
 
-    def whole_parameters(self, accelerator: Run, model: nn.Module) -> contextlib.AbstractContextManager[nn.Module]:
-        """Raise NotImplementedError: a rank has the code of its own stages alone."""
-        raise NotImplementedError(
-            "whole_parameters is not possible with pp_size above 1. Evaluate the pipeline, or load its checkpoint in a process of its own."
-        )
-
     def save_optimizer(self, accelerator: Run, optimizer: Any, folder: str, index: int, **options: Any) -> None:
         """Write what this rank has of an optimizer's state, and the groups with the parameters of all stages. All ranks."""
         model, _ = model_of(optimizer, accelerator._models)
-        state = states.optimizer_state(optimizer, model)
-        if hasattr(model, "holdings"):
-            state["param_groups"] = _joined(state["param_groups"], model.holdings)
-        layouts.write(state, folder, "optimizer", index, "sharded")
+        values = io_of(model).optimizer_state(optimizer, model)
+        if is_pipeline(model):
+            values["param_groups"] = _joined(values["param_groups"], model.holdings)
+        layouts.write(values, folder, "optimizer", index, "sharded")
 
 
 def _joined(groups: list[dict[str, Any]], holdings: Any) -> list[dict[str, Any]]:

@@ -1,9 +1,7 @@
-"""What strategies share whose ranks hold parts of the parameters; and tensor parallelism and FSDP2, which need little more."""
+"""What strategies share whose ranks hold shards of the parameters; and tensor parallelism and FSDP2. Their states are in `sharded_io`."""
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,10 +9,6 @@ import torch.distributed as dist
 from torch import nn
 
 from accelerate.base.versions import is_torch_version
-from accelerate.checkpoint import layouts, optimizers, save
-from accelerate.checkpoint import state as states
-from accelerate.checkpoint.load import Deferred, loads_by_name, uses_torch_load
-from accelerate.checkpoint.state import Entries, Layout, Wanted
 from accelerate.devices import row
 from accelerate.modules import norms
 from accelerate.modules.unwrap import is_compiled_module
@@ -30,46 +24,10 @@ _WITHOUT_COLLECTIVES = ("mps",)
 _GLOO_MIXES = is_torch_version("<", "2.10")
 
 
-@dataclass(eq=False)
-class ShardedModel:
-    """A model whose state is that of its shards, as a restore takes it.
-
-    Attributes:
-        loads_by_name: names and shapes of the state have been compared with all of the model, which cannot refuse it.
-        finish: reads the state over the model's.
-    """
-
-    model: nn.Module
-    own: states.ModelState
-    adapter_only: bool = False
-    loads_by_name: bool = False
-    finish: Callable[[], None] | None = None
-
-    def parameters(self) -> Iterable[nn.Parameter]:
-        """Return what this rank has of the parameters."""
-        return self.model.parameters()
-
-    def buffers(self) -> Iterable[torch.Tensor]:
-        """Return the buffers."""
-        return self.model.buffers()
-
-    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True, adapter_only: bool = False) -> Any:
-        """Load shards, by the names of the user's model. All ranks."""
-        if self.finish is not None:
-            return self.finish()
-        options: dict[str, Any] = {}
-        if self.adapter_only:
-            options["setter"] = functools.partial(fsdp_utils._set_model_state_dict, adapter_only=True)
-        return states.apply_model(self.model, state, self.own, strict=strict, **options)
-
-
 class Sharded(Strategy):
     """Parameters in parts: the strategies differ in how these are made, and are saved and loaded in the same way."""
 
     synchronises = True
-    # A checkpoint has the shards as they are; the whole is not gathered for it.
-    saves_shards = True
-    save_options = ("use_dcp", "adapter_only")
 
     # -- prepare -------------------------------------------------------------------------------------------------
 
@@ -108,64 +66,12 @@ class Sharded(Strategy):
         """Clip gradients to the total norm of the whole tensors, which all ranks learn. All ranks."""
         return norms.clip_grad_norm(parameters, max_norm, norm_type)
 
-    # -- checkpoint ----------------------------------------------------------------------------------------------
-
-    def layout(self, accelerator: Run, use_dcp: bool = True) -> Layout:
-        """Return how a checkpoint keeps the shards."""
-        return layouts.layout_of(accelerator.state.fsdp_plugin, use_dcp)
-
-    def whole_tensors(self, accelerator: Run, model: nn.Module, wanted: Wanted = bool) -> Entries:
-        """Gather a tensor at a time, on each rank. All ranks, in step."""
-        again = states.tied_again(model)
-        for name, value in states.model_state(model).values.items():
-            if wanted(name) and name not in again:
-                yield name, states.full(value)
-
-    def model_state(self, accelerator: Run, model: nn.Module, unwrap: bool) -> dict[str, Any]:
-        """Return the whole state dict in host memory on rank 0, and an empty one elsewhere. All ranks."""
-        return states.collected(self.whole_tensors(accelerator, model), model)
-
-    def save_model(self, accelerator: Run, state: dict[str, Any], folder: str, index: int, **options: Any) -> None:
-        """Write the shards of a model. All ranks."""
-        values = states.model_state(accelerator._models[index], _getter(options.get("adapter_only", False))).values
-        layouts.write(values, folder, "model", index, self.layout(accelerator, options.get("use_dcp", True)))
-
-    def load_model(
-        self, accelerator: Run, model: nn.Module, folder: str, index: int, **options: Any
-    ) -> tuple[ShardedModel, dict[str, Any]]:
-        """Read this rank's shards of a model, whichever ranks wrote it, and return what takes them, and them. All ranks."""
-        adapter_only = options.get("adapter_only", False)
-        prefer, strict = self.layout(accelerator), options.get("strict", True)
-        by_name = not adapter_only and loads_by_name(model)
-        state, own, finish = layouts.read_for_model(
-            model, folder, index, prefer, strict, over=by_name, getter=_getter(adapter_only)
-        )
-        return ShardedModel(model, own, adapter_only, by_name, finish), state
-
-    def save_optimizer(self, accelerator: Run, optimizer: Any, folder: str, index: int, **options: Any) -> None:
-        """Write the shards of an optimizer's state, by the names of parameters. All ranks."""
-        model, _ = model_of(optimizer, accelerator._models)
-        state = states.optimizer_state(optimizer, model)
-        layouts.write(state, folder, "optimizer", index, self.layout(accelerator))
-
-    def load_optimizer(self, accelerator: Run, optimizer: Any, folder: str, index: int, **options: Any) -> Deferred:
-        """Read this rank's shards of an optimizer's state, whichever ranks wrote it. All ranks."""
-        model, groups = model_of(optimizer, accelerator._models)
-        over = uses_torch_load(states.inner_optimizer(optimizer))
-        return optimizers.read_for_optimizer(
-            optimizer, model, folder, index, self.layout(accelerator), over=over, groups=groups
-        )
-
 
 class TensorParallel(Sharded):
     """Layers that `parallel.tensor` has split; there are no replicas, so no gradients to average."""
 
     name = "tensor_parallel"
-    gathers_new_memory = True
     synchronises = False
-    # The weights are gathered one after the other into a file that anybody reads.
-    saves_shards = False
-    save_options = ()
 
     def check(self, accelerator: Run, objects: Sequence[Any]) -> None:
         """Refuse nothing: the mesh was checked when it was described."""
@@ -177,19 +83,6 @@ class TensorParallel(Sharded):
     def clip_grad_value(self, accelerator: Run, parameters: Iterable[nn.Parameter], clip_value: float) -> None:
         """Clip each element of the parts that this rank has. All ranks."""
         norms.clip_grad_value(parameters, clip_value)
-
-    def layout(self, accelerator: Run, use_dcp: bool = True) -> Layout:
-        """Return how a checkpoint keeps what is split: gathered, as from any other run."""
-        return "full"
-
-    def save_model(self, accelerator: Run, state: dict[str, Any], folder: str, index: int, **options: Any) -> None:
-        """Write the gathered weights, from rank 0. All ranks."""
-        save.write_model(state, folder, index, **options)
-
-
-def _getter(adapter_only: bool) -> Callable[..., dict[str, Any]] | None:
-    """Return what takes the state of an active adapter alone; None for the whole model."""
-    return functools.partial(fsdp_utils._get_model_state_dict, adapter_only=True) if adapter_only else None
 
 
 def note_memory(accelerator: Run, model: nn.Module) -> None:
@@ -207,22 +100,10 @@ def _say_once(accelerator: Run, message: str) -> None:
         fsdp_utils.logger.warning(message)
 
 
-def model_of(optimizer: Any, models: Sequence[nn.Module]) -> tuple[nn.Module, list[list[str]]]:
-    """Return the model that has all parameters of an optimizer, and their names, for each group; ValueError if none has."""
-    model, groups = states.owner(optimizer, models)
-    if model is not None:
-        return model, groups
-    raise ValueError(
-        f"No prepared model has all parameters of the optimizer ({type(states.inner_optimizer(optimizer)).__name__}), so "
-        "its state cannot be saved as shards. Give each model an optimizer of its own, made from its parameters."
-    )
-
-
 class FSDP2(Sharded):
     """Shards along the first dimension, as DTensors, over the data-parallel dimensions of the mesh."""
 
     name = "fsdp2"
-    gathers_new_memory = True
 
     def check(self, accelerator: Run, objects: Sequence[Any]) -> None:
         """Refuse weights that one rank alone has where layers are split first, from those of every rank."""

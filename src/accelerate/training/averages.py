@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from accelerate.runtime import torch_private, traits
+from accelerate.config.strategies import traits_of
+from accelerate.runtime import torch_private
 from accelerate.runtime.torch_private import local_part
 from accelerate.training.run import TrainingRun
 
@@ -129,7 +130,7 @@ def refuse_applied(accelerator: TrainingRun, call: str) -> None:
 
 def average(accelerator: TrainingRun, model: nn.Module, decay: float) -> Ema:
     """Return the average of a prepared model's weights from now on; ValueError where that is not possible. All ranks."""
-    kind, known = accelerator.distributed_type, traits.of(accelerator.distributed_type)
+    kind, known = accelerator.distributed_type, traits_of(accelerator.distributed_type)
     if known.deepspeed or (known.sharded and not accelerator.is_fsdp2 and accelerator.state.fsdp_plugin is not None):
         raise ValueError(
             f"ema() is not possible with {kind}, whose weights lie in flat parts. Use FSDP with fsdp_version=2."

@@ -12,10 +12,11 @@ import torch.distributed as dist
 
 from accelerate.checkpoint.barrier import Group, SaveBarrier, default_store
 from accelerate.config.enums import DistributedType
+from accelerate.config.strategies import traits_of
 from accelerate.data import generators, resume
 from accelerate.devices.memory import clear_device_cache, should_reduce_batch_size
 from accelerate.diagnostics import threads
-from accelerate.runtime import storage, traits
+from accelerate.runtime import storage
 
 if TYPE_CHECKING:
     from accelerate.training.run import TrainingRun
@@ -132,7 +133,7 @@ def find_executable_batch_size(
 def _store() -> Any | None:
     """Return the store in which the ranks exchange sizes; None for one rank, and under DeepSpeed, which holds on to its process group."""
     kind = storage.process.current.get("distributed_type", DistributedType.NO)
-    return None if traits.of(kind).deepspeed else default_store()
+    return None if traits_of(kind).deepspeed else default_store()
 
 
 def _next_size(name: str, store: Any | None, failed: bool, reduced: Callable[[], int]) -> int | None:

@@ -15,7 +15,7 @@ from torch import nn
 
 from accelerate.base.nested import leaves, recursively_apply
 from accelerate.config.handlers import DistributedDataParallelKwargs
-from accelerate.runtime import traits
+from accelerate.config.strategies import traits_of
 from accelerate.strategies.registry import resolve
 from accelerate.training.run import TrainingRun
 
@@ -37,7 +37,7 @@ class Conditional:
 
 def declare(accelerator: TrainingRun, one: Conditional) -> None:
     """Remember a module for the models that are prepared from now on; ValueError for a strategy that cannot leave it out."""
-    kind, known = accelerator.distributed_type, traits.of(accelerator.distributed_type)
+    kind, known = accelerator.distributed_type, traits_of(accelerator.distributed_type)
     if any(one.module in model.modules() for model in accelerator._models):
         raise ValueError("conditional() got a part of a model that is prepared already. Call it before `prepare`.")
     if not any(True for _ in one.module.parameters()):
@@ -56,7 +56,7 @@ def install(accelerator: TrainingRun, model: nn.Module) -> None:
     """Let the forward of a sharded model begin with an agreement of the ranks on what was declared of it. All ranks."""
     paths = {id(module): path for path, module in model.named_modules()}
     declared = [(paths[id(one.module)], one) for one in accelerator.prepared.conditional if id(one.module) in paths]
-    if not declared or not traits.of(accelerator.distributed_type).sharded:
+    if not declared or not traits_of(accelerator.distributed_type).sharded:
         return
     arguments, name = list(inspect.signature(model.forward).parameters), type(model).__name__
     if unknown := [one.given for _, one in declared if one.given not in arguments]:

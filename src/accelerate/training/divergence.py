@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from accelerate.comm.check import LISTED, listed
+from accelerate.config.strategies import traits_of
 from accelerate.data.iterable import ends_are_uneven
 from accelerate.modules.unwrap import canonical_name
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.parallel.consistency import checksum, differing, extremes, fold
-from accelerate.runtime import traits
 from accelerate.runtime.torch_private import local_part
 from accelerate.training.run import TrainingRun
 
@@ -125,7 +125,7 @@ class ReplicaCheck:
         """Return what is compared: numbers that are the same on all ranks, and checksums."""
         numbers, sums, gradients = {}, {}, {}
         # Without a mesh, or without replicas in it, each shard is alone.
-        ranks, sharded = self.accelerator.num_processes, traits.of(self.accelerator.distributed_type).sharded
+        ranks, sharded = self.accelerator.num_processes, traits_of(self.accelerator.distributed_type).sharded
         alone = self._part()[1] == ranks or (self.accelerator.torch_device_mesh is None and sharded)
         compared, zero = ranks > 1 and not alone, torch.zeros_like(self._first)
         models = [self.accelerator.unwrap_model(model) for model in self.accelerator._models]
@@ -146,7 +146,7 @@ class ReplicaCheck:
 
     def _part(self) -> tuple[int, int]:
         """Return which part of the weights this rank has, and of how many; without a mesh all is compared with all ranks."""
-        sharded = traits.of(self.accelerator.distributed_type).sharded
+        sharded = traits_of(self.accelerator.distributed_type).sharded
         mesh, part, parts = self.accelerator.torch_device_mesh, 0, 1
         for name in () if mesh is None else mesh.mesh_dim_names:
             # Along the other dimensions ranks have the same part.

@@ -20,12 +20,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accelerate.base._warn import warn_user
+from accelerate.config.strategies import is_pipeline, traits_of
 from accelerate.data.iterable import uneven_ends
 from accelerate.modules.unwrap import is_compiled_module
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.parallel import consistency
 from accelerate.precision import scaling
-from accelerate.runtime import traits
 from accelerate.runtime.torch_private import local_part
 from accelerate.strategies.base import Strategy
 from accelerate.training.run import TrainingRun
@@ -83,7 +83,7 @@ def no_sync(accelerator: TrainingRun, strategy: Strategy, model: nn.Module) -> I
     """Enter the strategy's context in which a model's gradients stay on their rank, whole ones beside any shards."""
     window = accelerator._window
     before = window.held
-    if traits.of(accelerator.distributed_type).sharded:
+    if traits_of(accelerator.distributed_type).sharded:
         window.held |= {id(model._orig_mod if is_compiled_module(model) else model)}
     try:
         with strategy.no_sync(accelerator, model):
@@ -99,7 +99,7 @@ def _syncs_each(accelerator: TrainingRun, counted: bool) -> bool:
     """
     if accelerator._sync_each_batch:
         return True
-    return (counted or accelerator._exact_accumulation) and traits.of(accelerator.distributed_type).sharded
+    return (counted or accelerator._exact_accumulation) and traits_of(accelerator.distributed_type).sharded
 
 
 def advance(accelerator: TrainingRun) -> None:
@@ -280,7 +280,7 @@ def clip_norm(accelerator: TrainingRun, parameters: Any, max_norm: float, norm_t
 
 def clip_value(accelerator: TrainingRun, parameters: Any, clip_value: float) -> None:
     """Unscale, and clip each gradient element; NotImplementedError where the strategy holds shards."""
-    if not traits.of(accelerator.distributed_type).clips_by_value:
+    if not traits_of(accelerator.distributed_type).clips_by_value:
         raise NotImplementedError(
             f"clip_grad_value_ is not possible with {accelerator.distributed_type}. Use clip_grad_norm_ instead."
         )
@@ -292,7 +292,7 @@ def clip_value(accelerator: TrainingRun, parameters: Any, clip_value: float) -> 
 def trigger_sync(model: nn.Module) -> Iterator[None]:
     """Make the next backward pass synchronise, although the forward passes ran without synchronisation."""
     inner: Any = model._orig_mod if is_compiled_module(model) else model
-    if hasattr(inner, "holdings"):  # a pipeline, whose call is the backward pass, too
+    if is_pipeline(inner):  # whose call is the backward pass, too
         with inner.no_sync(held=False):
             yield
         return
@@ -316,7 +316,7 @@ def join_uneven(accelerator: TrainingRun, joinables: Sequence[Any], even_batches
     Ranks that have ended add zeros to the averages. So an accumulation step in which some end counts less, by the share of ranks
     that close it; gradients are exchanged after every micro-batch, because accumulation steps end at different times.
     """
-    row = traits.of(accelerator.distributed_type)
+    row = traits_of(accelerator.distributed_type)
     if not row.joins_uneven_inputs:
         if row.distributed:
             kind = accelerator.distributed_type

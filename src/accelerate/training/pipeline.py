@@ -16,7 +16,8 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from accelerate import comm
 from accelerate.base.nested import send_to_device
 from accelerate.base.versions import is_torch_version
-from accelerate.checkpoint.state import run_on_all_ranks, tied_names
+from accelerate.checkpoint.model_io import io_of
+from accelerate.checkpoint.state import run_on_all_ranks
 from accelerate.config.enums import DynamoBackend
 from accelerate.parallel import consistency, stages
 from accelerate.parallel.balance import costly_stages
@@ -403,7 +404,7 @@ def _holdings(model: nn.Module, chains: Mapping[bool, stages.Chain], schedule: s
     holders = {name: tuple(sorted({place for user, place in users if user == name})) or (0,) for name in tensors}
     place = part.get_local_rank()
     elsewhere = frozenset(model.state_dict()) - {name for name, places in holders.items() if place in places}
-    return Holdings(tensors, holders, place, ranks, part.get_group(), tied_names(model), elsewhere)
+    return Holdings(tensors, holders, place, ranks, part.get_group(), io_of(model).tied_names(model), elsewhere)
 
 
 def _fill(pipeline: Pipeline, model: nn.Module, own: Mapping[int, stages.Stage]) -> None:

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from accelerate.base._warn import warn_user
 from accelerate.checkpoint.save import HostBuffers
 from accelerate.config.enums import DynamoBackend, FP8BackendType
+from accelerate.config.strategies import traits_of
 from accelerate.data.loader import PreparedLoader, SkipDataLoader
 from accelerate.devices.memory import release_memory
 from accelerate.modules.optimizer_remap import remap_optimizer, remapping
@@ -27,7 +28,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.parallel import mesh as meshes
 from accelerate.precision import amp, four_bit, scaling
 from accelerate.precision.amp import precision
-from accelerate.runtime import storage, torch_private, traits
+from accelerate.runtime import storage, torch_private
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.strategies.deepspeed.wrappers import DummyOptim, DummyScheduler
 from accelerate.strategies.megatron.steps import MegatronLMDummyScheduler
@@ -85,14 +86,13 @@ def prepare(accelerator: TrainingRun, objects: Sequence[Any], device_placement: 
     _adopt_sharded(accelerator, objects)
     strategy = accelerator._strategy = resolve(accelerator.state)
     strategy.check(accelerator, objects)
-    if traits.of(accelerator.distributed_type).deepspeed:
+    if strategy.prepares_together:
         if device_placement is not None:
             raise ValueError(
-                f"device_placement={device_placement} has no effect with DeepSpeed, whose engine places the model. Leave it out."
+                f"device_placement={device_placement} has no effect with {accelerator.distributed_type}, whose engine places the model. "
+                "Remove it."
             )
-        result = accelerator._prepare_deepspeed(*objects)
-    elif traits.of(accelerator.distributed_type).megatron:
-        result = accelerator._prepare_megatron_lm(*objects)
+        result = getattr(accelerator, strategy.prepares_together)(*objects)
     else:
         result = in_order(accelerator, objects, device_placement)
         prepared.check_optimizers(result)
@@ -149,7 +149,7 @@ def _adopt_sharded(accelerator: TrainingRun, objects: Sequence[Any], evaluation:
 def _overlay_mesh(accelerator: TrainingRun, model: nn.Module, evaluation: bool) -> nn.Module:
     """Apply the parallelisms that lie over the strategy: cut the layers of a model, and let it follow shared sequences."""
     layout = accelerator.parallelism_config
-    if layout is None or traits.of(accelerator.distributed_type).deepspeed:
+    if layout is None or traits_of(accelerator.distributed_type).deepspeed:
         return model
     if not evaluation or model_has_dtensor(model):
         meshes.check_layout(accelerator)
@@ -209,7 +209,7 @@ def _adoptable(accelerator: TrainingRun, entry: Entry, obj: Any, evaluation: boo
     if entry.evaluation and not evaluation:
         return False
     # A model prepared where nothing is synchronised must not be taken for one that is.
-    distributed = traits.of(accelerator.distributed_type).distributed
+    distributed = traits_of(accelerator.distributed_type).distributed
     return not distributed or entry.settings["distributed_type"] == settings_of(accelerator)["distributed_type"]
 
 
@@ -325,7 +325,7 @@ def prepare_model(
     mapped = _check_device_map(accelerator, model)
     if device_placement is None:
         # An engine moves what it wraps, and does not wrap a model for evaluation.
-        moved = not evaluation_mode and traits.of(accelerator.distributed_type).custom_device_placement
+        moved = not evaluation_mode and traits_of(accelerator.distributed_type).custom_device_placement
         device_placement = accelerator.device_placement and not moved
     numerics = precision(accelerator.mixed_precision if accelerator.native_amp else "no")
     amp.wrap_forward(given[-1], accelerator.device.type, numerics, accelerator.autocast_handler)
@@ -353,7 +353,7 @@ def _wrap(accelerator: TrainingRun, model: nn.Module) -> nn.Module:
     if accelerator.prepared.conditional:
         conditional.install(accelerator, model)
     wrapped = accelerator._strategy.wrap_model(accelerator, model)
-    if accelerator.scaler is not None and traits.of(accelerator.distributed_type).sharded:
+    if accelerator.scaler is not None and traits_of(accelerator.distributed_type).sharded:
         scaling.register_sharded(accelerator.scaler, wrapped)
     return wrapped
 
@@ -366,7 +366,7 @@ def compile_model(accelerator: TrainingRun, model: nn.Module) -> nn.Module:
     options = plugin.to_kwargs()
     if options.pop("use_regional_compilation", plugin.use_regional_compilation):
         # What shards finds its state by the modules themselves, so there they are compiled in place.
-        in_place = traits.of(accelerator.distributed_type).sharded
+        in_place = traits_of(accelerator.distributed_type).sharded
         return compile_regions_fsdp2(model, **options) if in_place else compile_regions(model, **options)
     return torch.compile(model, **options)  # type: ignore[return-value]  # a module
 
@@ -374,7 +374,7 @@ def compile_model(accelerator: TrainingRun, model: nn.Module) -> nn.Module:
 def _check_device_map(accelerator: TrainingRun, model: nn.Module) -> bool:
     """Return whether another library spread a model over devices; refuse it where this run cannot train it there."""
     mapped = accelerator.verify_device_map(model)
-    if mapped and traits.of(accelerator.distributed_type).distributed:
+    if mapped and traits_of(accelerator.distributed_type).distributed:
         raise ValueError(
             "This model was loaded with a `device_map` over several devices, which cannot be combined with several "
             f"processes (num_processes={accelerator.num_processes}). Load it without a device map, or run one process."
@@ -456,7 +456,7 @@ def prepare_data_loader(
     if (known := find_prepared(accelerator, data_loader, "loader")) is not None:
         return known
     if device_placement is None:
-        device_placement = accelerator.device_placement and traits.of(accelerator.distributed_type).places_batches
+        device_placement = accelerator.device_placement and traits_of(accelerator.distributed_type).places_batches
     if isinstance(data_loader, PreparedLoader) and type(data_loader) is not SkipDataLoader:
         # Its Accelerator let go of it; nothing is sharded twice.
         return register(accelerator, "loader", data_loader)

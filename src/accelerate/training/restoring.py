@@ -363,7 +363,7 @@ def _read_together(
     Raises:
         _Damaged: its files are not what was written.
     """
-    _, problem = _attempted(lambda: chosen.verify(accelerator.process_index, accelerator._strategy.saves_shards))
+    _, problem = _attempted(lambda: chosen.verify(accelerator.process_index, accelerator._state_io.saves_shards))
     if not _may_go_on(barrier, chosen, problem):
         return None
     contents, problem = _attempted(lambda: _read_contents(accelerator, chosen.folder, options, model_options))
@@ -430,8 +430,8 @@ def _read_contents(
 
     A rank that fails goes on, because the others wait for it where they read together, and raises at the end.
     """
-    strategy, problems = accelerator._strategy, []
-    common = Common.of(accelerator, strategy.checkpointed_schedulers(accelerator))
+    state_io, problems = accelerator._state_io, []
+    common = Common.of(accelerator, state_io.checkpointed_schedulers(accelerator))
     contents = Contents(folder, common)
 
     @contextlib.contextmanager
@@ -450,7 +450,7 @@ def _read_contents(
             contents.unclaimed = unclaimed_states(accelerator, contents)
         for index, optimizer in enumerate(accelerator._optimizers):
             with noted():
-                state = strategy.load_optimizer(accelerator, optimizer, folder, index, **options)
+                state = state_io.load_optimizer(accelerator, optimizer, folder, index, **options)
                 if isinstance(state, Deferred):
                     contents.remaining.append(state.finish)
                     state = state.state
@@ -481,14 +481,14 @@ def _read_models(
     accelerator: TrainingRun, contents: Contents, folder: str, options: dict[str, Any], model_options: dict[str, Any]
 ) -> None:
     """Let the hooks load what they want to load, and read the other models. Hooks come last, because they change models."""
-    strategy = accelerator._strategy
+    strategy, state_io = accelerator._strategy, accelerator._state_io
     options = {**options, "strict": model_options.get("strict", True)}
-    if strategy.saves_shards and "adapter_only" in model_options:
+    if state_io.saves_shards and "adapter_only" in model_options:
         options["adapter_only"] = model_options["adapter_only"]
     inner = [strategy.unwrap_model(model, keep_torch_compile=False) for model in accelerator._models]
     hooks = list(accelerator._load_model_state_pre_hook.values())
     pairs = list(zip(accelerator._models, inner, strict=True))
-    left = [model for outer, model in pairs if not strategy.owns_state(outer)]
+    left = [model for outer, model in pairs if not state_io.owns_state(outer)]
     for model in left if hooks else []:
         contents.keep(model)
     for hook in hooks:
@@ -496,10 +496,10 @@ def _read_models(
     # A hook takes out of the list what it loaded itself.
     kept = {id(model) for model in left}
     # Shards have the numbers of all models, whatever hooks of `save_state` did; whole weights of those that they left.
-    known = [place for place, (outer, model) in enumerate(pairs) if id(model) in kept or strategy.owns_state(outer)]
+    known = [place for place, (outer, model) in enumerate(pairs) if id(model) in kept or state_io.owns_state(outer)]
     for number, place in enumerate(known):
         outer, model = pairs[place]
-        state = strategy.load_model(accelerator, outer, folder, place if strategy.saves_shards else number, **options)
+        state = state_io.load_model(accelerator, outer, folder, place if state_io.saves_shards else number, **options)
         if isinstance(state, Deferred):
             contents.remaining.append(state.finish)
         elif isinstance(state, tuple):  # what takes the state, and the state

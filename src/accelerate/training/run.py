@@ -24,6 +24,7 @@ from accelerate.training.window import Window
 
 if TYPE_CHECKING:
     from accelerate.diagnostics.throughput import Meter
+    from accelerate.strategies.state_io import StateIO
 
 
 class PreparationWatcher(Protocol):
@@ -129,6 +130,10 @@ class TrainingRun(Run, Protocol):
     def _communicator(self) -> Communicator:
         """The communicator of the run."""
 
+    @property
+    def _state_io(self) -> "StateIO":
+        """What a checkpoint has of the strategy."""
+
     # -- methods that libraries replace, so they are called on the Accelerator -----------------------------------------
 
     def autocast(self) -> AbstractContextManager[None]:
@@ -181,9 +186,3 @@ class TrainingRun(Run, Protocol):
 
     def _prepare_cp(self, *args: Any) -> tuple[Any, ...]:
         """Let models work on parts of sequences."""
-
-    def _prepare_deepspeed(self, *args: Any) -> tuple[Any, ...]:
-        """Prepare objects for DeepSpeed."""
-
-    def _prepare_megatron_lm(self, *args: Any) -> tuple[Any, ...]:
-        """Prepare objects for Megatron-LM."""

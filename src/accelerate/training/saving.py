@@ -29,9 +29,10 @@ from accelerate.checkpoint import formats, fsdp
 from accelerate.checkpoint import state as states
 from accelerate.checkpoint.barrier import Group
 from accelerate.checkpoint.manifest import CHECKPOINTS_FOLDER, PARAMETER_NAMES, numbered_folder
+from accelerate.checkpoint.model_io import io_of, names_file
 from accelerate.checkpoint.object_store import storage_of
 from accelerate.checkpoint.save import Save, SavePlan, plain_names, snapshot, write_common, writes
-from accelerate.checkpoint.state import Common, names_file
+from accelerate.checkpoint.state import Common
 from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, prune
 from accelerate.modules.unwrap import canonical_name, canonical_names, clean_state_dict_for_safetensors
 from accelerate.offload.placement import has_offloaded_params
@@ -75,14 +76,15 @@ def save_state(
     path = _path(accelerator, output_dir)
     storage = storage_of(path)
     blocking = not project.async_save if blocking is None else blocking
-    strategy = accelerator._strategy
-    save = SAVE(storage, Group.of(accelerator, storage), _facts(accelerator, strategy), *_automatic(accelerator))
+    state_io = accelerator._state_io
+    facts = _facts(accelerator, accelerator._strategy)
+    save = SAVE(storage, Group.of(accelerator, storage), facts, *_automatic(accelerator))
     if not blocking and not save.barrier.in_background:
         warn_user("save_state(blocking=False) writes at once here: these ranks have no key-value store to meet in.")
         blocking = True
     # What failed on one rank alone, or is known to some ranks only, is raised on all of them now.
     save.begin(former)
-    if strategy.saves_shards and not blocking:
+    if state_io.saves_shards and not blocking:
         save.shards = comm.side_group(beside=True)
     try:
         _collect(accelerator, save.plan, save.group.each_node, safe_serialization, model_options)
@@ -93,7 +95,7 @@ def save_state(
     if blocking:
         # A save that fails at its very end may have left a checkpoint, which the next one of this name replaces.
         accelerator._unfinished_save = storage.location
-        if strategy.saves_shards:
+        if state_io.saves_shards:
             save.check_collected()  # a rank that has nothing to write would be waited for by those that write together
         save.finish()
         accelerator._unfinished_save = None
@@ -188,26 +190,26 @@ def _collect(
     accelerator: TrainingRun, plan: SavePlan, each_node: bool, safe_serialization: bool, model_options: dict[str, Any]
 ) -> None:
     """Put everything that this rank saves into a plan."""
-    strategy = accelerator._strategy
-    schedulers = strategy.checkpointed_schedulers(accelerator)
+    strategy, state_io = accelerator._strategy, accelerator._state_io
+    schedulers = state_io.checkpointed_schedulers(accelerator)
     # Through the method, because libraries replace it. Hooks of strategies that save shards see no weights.
-    whole = [] if strategy.saves_shards else accelerator._models
+    whole = [] if state_io.saves_shards else accelerator._models
     states: list[dict[str, Any]] = [plain_names(accelerator.get_state_dict(model)) for model in whole]
     hooks = list(accelerator._save_model_state_pre_hook.values())
     models = accelerator._models if hooks else []
-    models = [model if strategy.owns_state(model) else strategy.unwrap_model(model) for model in models]
+    models = [model if state_io.owns_state(model) else strategy.unwrap_model(model) for model in models]
     for hook in hooks:
         hook(models, states, plan.folder)
-    if unused := sorted(model_options.keys() - set(strategy.save_options)):
+    if unused := sorted(model_options.keys() - set(state_io.save_options)):
         warn_user(f"save_state got {unused}, which the strategy {strategy.name!r} does not use.")
-    options = {name: value for name, value in model_options.items() if name in strategy.save_options}
+    options = {name: value for name, value in model_options.items() if name in state_io.save_options}
     options.update(safe_serialization=safe_serialization, save_on_each_node=each_node)
-    if strategy.saves_shards:
+    if state_io.saves_shards:
         states = [{} for _ in accelerator._models]
     for index, state in enumerate(states):
-        strategy.save_model(accelerator, state, plan, index, **options)  # type: ignore[arg-type]  # a SavePlan
+        state_io.save_model(accelerator, state, plan, index, **options)  # type: ignore[arg-type]  # a SavePlan
     for index, optimizer in enumerate(accelerator._optimizers):
-        strategy.save_optimizer(accelerator, optimizer, plan, index, save_on_each_node=each_node)  # type: ignore[arg-type]  # a SavePlan
+        state_io.save_optimizer(accelerator, optimizer, plan, index, save_on_each_node=each_node)  # type: ignore[arg-type]  # a SavePlan
     known = names_file(accelerator._optimizers, accelerator._models)
     if known is not None and plan.writes_shared:
         plan.add_bytes(PARAMETER_NAMES, known)
@@ -252,7 +254,7 @@ def get_state_dict(
         hooked = "_hf_hook" in module.__dict__
         if hooked and (has_offloaded_params(module) or any(w.is_meta for w in module.parameters(recurse=False))):
             return offloaded(model)
-    state = accelerator._strategy.model_state(accelerator, model, unwrap=unwrap)
+    state = accelerator._state_io.model_state(accelerator, model, unwrap=unwrap)
     return plain_names(state) if unwrap and state is not None else state
 
 
@@ -270,11 +272,11 @@ def stream_weights(
     # Weights in 4 bits, and what belongs to them, are no numbers that a cast may touch.
     scales = canonical_names(four_bit.scales(accelerator._strategy.unwrap_model(model)))
     packed = tuple([name.rpartition(".")[0] for name in scales])
-    inner = (*model.parameters(), *model.buffers()) if accelerator._strategy.gathers_new_memory else ()
+    inner = (*model.parameters(), *model.buffers()) if accelerator._state_io.gathers_new_memory else ()
     own = {local_part(tensor).data_ptr() for tensor in inner}
     bucket: dict[str, torch.Tensor] = {}
     size = 0
-    for name, value in accelerator._strategy.whole_tensors(accelerator, model):
+    for name, value in accelerator._state_io.whole_tensors(accelerator, model):
         if not isinstance(value, torch.Tensor):  # an extra state of a module
             continue
         _refuse_meta({name: value})
@@ -305,7 +307,7 @@ def save_model(
     _refuse_meta(state or {})
     if not writes(accelerator.project_configuration.save_on_each_node):
         return
-    if accelerator._strategy.saves_shards and not accelerator.is_main_process:
+    if accelerator._state_io.saves_shards and not accelerator.is_main_process:
         warn_user(
             "save_model with save_on_each_node=True writes on the first node only here: the weights are gathered by the main "
             f"process. Copy {os.fspath(save_directory)!r} from there if other nodes need it."
@@ -336,7 +338,7 @@ def save_adapter(accelerator: TrainingRun, model: nn.Module, folder: Folder) -> 
             "layers. Add one with peft.get_peft_model before `prepare`; save_model saves whole models, save_pretrained learnt prompts."
         )
     names: list[str] = []
-    any(accelerator._strategy.whole_tensors(accelerator, model, names.append))  # which wants none of them
+    any(accelerator._state_io.whole_tensors(accelerator, model, names.append))  # which wants none of them
     # PEFT chooses by names, on all ranks, as it may ask units for their states. Rank 0's choice counts, as it may ask the hub.
     marks = {name: torch.tensor([number]) for number, name in enumerate(names)}
     chosen = {adapter: fsdp.adapter_entries(model, marks, adapter) for adapter in adapters}
@@ -344,11 +346,11 @@ def save_adapter(accelerator: TrainingRun, model: nn.Module, folder: Folder) -> 
     files = states.from_first_rank(files)
     wanted = {name for file in files.values() for name in file.values()}
     own: dict[str, torch.Tensor] = (
-        {} if states.is_fsdp1(model) else {canonical_name(name): value for name, value in inner.named_parameters()}
+        {} if io_of(model).gives_copies else {canonical_name(name): value for name, value in inner.named_parameters()}
     )
     state, problems = {}, []
     value: torch.Tensor
-    for name, value in accelerator._strategy.whole_tensors(accelerator, model, wanted.__contains__):
+    for name, value in accelerator._state_io.whole_tensors(accelerator, model, wanted.__contains__):
         problems += shard.misfit(name, value, own.get(name, value))
         if accelerator.is_main_process:
             state[name] = value.to("cpu", copy=True)

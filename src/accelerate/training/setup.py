@@ -25,8 +25,9 @@ from accelerate.config.low_bit import AORecipeKwargs, FP8RecipeKwargs, MSAMPReci
 from accelerate.config.options import BY_NAME
 from accelerate.config.options.schema import to_int
 from accelerate.config.project import DataLoaderConfiguration, ProjectConfiguration
-from accelerate.runtime import storage, traits
-from accelerate.state import ENGINE_PLUGINS, GradientState
+from accelerate.config.strategies import engines, traits_of
+from accelerate.runtime import storage
+from accelerate.state import GradientState
 from accelerate.training.prepared import others_alive
 from accelerate.training.run import TrainingRun
 
@@ -90,8 +91,9 @@ def plugins(deepspeed: Any, fsdp: Any, megatron: Any, dynamo: Any, dynamo_backen
         "megatron_lm_plugin": megatron,
         "dynamo_plugin": dynamo,
     }
-    kinds = (*ENGINE_PLUGINS.values(), ("accelerate.config.handlers", "TorchDynamoPlugin"))
-    for (name, value), (module, kind) in zip(given.items(), kinds, strict=True):
+    classes = [*(spec.plugin_class for spec in engines().values()), "accelerate.config.handlers:TorchDynamoPlugin"]
+    for (name, value), address in zip(given.items(), classes, strict=True):
+        module, _, kind = address.partition(":")
         for plugin in value.values() if isinstance(value, dict) else [value]:
             if plugin is not None and not isinstance(plugin, getattr(importlib.import_module(module), kind)):
                 raise TypeError(f"{name}={plugin!r} is a {type(plugin).__name__}; pass a {kind}.")
@@ -182,7 +184,7 @@ def replica_check(accelerator: TrainingRun) -> Any:
     if not every:
         return None
     layout = accelerator.parallelism_config
-    kind = traits.of(accelerator.distributed_type)
+    kind = traits_of(accelerator.distributed_type)
     if kind.deepspeed or kind.megatron:
         warn_user(
             f"{CHECK_EVERY}={every} has no effect with {accelerator.distributed_type}, whose engine steps by itself."

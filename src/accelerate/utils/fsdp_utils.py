@@ -12,8 +12,9 @@ from torch import nn
 from accelerate.base._lazy import front
 from accelerate.base.constants import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from accelerate.checkpoint import layouts, load
-from accelerate.checkpoint import state as states
 from accelerate.checkpoint.fsdp import _get_model_state_dict, _set_model_state_dict
+from accelerate.checkpoint.model_io import io_of
+from accelerate.checkpoint.state import run_on_all_ranks
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.logging import get_logger
 from accelerate.modules.unwrap import is_compiled_module
@@ -71,7 +72,7 @@ def save_fsdp_model(
     """
     getter = partial(_get_model_state_dict, adapter_only=adapter_only)
     layout = layouts.layout_of(fsdp_plugin, use_dcp)
-    layouts.write(states.model_state(model, getter).values, output_dir, "model", model_index, layout)
+    layouts.write(io_of(model).model_state(model, getter).values, output_dir, "model", model_index, layout)
 
 
 def load_fsdp_model(
@@ -110,10 +111,8 @@ def load_fsdp_model(
     setter = partial(_set_model_state_dict, adapter_only=adapter_only)
     prefer = layouts.layout_of(fsdp_plugin, use_dcp)
     folder = load.with_manifest(input_dir)
-    state, own, _ = states.run_on_all_ranks(
-        lambda: layouts.read_for_model(model, folder, model_index, prefer, getter=getter)
-    )
-    return states.apply_model(model, state, own, setter)
+    state, own, _ = run_on_all_ranks(lambda: layouts.read_for_model(model, folder, model_index, prefer, getter=getter))
+    return io_of(model).apply_model(model, state, own, setter)
 
 
 def fsdp2_apply_ac(accelerator: Any, model: nn.Module) -> nn.Module:

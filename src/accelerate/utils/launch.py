@@ -254,7 +254,7 @@ class PrepareForLaunch:
 
     def __call__(self, index: int, *args: Any) -> None:
         """Run the function as the process of this number on this machine."""
-        from accelerate.runtime import traits
+        from accelerate.config.strategies import traits_of
 
         if self.debug:
             import torch.distributed as dist
@@ -262,7 +262,7 @@ class PrepareForLaunch:
             world_size = int(os.environ["WORLD_SIZE"])
             store = dist.FileStore(os.environ["ACCELERATE_DEBUG_RDV_FILE"], world_size)
             dist.init_process_group("gloo", rank=index, world_size=world_size, store=store)
-        elif traits.of(self.distributed_type).torch_distributed:
+        elif traits_of(self.distributed_type).torch_distributed:
             per_machine = int(os.environ.get("NPROC", 1))
             os.environ["LOCAL_RANK"] = str(index)
             os.environ["RANK"] = str(int(os.environ.get("NODE_RANK", 0)) * per_machine + index)

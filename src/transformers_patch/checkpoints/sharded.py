@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from accelerate.checkpoint import layouts, load, manifest, state
+from accelerate.checkpoint.model_io import io_of
 from accelerate.checkpoint.save import SavePlan
 from accelerate.utils import fsdp_utils
 
@@ -86,7 +87,9 @@ def _reader_of(trainer: Any, folder: str, kind: layouts.Kind) -> str:
     is_shards = found.name.startswith(layouts.FSDP_MODEL_NAME)
     if kind == "model" and not is_shards and hasattr(model, "from_pretrained"):
         _, values, aliases = found.read()
-        _, missing, strange = layouts.matched(model.state_dict(), values, partial(state.tied_names, model), aliases)
+        _, missing, strange = layouts.matched(
+            model.state_dict(), values, partial(io_of(model).tied_names, model), aliases
+        )
         if missing and strange:
             return "transformers"
     stocks = not is_shards if kind == "model" else found.name == manifest.TRAINERS_OPTIMIZER

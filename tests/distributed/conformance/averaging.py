@@ -1,6 +1,6 @@
-"""A strategy of a third party: replicas whose gradients are averaged after the backward pass, by an all-reduce of one's own.
+"""A strategy of another package: replicas whose gradients are averaged after the backward pass, by its own all-reduce.
 
-It knows `accelerate.backends` alone. The suite installs it as a distribution of its own, with an entry point.
+The suite installs it as a distribution with an entry point. Its record gives the launcher a switch, `--use_averaging`.
 """
 
 import contextlib
@@ -8,11 +8,12 @@ import os
 
 import torch.distributed as dist
 
-from accelerate.strategies.base import Backend
-from accelerate.strategies.registry import StrategySpec
+from accelerate.config.options.schema import ON, Option
+from accelerate.config.strategies import StrategySpec
+from accelerate.strategies.base import Strategy
 
 
-class Averaging(Backend):
+class Averaging(Strategy):
     """Averages what gradients are there at the end of a window."""
 
     name = "averaging"
@@ -25,7 +26,7 @@ class Averaging(Backend):
 
     @contextlib.contextmanager
     def no_sync(self, accelerator, model):
-        # A backend has no state; the Accelerator does.
+        # A strategy has no state; the Accelerator does.
         accelerator._averaging_held = True
         try:
             yield
@@ -44,5 +45,11 @@ class Averaging(Backend):
 
 
 SPEC = StrategySpec(
-    "averaging", lambda state: os.environ.get("AVERAGING_BACKEND") == "1", f"{__name__}:{Averaging.__name__}"
+    "averaging",
+    f"{__name__}:{Averaging.__name__}",
+    matches=lambda state: "USE_AVERAGING" in os.environ,
+    title="Averaging",
+    switch="use_averaging",
+    feature="averaging",
+    options=(Option("use_averaging", "Averaging", "Average gradients.", switch=True, env="USE_AVERAGING", style=ON),),
 )

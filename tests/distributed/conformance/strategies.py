@@ -160,7 +160,7 @@ _ALL = (
     _arrives(("replicate", "shard"), slow=True, part=1 / 2),
     _arrives(("dp", "tp"), slow=True, same_batch=2, part=_SPLIT_LAYERS / 2),
     # Not of this package: see `averaging`, which the tests install beside it.
-    Strategy("third-party", (2,), part=1.0, environment={"AVERAGING_BACKEND": "1"}),
+    Strategy("third-party", (2,), part=1.0, environment={"USE_AVERAGING": "true"}),
     _zero(0),
     _zero(1),
     _zero(2, (1, 2, 4)),

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sharded_io
 from accelerate import PartialState
-from accelerate.checkpoint import formats, layouts, state
+from accelerate.checkpoint import formats, layouts, model_io, state
 from accelerate.checkpoint.convert import reshard
 from accelerate.checkpoint.manifest import DamagedCheckpoint, Manifest
 from accelerate.utils import fsdp_utils
@@ -131,8 +131,8 @@ class Job:
     def whole(self):
         """Return model and optimizer as plain tensors by name, on rank 0."""
         whole = {
-            "model": state.gathered(state.model_state(self.model).values),
-            "optimizer": state.gathered(state.optimizer_state(self.optimizer, self.model)),
+            "model": state.gathered(model_io.io_of(self.model).model_state(self.model).values),
+            "optimizer": state.gathered(model_io.io_of(self.model).optimizer_state(self.optimizer, self.model)),
         }
         return copy.deepcopy(whole)  # what was not spread is no copy
 
@@ -337,7 +337,7 @@ def check_flat_parameters_need_names(folder):
 def check_what_is_missing_is_refused_or_left_out(folder):
     for strategy in ("fsdp1", "fsdp1-flat", "fsdp2"):
         job, other = Job(strategy), Job(strategy, seed=1)
-        values = state.model_state(job.model).values
+        values = model_io.io_of(job.model).model_state(job.model).values
         os.makedirs(f"{folder}-{strategy}", exist_ok=True)
         layouts.write({k: v for k, v in values.items() if k != "scale"}, f"{folder}-{strategy}", "model")
         with torch.no_grad():

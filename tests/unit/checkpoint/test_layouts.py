@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import filesystem, metadata
 
 import sharded_io
 from accelerate import Accelerator
-from accelerate.checkpoint import convert, dcp, layouts, state
+from accelerate.checkpoint import convert, dcp, layouts, model_io
 from accelerate.checkpoint.manifest import DamagedCheckpoint
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.utils import fsdp_utils
@@ -171,8 +171,8 @@ def test_parameters_of_another_model(tmp_path):
     with pytest.raises(ValueError, match="Parameter 0 of the optimizer's group 0"):
         sharded_io.save_optimizer(optimizer, Net(), tmp_path)
     expected = [["layer.bias", "scale"], ["layer.weight", "embedding.weight"]]
-    assert state.owner(optimizer, [nn.Linear(1, 1), torch.compile(model)])[1] == expected
-    assert state.owner(optimizer, [nn.Linear(1, 1)]) == (None, [])
+    assert model_io.owner(optimizer, [nn.Linear(1, 1), torch.compile(model)])[1] == expected
+    assert model_io.owner(optimizer, [nn.Linear(1, 1)]) == (None, [])
 
 
 def test_nothing_there(tmp_path):

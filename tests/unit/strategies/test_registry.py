@@ -1,7 +1,6 @@
-"""The backend registry: matching, loading, extension, and strategies that are not there."""
+"""The strategy registry: matching, loading, and strategies that are not there."""
 
-import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,8 +9,6 @@ from torch import nn
 from accelerate import ParallelismConfig
 from accelerate.config.enums import DistributedType
 from accelerate.strategies import registry
-from accelerate.strategies.base import Strategy
-from accelerate.strategies.registry import StrategySpec
 from cases import cases
 
 
@@ -26,33 +23,13 @@ from cases import cases
     (DistributedType.MULTI_CPU, {"parallelism_config": ParallelismConfig(2)}, "ddp"),
     (DistributedType.MULTI_GPU, {"parallelism_config": ParallelismConfig(tp_size=2)}, "tensor_parallel"),
 )
-def test_a_state_finds_its_backend(kind, settings, name):
+def test_a_state_finds_its_strategy(kind, settings, name):
     assert registry.resolve(SimpleNamespace(distributed_type=kind, **settings)).name == name
 
 
 def test_an_unknown_name_lists_the_known_ones():
     with pytest.raises(ValueError, match="single.*ddp"):
         registry.load("horovod")
-    with pytest.raises(ValueError, match="single.*ddp"):
-        registry.register(StrategySpec("mine", lambda state: True, "m:C"), before="horovod")
-
-
-class Mine(Strategy):
-    """A third party's backend."""
-
-    name = "mine"
-
-
-def test_a_third_party_goes_first(monkeypatch):
-    module = ModuleType("third_party_backend")
-    module.Mine = Mine
-    monkeypatch.setitem(sys.modules, "third_party_backend", module)
-    monkeypatch.setattr(registry, "SPECS", list(registry.SPECS))
-    registry.load.cache_clear()
-    registry.register(StrategySpec("mine", lambda state: hasattr(state, "mine"), "third_party_backend:Mine"))
-    ours = SimpleNamespace(distributed_type=DistributedType.NO)
-    assert isinstance(registry.resolve(SimpleNamespace(mine=True, distributed_type=DistributedType.NO)), Mine)
-    assert registry.resolve(ours).name == "single"
 
 
 def test_clipping_takes_one_parameter_or_many():

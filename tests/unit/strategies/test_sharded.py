@@ -7,10 +7,11 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from accelerate import Accelerator, ParallelismConfig
-from accelerate.checkpoint.state import is_fsdp1, tied_names
+from accelerate.checkpoint.model_io import io_of
+from accelerate.config.strategies import is_fsdp1
 from accelerate.modules.optimizer_remap import MovedParameters
 from accelerate.parallel.shard import is_sharded
-from accelerate.strategies.sharded import model_of
+from accelerate.strategies.sharded_io import model_of
 from accelerate.utils import GradientAccumulationPlugin
 from sharded_samples import batch, loss, net, sharding
 
@@ -144,7 +145,7 @@ def test_a_param_init_fn_gives_memory_and_keeps_ties(process_group, version):
         model = net()
     model = sharding(version, param_init_fn=initialise).prepare(model)
     assert all(bool((whole(tensor) == 0.5).all()) for tensor in (*model.parameters(), *model.buffers()))
-    assert {tuple(sorted(names)) for names in tied_names(model)} == {("emb.weight", "head.weight")}
+    assert {tuple(sorted(names)) for names in io_of(model).tied_names(model)} == {("emb.weight", "head.weight")}
 
 
 @both

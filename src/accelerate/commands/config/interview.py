@@ -129,7 +129,7 @@ class Interview:
     asker: Asker
     machine: Hardware = Hardware("cpu", 0)
     previous: Mapping[str, Any] = field(default_factory=dict)
-    options: Sequence[Option] = OPTIONS
+    options: Sequence[Option] = tuple(OPTIONS)
     values: dict[str, Any] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
 

@@ -4,18 +4,20 @@ The parser, the reader of configuration files, what the launcher exports and wha
 data only and imports nothing heavy.
 """
 
+import warnings
+from functools import cache
+
+from accelerate.config import strategies
 from accelerate.config.options import engines, general
 from accelerate.config.options.general import DYNAMO_WORDS as DYNAMO_WORDS
 from accelerate.config.options.schema import Chapter, Feature, Option
 
-OPTIONS: tuple[Option, ...] = (*general.OPTIONS, *engines.OPTIONS)
+OPTIONS: list[Option] = [*general.OPTIONS, *engines.OPTIONS]
 BY_NAME: dict[str, Option] = {option.name: option for option in OPTIONS}
 
 # What the launcher can be asked to run.
 FEATURES: dict[str, Feature] = {
-    "deepspeed": Feature("DeepSpeed", "use_deepspeed"),
-    "fsdp": Feature("FSDP", "use_fsdp"),
-    "megatron": Feature("Megatron-LM", "use_megatron_lm"),
+    **{spec.feature: Feature(spec.title, spec.switch) for spec in strategies.engines().values()},
     "parallelism": Feature("Parallelism along several dimensions", "use_parallelism_config"),
     "fp8": Feature("FP8 training", "mixed_precision", wanted="fp8"),
     "tpu": Feature("Training on TPUs", "tpu"),
@@ -30,22 +32,18 @@ SWITCH_OF_DISTRIBUTED_TYPE: dict[str, str | None] = {
     "MULTI_CPU": None,
     **dict.fromkeys(("MULTI_GPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA"), "multi_gpu"),
     **dict.fromkeys(("MULTI_XPU", "MULTI_HPU", "MULTI_NEURON"), "multi_gpu"),
-    "DEEPSPEED": "use_deepspeed",
-    "FSDP": "use_fsdp",
-    "MEGATRON_LM": "use_megatron_lm",
+    **{kind.value: spec.switch for spec in strategies.engines().values() for kind in spec.kinds},
     "XLA": "tpu",
 }
 
 # At most one of these is chosen; `--cpu` goes with all but the first two.
-PARADIGMS = ("multi_gpu", "tpu", "use_deepspeed", "use_fsdp", "use_megatron_lm")
+PARADIGMS = ["multi_gpu", "tpu", *(spec.switch for spec in strategies.engines().values())]
 NEEDS_DEVICES = ("multi_gpu", "tpu")
 
 # The mappings of a configuration file, and the feature that reads each of them (None: every run).
 SECTIONS: dict[str, str | None] = {
     "dynamo_config": None,
-    "deepspeed_config": "deepspeed",
-    "fsdp_config": "fsdp",
-    "megatron_lm_config": "megatron",
+    **{spec.section: spec.feature for spec in strategies.engines().values()},
     "fp8_config": "fp8",
     "mpirun_config": "mpi",
     "parallelism_config": "parallelism",
@@ -83,3 +81,24 @@ def of_feature(feature: str) -> tuple[Option, ...]:
     """Return the options that only this feature, a key of `FEATURES`, reads."""
     FEATURES[feature]  # an unknown one is a KeyError
     return tuple(option for option in OPTIONS if option.feature == feature)
+
+
+@cache
+def add_third_parties() -> None:
+    """Add the options of strategies of other packages to the tables, once. The command line calls it before it reads them.
+
+    A package that cannot be imported is a warning here. A run that asks for a strategy raises the error.
+    """
+    try:
+        specs = strategies.third_parties()
+    except ImportError as error:
+        warnings.warn(str(error), stacklevel=2)
+        return
+    for spec in specs:
+        OPTIONS.extend(spec.options)
+        BY_NAME.update({option.name: option for option in spec.options})
+        if spec.feature:
+            FEATURES[spec.feature] = Feature(spec.title or spec.name, spec.switch)
+            PARADIGMS.append(spec.switch)
+        if spec.section:
+            SECTIONS[spec.section] = spec.feature

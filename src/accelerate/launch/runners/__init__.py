@@ -1,8 +1,10 @@
 """Start what a plan says. One module a way of starting.
 
-A runner is a module of this folder with two functions:
+A runner is a module of this folder with these functions:
 
 - `process(plan, environment)` returns what would be started, and starts nothing: `describe`, for `--dry-run`, prints it.
+- `starts(values, on, job)`, in a module that a `StrategySpec` names, says whether it starts this run: the settings, the features that
+  are on, and what a scheduler has started.
 - `run(plan, environment, replace)` starts it and waits for its end. A failure is raised; `errors.failure_of` turns it into an
   exit status and a line. `replace` becomes the process that is started, where that is possible.
 

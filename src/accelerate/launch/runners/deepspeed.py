@@ -98,6 +98,17 @@ def command(options: Mapping[str, Any], script: str, script_args: Sequence[str])
     return [*words, script, *script_args]
 
 
+def starts(values: Mapping[str, Resolved], on: set[str], job: Any) -> bool:
+    """Say whether DeepSpeed's launcher starts the processes: on several machines, unless a scheduler or torch's launcher does.
+
+    A scheduler (`job`) that has started this launch on every machine leaves DeepSpeed nothing to log in to.
+    """
+    launcher = values["deepspeed_multinode_launcher"].value
+    if launcher is not None:
+        check_launcher(launcher)
+    return "machines" in on and launcher != "standard" and not (launcher is None and job)
+
+
 def check_launcher(name: str) -> None:
     """Refuse a value of `--deepspeed_multinode_launcher` that DeepSpeed does not have."""
     if name not in DEEPSPEED_MULTINODE_LAUNCHERS:

@@ -19,8 +19,9 @@ import torch
 from accelerate.base._warn import warn_user
 from accelerate.checkpoint import layouts, manifest, optimizers, torch_files, zero
 from accelerate.checkpoint.load import CheckpointFolder, Deferred, copy_over, refuse_misfit
+from accelerate.checkpoint.model_io import io_of, numbered, tied_again
 from accelerate.checkpoint.save import SavePlan
-from accelerate.checkpoint.state import Entries, Wanted, numbered, parameter_names, tied_again, tied_names
+from accelerate.checkpoint.state import Entries, Wanted
 from accelerate.modules.unwrap import canonical_name
 from accelerate.runtime import torch_private
 
@@ -134,7 +135,7 @@ def _plan(engine: Any, folder: str, index: int, optimizer: int, strict: bool, we
         _check_flat(engine)
         found = layouts.required(folder, "optimizer", optimizer, None)
         states = found.open() if written is None else written.optimizer()
-        goal = optimizers.Target(_groups(engine), {}, {}, partial(tied_names, engine.module))
+        goal = optimizers.Target(_groups(engine), {}, {}, partial(io_of(engine.module).tied_names, engine.module))
         raw, _ = optimizers.matched(goal, states, found)
         raw = _Optimizer(states, raw["state"], raw["param_groups"])
     return partial(_put, engine, model, values, raw, written)
@@ -144,7 +145,7 @@ def _matched(engine: Any, stored: "CheckpointReader", strict: bool, written: zer
     """Return the stored values by the engine's names, not read; refuse other names and shapes."""
     own = _shapes(engine)
     found, missing, others = layouts.matched(
-        own, layouts.model_values(stored), partial(tied_names, engine.module), stored.aliases
+        own, layouts.model_values(stored), partial(io_of(engine.module).tied_names, engine.module), stored.aliases
     )
     # What `exclude_frozen_parameters` left out stays as it is.
     frozen = {name for name, parameter in engine.module.named_parameters() if not parameter.requires_grad}
@@ -232,7 +233,7 @@ def _groups(engine: Any) -> list[list[str]]:
     """Return the names of the optimizer's parameters in each group."""
     stage = engine.zero_optimization_stage()
     if stage == 0:
-        return parameter_names(engine.optimizer, engine.module)
+        return io_of(engine.module).parameter_names(engine.optimizer, engine.module)
     groups: list[list[str]] = [[] for _ in engine.optimizer.optimizer.param_groups]
     for number, shapes in enumerate(engine._get_zero_param_shapes()):
         groups[engine.optimizer.sub_group_to_group_id[number] if stage == 3 else number] += map(canonical_name, shapes)

@@ -14,7 +14,7 @@ from torch import nn
 
 from accelerate.base.imports import is_transformers_available
 from accelerate.base.nested import recursively_apply
-from accelerate.checkpoint.state import Entries, Wanted, collected, run_on_all_ranks
+from accelerate.checkpoint.state import run_on_all_ranks
 from accelerate.config.deepspeed import DeepSpeedPlugin
 from accelerate.config.handlers import GradScalerKwargs
 from accelerate.modules.unwrap import compile_regions_deepspeed
@@ -22,12 +22,13 @@ from accelerate.precision import amp
 from accelerate.runtime import simulated
 from accelerate.runtime.run import Run
 from accelerate.strategies.base import Strategy
-from accelerate.strategies.deepspeed import checkpoint, ulysses
+from accelerate.strategies.deepspeed import ulysses
 from accelerate.strategies.deepspeed.wrappers import (
     DeepSpeedOptimizerWrapper,
     DeepSpeedSchedulerWrapper,
     DummyOptim,
     DummyScheduler,
+    is_engine,
     map_pytorch_optim_to_deepspeed,
 )
 
@@ -224,8 +225,7 @@ class DeepSpeed(Strategy):
     """
 
     name = "deepspeed"
-    saves_shards = True
-    save_options = ("client_state", "save_latest", "exclude_frozen_parameters")
+    prepares_together = "_prepare_deepspeed"
 
     # -- prepare -------------------------------------------------------------------------------------------------
 
@@ -304,9 +304,14 @@ class DeepSpeed(Strategy):
         """None: the engine scales losses."""
         return None
 
-    def owns_state(self, model: nn.Module) -> bool:
-        """Whether it is an engine, which saves and loads its optimizer with its weights."""
-        return is_engine(model)
+    def whole_parameters(self, accelerator: Run, model: nn.Module) -> contextlib.AbstractContextManager[nn.Module]:
+        """Refuse stage 3, which frees parameters after each forward; at other stages all ranks have them. All ranks."""
+        if is_engine(model) and model.zero_optimization_stage() == 3:
+            raise NotImplementedError(
+                "whole_parameters at ZeRO stage 3: the engine frees each module's parameters after its forward. Call "
+                "unwrap_model(model).generate(...) on all ranks without it, or take whole tensors from stream_weights."
+            )
+        return super().whole_parameters(accelerator, model)
 
     # -- step ----------------------------------------------------------------------------------------------------
 
@@ -362,67 +367,6 @@ class DeepSpeed(Strategy):
             )
         return engines[0].get_global_grad_norm()
 
-    # -- checkpoint ----------------------------------------------------------------------------------------------
-
-    def whole_tensors(self, accelerator: Run, model: nn.Module, wanted: Wanted = bool) -> Entries:
-        """Gather a module of stage 3 at a time, on each rank; at other stages all ranks have the weights. All ranks, in step."""
-        if is_engine(model) and model.zero_optimization_stage() == 3:
-            return checkpoint.entries(model, wanted)
-        return super().whole_tensors(accelerator, model, wanted)
-
-    def whole_parameters(self, accelerator: Run, model: nn.Module) -> contextlib.AbstractContextManager[nn.Module]:
-        """Refuse stage 3, which frees parameters after each forward; at other stages all ranks have them. All ranks."""
-        if is_engine(model) and model.zero_optimization_stage() == 3:
-            raise NotImplementedError(
-                "whole_parameters at ZeRO stage 3: the engine frees each module's parameters after its forward. Call "
-                "unwrap_model(model).generate(...) on all ranks without it, or take whole tensors from stream_weights."
-            )
-        return super().whole_parameters(accelerator, model)
-
-    def model_state(self, accelerator: Run, model: nn.Module, unwrap: bool) -> dict[str, Any] | None:
-        """Return the whole state dict, an engine's under the names of its module; of stage 3 on rank 0 alone, None elsewhere. All ranks."""
-        if not is_engine(model):
-            return super().model_state(accelerator, model, unwrap)
-        checkpoint.require_gathering(model, accelerator.state.deepspeed_plugin.deepspeed_config)
-        # Copies: ZeRO keeps parameters as views of one buffer.
-        everywhere = model.zero_optimization_stage() < 3
-        return collected(self.whole_tensors(accelerator, model), model, everywhere) or None
-
-    def save_model(self, accelerator: Run, state: dict[str, Any], folder: Any, index: int, **options: Any) -> None:
-        """Put what the engine has into a `SavePlan`, its optimizer included; the weights of a model without optimizer. All ranks."""
-        model = accelerator._models[index]
-        own = {name: options.pop(name) for name in self.save_options if name in options}
-        if is_engine(model) and model.basic_optimizer is not None:
-            checkpoint.save(model, folder, index, **own)
-        else:  # which DeepSpeed does not save
-            state = super().model_state(accelerator, model, True) if not is_engine(model) else None
-            state = state or collected(self.whole_tensors(accelerator, model), model)
-            super().save_model(accelerator, state, folder, index, **options)
-
-    def load_model(self, accelerator: Run, model: nn.Module, folder: str, index: int, **options: Any) -> Any:
-        """Return what loads the engine's part, its optimizer included. All ranks."""
-        if not is_engine(model):
-            return super().load_model(accelerator, model, folder, index, **options)
-        trained = [known.engine for known in accelerator.prepared.engines]
-        return checkpoint.read(
-            model,
-            folder,
-            index,
-            optimizer=trained.index(model) if model in trained else 0,
-            strict=options.get("strict", True),
-            weights_only=(options.get("load_kwargs") or {}).get("weights_only", True),
-        )
-
-    def save_optimizer(self, accelerator: Run, optimizer: Any, folder: str, index: int, **options: Any) -> None:
-        """Nothing: the engine's part has it."""
-
-    def load_optimizer(self, accelerator: Run, optimizer: Any, folder: str, index: int, **options: Any) -> Any:
-        """Nothing: the engine's part has it."""
-
-    def checkpointed_schedulers(self, accelerator: Run) -> list[Any]:
-        """Return the schedulers that no engine saves."""
-        return [item for item in accelerator._schedulers if not isinstance(item, DeepSpeedSchedulerWrapper)]
-
     # -- end -----------------------------------------------------------------------------------------------------
 
     def release(self, accelerator: Run) -> None:
@@ -451,11 +395,6 @@ def _cast_to_bf16(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         (args, kwargs),
         test_type=lambda value: isinstance(value, torch.Tensor) and value.is_floating_point(),
     )
-
-
-def is_engine(model: Any) -> bool:
-    """Whether this is a prepared engine, not a model that was prepared for evaluation alone."""
-    return hasattr(model, "save_checkpoint") and hasattr(model, "zero_optimization_stage")
 
 
 def reached(loss: torch.Tensor, engines: Sequence[Any]) -> list[Any]:

@@ -179,3 +179,8 @@ class DummyScheduler:
         self.warmup_num_steps = warmup_num_steps
         self.lr_scheduler_callable = lr_scheduler_callable
         self.kwargs = kwargs
+
+
+def is_engine(model: Any) -> bool:
+    """Whether this is a prepared engine, not a model that was prepared for evaluation alone."""
+    return hasattr(model, "save_checkpoint") and hasattr(model, "zero_optimization_stage")

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from accelerate.checkpoint.state import Entries, Wanted, run_on_all_ranks, tied_again
+from accelerate.checkpoint.model_io import tied_again
+from accelerate.checkpoint.state import Entries, Wanted, run_on_all_ranks
 from accelerate.comm.operations import send_to_device
 from accelerate.config.megatron import MegatronLMPlugin
 from accelerate.parallel.mesh import take_from_first

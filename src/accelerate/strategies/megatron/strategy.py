@@ -1,22 +1,15 @@
 """The strategy: core's groups at the beginning, engines at `prepare`, their files in a checkpoint."""
 
 import copy
-import io
-import os
 from collections.abc import Iterable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from accelerate.checkpoint import manifest
-from accelerate.checkpoint.dcp import read_metadata
-from accelerate.checkpoint.load import CheckpointFolder, Deferred, refuse_misfit
-from accelerate.checkpoint.state import Entries, Wanted, collected, run_on_all_ranks
+from accelerate.checkpoint.state import run_on_all_ranks
 from accelerate.config.handlers import GradScalerKwargs
 from accelerate.data import adapter
 from accelerate.parallelism_config import ParallelismConfig
@@ -37,7 +30,7 @@ class MegatronLM(Strategy):
     """
 
     name = "megatron"
-    saves_shards = True
+    prepares_together = "_prepare_megatron_lm"
 
     # -- prepare -------------------------------------------------------------------------------------------------
 
@@ -145,13 +138,9 @@ class MegatronLM(Strategy):
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> nn.Module:
         """Return the transformers model, which has no weights while its engine trains. Any rank, alone."""
-        if self.owns_state(model):
+        if isinstance(model, MegatronEngine):
             return model.source
         return super().unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
-
-    def owns_state(self, model: nn.Module) -> bool:
-        """Whether it is an engine, which saves and loads its optimizer with its weights."""
-        return isinstance(model, MegatronEngine)
 
     # -- step ----------------------------------------------------------------------------------------------------
 
@@ -164,90 +153,6 @@ class MegatronLM(Strategy):
         """Return the norm of the last step's gradients, which core has clipped to the plugin's `gradient_clipping`. Any rank."""
         given = {id(one) for one in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)}
         for model in accelerator._models:
-            if self.owns_state(model) and any(id(one) in given for one in model.parameters()):
+            if isinstance(model, MegatronEngine) and any(id(one) in given for one in model.parameters()):
                 return torch.tensor(float("nan") if model.grad_norm is None else float(model.grad_norm))
         raise ValueError("clip_grad_norm_ got parameters of no prepared model. Pass model.parameters().")
-
-    # -- checkpoint ----------------------------------------------------------------------------------------------
-
-    def whole_tensors(self, accelerator: Run, model: nn.Module, wanted: Wanted = bool) -> Entries:
-        """Gather a parameter at a time, and send it to the other stages. All ranks, in step."""
-        return model.entries(wanted) if self.owns_state(model) else super().whole_tensors(accelerator, model, wanted)
-
-    def model_state(self, accelerator: Run, model: nn.Module, unwrap: bool) -> dict[str, Any]:
-        """Return the whole state dict under the names of transformers. All ranks."""
-        if not self.owns_state(model):
-            return super().model_state(accelerator, model, unwrap)
-        state = collected(model.entries(bool), model.source, everywhere=True)
-        return {name: state[name] for name in model.source.state_dict()}
-
-    def save_model(self, accelerator: Run, state: dict[str, Any], folder: Any, index: int, **options: Any) -> None:
-        """Let core write the engine's part into the staged folder, its optimizer included. All ranks."""
-        from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
-        place = os.path.join(folder.folder, _folder(index))
-        os.makedirs(place, exist_ok=True)
-        accelerator.wait_for_everyone()
-        accelerator._models[index].save(place)
-        states = {name: torch.as_tensor(value) for name, value in get_cuda_rng_tracker().get_states().items()}
-        folder.add_object(f"{_folder(index)}/rng_{accelerator.process_index}_states.pt", states)
-
-    def load_model(self, accelerator: Run, model: nn.Module, folder: str, index: int, **options: Any) -> Any:
-        """Compare an engine with what core wrote, and return what loads that, its optimizer included. All ranks load."""
-        from megatron.core.dist_checkpointing import load_common_state_dict
-
-        place = os.path.join(folder, _folder(index))
-        if not os.path.isdir(place):
-            raise FileNotFoundError(
-                f"{folder!r} has no {_folder(index)}: Megatron-LM did not write it. Load it with the strategy that did, save_model, and load those "
-                "weights into the transformers model before prepare."
-            )
-        if isinstance(folder, CheckpointFolder):
-            names = [name for name in folder.listing.files if name.startswith(f"{_folder(index)}/")]
-            folder.check(names, shared=True)
-        _refuse_code(place)
-        refuse_misfit(place, type(model.source).__name__, model.misfits(place))
-        common, own = load_common_state_dict(place), [model.plugin.tp_degree, model.plugin.pp_degree]
-        divided, wanted = common.get("divided"), model.optimizer is not None and not model.plugin.no_load_optim
-        if wanted and "divided" not in common:
-            raise RuntimeError(f"{place} has no state of an optimizer; nothing was loaded. Set no_load_optim=True.")
-        if wanted and divided not in (None, own):
-            raise RuntimeError(
-                f"{place} has a distributed optimizer of tp_degree, pp_degree = {divided}, and here they are {own}; nothing was loaded. Without Apex or "
-                "Transformer Engine, set no_load_optim=True, or save it with use_distributed_optimizer=False."
-            )
-        return Deferred(None, partial(_load, model, place, accelerator.process_index, options.get("strict", True)))
-
-    def save_optimizer(self, accelerator: Run, optimizer: Any, folder: str, index: int, **options: Any) -> None:
-        """Nothing: the engine's part has it."""
-
-    def load_optimizer(self, accelerator: Run, optimizer: Any, folder: str, index: int, **options: Any) -> Any:
-        """Nothing: the engine's part has it."""
-
-    def checkpointed_schedulers(self, accelerator: Run) -> list[Any]:
-        """Return the schedulers that no engine saves."""
-        return [item for item in accelerator._schedulers if not isinstance(item, MegatronLMSchedulerWrapper)]
-
-
-def _folder(index: int) -> str:
-    return manifest.indexed("megatron_model", index, "")
-
-
-def _refuse_code(place: str) -> None:
-    """Raise for metadata and objects whose pickles name anything but plain records and tensors: core reads them without a look. Any rank."""
-    metadata = read_metadata(place)
-    for index, where in metadata.storage_data.items():
-        if isinstance(metadata.state_dict_metadata[index.fqn], BytesStorageMetadata):
-            with open(os.path.join(place, where.relative_path), "rb") as file:
-                file.seek(where.offset)
-                torch.load(io.BytesIO(file.read(where.length)), weights_only=True)
-
-
-def _load(engine: MegatronEngine, place: str, rank: int, strict: bool) -> None:
-    """Let core load what it has written. All ranks."""
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
-    engine.load(place, strict)
-    file = os.path.join(place, f"rng_{rank}_states.pt")
-    if os.path.isfile(file):
-        get_cuda_rng_tracker().set_states(torch.load(file, weights_only=True))

@@ -18,7 +18,7 @@ from accelerate.accelerator import Accelerator
 from accelerate.comm.operations import broadcast, broadcast_object_list, gather, gather_object, reduce
 from accelerate.config.handlers import GradientAccumulationPlugin
 from accelerate.config.project import DataLoaderConfiguration
-from accelerate.runtime import traits
+from accelerate.config.strategies import traits_of
 from accelerate.runtime.random import set_seed
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.test_utils.testing import are_the_same_tensors
@@ -229,7 +229,7 @@ class _Run:
 
     def require_alike(self) -> None:
         """Raise where weights of which each rank has the whole differ between the ranks."""
-        whole = not traits.of(self.accelerator.distributed_type).sharded
+        whole = not traits_of(self.accelerator.distributed_type).sharded
         for name, parameter in self.plain.named_parameters() if whole else ():
             if isinstance(parameter, DTensor):
                 continue
