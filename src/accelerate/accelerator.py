@@ -33,11 +33,15 @@ from accelerate.comm.base import Communicator
 from accelerate.config.enums import DistributedType, DynamoBackend, FP8BackendType, LoggerType, RNGType
 from accelerate.config.handlers import (
     AutocastKwargs,
+    DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
     KwargsHandler,
     ProfileKwargs,
     TorchDynamoPlugin,
 )
+from accelerate.config.low_bit import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from accelerate.config.project import DataLoaderConfiguration, ProjectConfiguration
 from accelerate.config.strategies import traits_of
 from accelerate.data.build import plan_of, prepare_data_loader, skip_first_batches  # noqa: F401 - see `_replaceable`
@@ -54,6 +58,7 @@ from accelerate.precision.ao import convert_model_to_fp8_ao
 from accelerate.process import Processes
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.strategies import registry
+from accelerate.strategies.base import Strategy
 from accelerate.trackers.base import GeneralTracker
 from accelerate.trackers.registry import filter_trackers
 from accelerate.training import (
@@ -68,6 +73,7 @@ from accelerate.training import (
 from accelerate.training import conditional as conditionals
 from accelerate.training import prepare as preparation
 from accelerate.training.prepared import PreparedObjects
+from accelerate.training.run import PreparationWatcher
 from accelerate.training.window import Window
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
@@ -105,12 +111,13 @@ def _mesh_rank(dimension: str, what: str) -> Any:
     return property(lambda self: mesh.dimension_rank(self, dimension, what))
 
 
-def _replaceable(name: str) -> Callable:
+def _replaceable(name: str) -> Callable[..., Any]:
     """Return a function of this module that libraries replace here, and that has the name of a method."""
-    return getattr(sys.modules[__name__], name)
+    function: Callable[..., Any] = getattr(sys.modules[__name__], name)
+    return function
 
 
-def _from_main_process(method: Callable) -> Callable:
+def _from_main_process(method: Callable[..., None]) -> Callable[..., None]:
     """Make a method run on the main process alone, unless one of the trackers works on every rank."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -122,7 +129,7 @@ def _from_main_process(method: Callable) -> Callable:
     # The recorded signature is (*args, **kwargs); the source is that of the method.
     signature = inspect.signature(run)
     functools.update_wrapper(run, method)
-    run.__signature__ = signature
+    run.__signature__ = signature  # type: ignore[attr-defined]  # for `inspect`
     return run
 
 
@@ -216,20 +223,36 @@ class Accelerator(Processes):
     data_parallel_rank: int = _mesh_rank("dp_replicate", "Data parallelism")
     data_parallel_shard_rank: int = _mesh_rank("dp_shard", "Shard-based data parallelism")
 
+    # What the constructor sets from `kwargs_handlers`.
+    ddp_handler: DistributedDataParallelKwargs | None
+    scaler_handler: GradScalerKwargs | None
+    init_handler: InitProcessGroupKwargs | None
+    autocast_handler: AutocastKwargs | None
+    profile_handler: ProfileKwargs | None
+    fp8_recipe_handler: FP8RecipeKwargs | None
+    ao_recipe_handler: AORecipeKwargs | None
+    te_recipe_handler: TERecipeKwargs | None
+    msamp_recipe_handler: MSAMPRecipeKwargs | None
+    deepspeed_config: dict[str, Any]  # set when DeepSpeed makes an engine
+
     # Subclasses of libraries set what the constructor sets, and do not call it; these are the attributes that they do not know.
+    state: AcceleratorState
+    gradient_state: GradientState
     prepared: PreparedObjects = _derived(lambda self: PreparedObjects())
     fp8_enabled: bool = _derived(lambda self: precision(self.state.mixed_precision).needs_engine)
-    _strategy = _derived(lambda self: registry.resolve(self.state))
+    _strategy: Strategy = _derived(lambda self: registry.resolve(self.state))
     _state_io = property(lambda self: registry.load_state_io(self._strategy.name))
-    _fp8_backend = _derived(lambda self: fp8.setup(self, {}))
+    _fp8_backend: FP8BackendType = _derived(lambda self: fp8.setup(self, {}))
     _scales_loss = _derived(lambda self: traits_of(self.state.distributed_type).scales_loss)
     _window = _derived(lambda self: Window())
     _background = _derived(lambda self: Background())
     _finished_trackers = _derived(lambda self: [])
     _exact_accumulation = _derived(lambda self: self.gradient_state.plugin_kwargs.get("exact", False))
     _sync_each_batch = _derived(lambda self: self.gradient_state.plugin_kwargs.get("sync_each_batch", False))
-    deepspeed_config: dict[str, Any]  # set when DeepSpeed makes an engine
-    _cp_context = _meter = _loaded_checkpoint = _unfinished_save = _replica_check = None
+    _cp_context = _meter = None
+    _replica_check: PreparationWatcher | None = None
+    _loaded_checkpoint: str | None = None
+    _unfinished_save: str | None = None
 
     def __init__(
         self,
@@ -245,7 +268,7 @@ class Accelerator(Processes):
         megatron_lm_plugin: Any = None,
         rng_types: list[str | RNGType] | None = None,
         log_with: str | LoggerType | GeneralTracker | list[str | LoggerType | GeneralTracker] | None = None,
-        project_dir: str | os.PathLike | None = None,
+        project_dir: str | os.PathLike[str] | None = None,
         project_config: ProjectConfiguration | None = None,
         gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
         step_scheduler_with_optimizer: bool = True,
@@ -310,8 +333,8 @@ class Accelerator(Processes):
         self._dataloaders: list[Any] = []
         self._custom_objects: list[Any] = []
         self.deepspeed_engine_wrapped: Any = None
-        self._load_model_state_pre_hook: OrderedDict[int, Callable] = OrderedDict()
-        self._save_model_state_pre_hook: OrderedDict[int, Callable] = OrderedDict()
+        self._load_model_state_pre_hook: OrderedDict[int, Callable[..., None]] = OrderedDict()
+        self._save_model_state_pre_hook: OrderedDict[int, Callable[..., None]] = OrderedDict()
         self.flag_tensor: torch.Tensor | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Accelerator":
@@ -452,7 +475,7 @@ class Accelerator(Processes):
             return known
         # Looked up on the instance, because libraries replace these methods there.
         if kind == "loader":
-            result = self.prepare_data_loader(obj, device_placement=device_placement)
+            result: Any = self.prepare_data_loader(obj, device_placement=device_placement)
         elif kind == "model":
             result = self.prepare_model(obj, device_placement=device_placement)
         elif kind == "optimizer":
@@ -620,10 +643,10 @@ class Accelerator(Processes):
 
     def prepare_data_loader(
         self,
-        data_loader: torch.utils.data.DataLoader,
+        data_loader: torch.utils.data.DataLoader[Any],
         device_placement: bool | None = None,
-        slice_fn_for_dispatch: Callable | None = None,
-    ) -> torch.utils.data.DataLoader:
+        slice_fn_for_dispatch: Callable[..., Any] | None = None,
+    ) -> torch.utils.data.DataLoader[Any]:
         """Prepare one data loader, so that each rank reads its own part. All ranks.
 
         Args:
@@ -640,7 +663,10 @@ class Accelerator(Processes):
             2
         """
         build = _replaceable("prepare_data_loader")
-        return preparation.prepare_data_loader(self, data_loader, device_placement, build, slice_fn_for_dispatch)
+        loader: torch.utils.data.DataLoader[Any] = preparation.prepare_data_loader(
+            self, data_loader, device_placement, build, slice_fn_for_dispatch
+        )
+        return loader
 
     def _prepare_device_mesh(self) -> None:
         """Build the device mesh that ``parallelism_config`` describes."""
@@ -852,7 +878,7 @@ class Accelerator(Processes):
 
     # -- gradients -----------------------------------------------------------------------------------------------
 
-    def accumulate(self, *models: nn.Module, num_items: Any = None) -> contextlib.AbstractContextManager:
+    def accumulate(self, *models: nn.Module, num_items: Any = None) -> contextlib.AbstractContextManager[None]:
         """Return the context of one micro-batch: in it, prepared optimizers step only at the end of their accumulation step.
 
         The forward pass belongs into it, too: under DDP it decides whether the backward pass exchanges gradients.
@@ -882,7 +908,7 @@ class Accelerator(Processes):
         """Count a micro-batch, and decide whether gradients are synchronised in it."""
         gradients.advance(self)
 
-    def no_sync(self, model: nn.Module) -> contextlib.AbstractContextManager:
+    def no_sync(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
         """Return a context in which a model's gradients stay on their rank.
 
         With FSDP each rank keeps whole gradients meanwhile (`fully_shard` does that by `set_requires_gradient_sync`), which
@@ -900,7 +926,7 @@ class Accelerator(Processes):
         return gradients.no_sync(self, registry.resolve(self.state), model)
 
     @staticmethod
-    def trigger_sync_in_backward(model: nn.Module) -> contextlib.AbstractContextManager:
+    def trigger_sync_in_backward(model: nn.Module) -> contextlib.AbstractContextManager[None]:
         """Return a context whose backward pass synchronises, although the forward passes ran under ``no_sync``.
 
         Args:
@@ -918,7 +944,7 @@ class Accelerator(Processes):
 
     def join_uneven_inputs(
         self, joinables: Sequence[Any], even_batches: bool | None = None
-    ) -> contextlib.AbstractContextManager:
+    ) -> contextlib.AbstractContextManager[None]:
         """Return a context in which ranks may have different numbers of batches. All ranks.
 
         Args:
@@ -1113,7 +1139,7 @@ class Accelerator(Processes):
             (True, False)
         """
         flag = torch.tensor(0, device=self.device) if self.flag_tensor is None else self.flag_tensor
-        raised = self._communicator.all_reduce(flag.clone(), "sum").item() >= 1
+        raised: bool = self._communicator.all_reduce(flag.clone(), "sum").item() >= 1
         if raised:
             self.flag_tensor = torch.tensor(0, device=self.device)
         return raised
@@ -1133,7 +1159,7 @@ class Accelerator(Processes):
 
     # -- contexts ------------------------------------------------------------------------------------------------
 
-    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> contextlib.AbstractContextManager:
+    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> contextlib.AbstractContextManager[None]:
         """Return the autocast context of the precision in force, for code outside a prepared model's forward.
 
         Args:
@@ -1179,7 +1205,7 @@ class Accelerator(Processes):
         buffers: list[torch.Tensor] | None = None,
         buffer_seq_dims: list[int] | None = None,
         no_restore_buffers: set[torch.Tensor] | None = None,
-    ) -> contextlib.AbstractContextManager:
+    ) -> contextlib.AbstractContextManager[None]:
         """Return the context in which buffers are sharded along their sequence, if context parallelism is on.
 
         Args:
@@ -1202,7 +1228,7 @@ class Accelerator(Processes):
 
     def save_state(
         self,
-        output_dir: str | os.PathLike | None = None,
+        output_dir: str | os.PathLike[str] | None = None,
         safe_serialization: bool = True,
         blocking: bool | None = None,
         **save_model_func_kwargs: Any,
@@ -1252,8 +1278,8 @@ class Accelerator(Processes):
 
     def load_state(
         self,
-        input_dir: str | os.PathLike | None = None,
-        load_kwargs: dict | None = None,
+        input_dir: str | os.PathLike[str] | None = None,
+        load_kwargs: dict[str, Any] | None = None,
         latest: bool = False,
         missing_ok: bool = False,
         **load_model_func_kwargs: Any,
@@ -1289,7 +1315,7 @@ class Accelerator(Processes):
         """
         return restoring.load_state(self, input_dir, load_kwargs, latest, missing_ok, **load_model_func_kwargs)
 
-    def save(self, obj: Any, f: str | os.PathLike, safe_serialization: bool = False) -> None:
+    def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
         """Save an object to disk, once per run (or per machine, where the project says so). All ranks may call it.
 
         Args:
@@ -1310,7 +1336,7 @@ class Accelerator(Processes):
     def save_model(
         self,
         model: nn.Module,
-        save_directory: str | os.PathLike,
+        save_directory: str | os.PathLike[str],
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
@@ -1406,7 +1432,7 @@ class Accelerator(Processes):
         """
         return self._strategy.whole_parameters(self, model)
 
-    def save_adapter(self, model: nn.Module, save_directory: str | os.PathLike) -> None:
+    def save_adapter(self, model: nn.Module, save_directory: str | os.PathLike[str]) -> None:
         """Save the adapters of a model that PEFT has extended, whole, as ``PeftModel.from_pretrained`` reads them. All ranks.
 
         Rank 0 writes ``adapter_model.safetensors`` and ``adapter_config.json``; an adapter that is not called "default" goes into a
@@ -1536,7 +1562,10 @@ class Accelerator(Processes):
 
     @_from_main_process
     def init_trackers(
-        self, project_name: str, config: dict | None = None, init_kwargs: dict[str, dict] | None = None
+        self,
+        project_name: str,
+        config: dict[str, Any] | None = None,
+        init_kwargs: dict[str, dict[str, Any]] | None = None,
     ) -> None:
         """Start the trackers that ``log_with`` named.
 
@@ -1557,7 +1586,7 @@ class Accelerator(Processes):
         return metrics.get_tracker(self, name, unwrap)
 
     @_from_main_process
-    def log(self, values: dict, step: int | None = None, log_kwargs: dict | None = None) -> None:
+    def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
         """Log values to every running tracker.
 
         Args:

@@ -58,16 +58,25 @@ class Run(Protocol):
     fp8_recipe_handler: Any
     ao_recipe_handler: Any
     te_recipe_handler: Any
-    parallelism_config: ParallelismConfig | None
-    torch_device_mesh: Any
     project_configuration: ProjectConfiguration
-    prepared: Prepared
     _models: list[nn.Module]
     _optimizers: list[Any]
     _schedulers: list[Any]
     _dataloaders: list[Any]
     _custom_objects: list[Any]
     _cp_context: Any
+
+    @property
+    def parallelism_config(self) -> ParallelismConfig | None:
+        """The sizes of the mesh's dimensions."""
+
+    @property
+    def torch_device_mesh(self) -> Any:
+        """The mesh of devices, or None."""
+
+    @property
+    def prepared(self) -> Prepared:
+        """What is prepared and registered."""
 
     def verify_device_map(self, model: nn.Module) -> bool:
         """Say whether a device map has placed a model on several devices."""

@@ -296,11 +296,12 @@ def chain(model: nn.Module) -> list[nn.Module]:
 
 def prepare_model(
     accelerator: TrainingRun, model: nn.Module, device_placement: bool | None, evaluation_mode: bool
-) -> Any:
+) -> nn.Module:
     """Place, cast, wrap and compile a new model, and register it with everything inside it."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"prepare_model() got model={model!r} ({type(model).__name__}); pass a torch.nn.Module.")
-    if (known := find_prepared(accelerator, model, "model", evaluation_mode)) is not None:
+    known: nn.Module | None = find_prepared(accelerator, model, "model", evaluation_mode)
+    if known is not None:
         return known
     if shared := prepared.shared_part(accelerator.prepared, model):
         warn_user(
