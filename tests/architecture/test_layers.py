@@ -19,6 +19,7 @@ LAYERS: list[str] = [
     "runtime.slurm runtime.failure runtime.ranks runtime.ports runtime.random runtime.rendezvous "
     "runtime.simulated runtime.run diagnostics process state",
     "logging modules precision optimizer scheduler",
+    "strategies.mesh strategies.consistency strategies.shard strategies.fsdp",
     "data offload hooks big_modeling trackers parallel diagnostics.precision diagnostics.throughput precision.quantize",
     "checkpoint checkpointing utils.fsdp_utils diagnostics.memory diagnostics.inventory diagnostics.activations "
     "diagnostics.estimator",

@@ -9,8 +9,8 @@ from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from accelerate.config.strategies import traits_of
-from accelerate.parallel.shard import local_part
 from accelerate.runtime import torch_private
+from accelerate.strategies.shard import local_part
 from accelerate.training.prepared import Facade
 
 # Its name in the state of each parameter.

@@ -25,8 +25,8 @@ from accelerate.config.strategies import is_pipeline, traits_of
 from accelerate.data.iterable import uneven_ends
 from accelerate.modules.unwrap import is_compiled_module
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.parallel import consistency
 from accelerate.precision import master, scaling
+from accelerate.strategies import consistency
 from accelerate.strategies.base import Strategy
 from accelerate.training.prepared import Facade
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode as get_curre
 from accelerate import Accelerator
 from accelerate.diagnostics.throughput import NAMED, PARTS, ThroughputRow, scored
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.parallel.consistency import checksum
+from accelerate.strategies.consistency import checksum
 
 
 def rows(*owns, spread=0.0):
