@@ -38,11 +38,6 @@ def test_the_sampler_can_be_replaced(batch_size, of_the_first_shard):
         adapter.set_sampler(DataLoader(DATA, batch_sampler=[[0, 1]]), SequentialSampler(DATA))
 
 
-def test_the_sampler_of_a_loader_without_batches():
-    sampler = SequentialSampler(DATA)
-    assert adapter.get_sampler(DataLoader(DATA, None, sampler=sampler)) is sampler
-
-
 def test_everybody_who_wants_hears_the_epoch_once():
     heard = []
 

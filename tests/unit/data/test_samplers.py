@@ -13,24 +13,10 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 from accelerate.data.build import prepare_data_loader
 from accelerate.data.samplers import (
     BatchSamplerShard,
-    ReplayableRandomSampler,
     SeedableRandomSampler,
     SkipBatchSampler,
     batches_from,
 )
-
-
-@pytest.mark.parametrize("options", [{}, {"num_samples": 5}, {"replacement": True, "num_samples": 70}])
-def test_adopted_sampler_draws_what_the_plain_one_draws(options):
-    torch.manual_seed(3)
-    plain = RandomSampler(range(40), **options)
-    want, after = [list(plain), list(plain)], torch.rand(1)
-    torch.manual_seed(3)
-    adopted = RandomSampler(range(40), **options)
-    ReplayableRandomSampler.adopt(adopted)
-    assert [list(adopted), list(adopted)] == want
-    assert torch.rand(1) == after and adopted.generator is None
-
 
 # -- an epoch's order as a tensor: the draws are torch's ------------------------------------------------------------------
 
