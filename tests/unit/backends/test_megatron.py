@@ -98,9 +98,8 @@ def test_fp16_is_scaled_by_core(alone, monkeypatch):
     wanted = {"fp16": True, "initial_loss_scale": 1024.0, "loss_scale_window": 50, "hysteresis": 4}
     assert wanted.items() <= core.told[OPTIMIZER].items() and accelerator.scaler is None
     assert (core.told[MODEL]["fp16"], core.told[MODEL]["params_dtype"]) == (True, torch.float16)
-    assert isinstance(
-        engine.module.module, megatron_fake.Wrapper
-    )  # core's Float16Module inside its DistributedDataParallel
+    # Core's Float16Module is inside its DistributedDataParallel.
+    assert isinstance(engine.module.module, megatron_fake.Wrapper)
     assert not accelerator.optimizer_step_was_skipped
     optimizer.optimizer.step_was_skipped = True
     assert accelerator.optimizer_step_was_skipped
@@ -131,18 +130,9 @@ def test_schedules_and_groups_reach_core(alone, monkeypatch):
     _, (engine, *_) = prepared(llama(), scheduler=schedule, weight_decay_incr_style="linear", **options)
     told = core.told["OptimizerParamScheduler"]
     assert told.pop("optimizer") is engine.optimizer
-    assert told == {
-        "init_lr": 0.0,
-        "max_lr": 0.5,
-        "min_lr": 0.01,
-        "lr_warmup_steps": 2,
-        "lr_decay_steps": 20,
-        "lr_decay_style": "cosine",
-        "start_wd": 0.1,
-        "end_wd": 0.2,
-        "wd_incr_steps": 20,
-        "wd_incr_style": "linear",
-    }
+    rates = {"init_lr": 0.0, "max_lr": 0.5, "min_lr": 0.01, "lr_warmup_steps": 2, "lr_decay_steps": 20}
+    decays = {"start_wd": 0.1, "end_wd": 0.2, "wd_incr_steps": 20, "wd_incr_style": "linear"}
+    assert told == {**rates, "lr_decay_style": "cosine", **decays}
     (group,) = engine.optimizer.param_groups
     assert (group["lr"], group["max_lr"], group["weight_decay"], group["wd_mult"]) == (0.5, 0.5, 0.25, 1.0)
 
