@@ -55,10 +55,10 @@ def plant(folder: Path, name: str, inner: str, target: Path, number: int) -> Non
 
 
 def tree(folder: Path) -> dict[str, str]:
-    kinds = {
-        path: "link" if path.is_symlink() else "file" if path.is_file() else "folder" for path in folder.rglob("*")
-    }
-    return {path.relative_to(folder).as_posix(): kind for path, kind in kinds.items()}
+    def kind(path):
+        return "link" if path.is_symlink() else "file" if path.is_file() else "folder"
+
+    return {path.relative_to(folder).as_posix(): kind(path) for path in folder.rglob("*")}
 
 
 def prune_by_command(folder: Path) -> None:
@@ -194,10 +194,8 @@ def test_a_folder_of_checkpoints_that_cannot_be_read_is_listed_as_such(tmp_path,
 
     monkeypatch.setattr(os, "scandir", refuses)
     found = {one.name: (one.state.kind, one.state.reason) for one in survey(LocalStorage(tmp_path))}
-    assert found == {
-        "checkpoint_0": ("complete", ""),
-        "checkpoints": ("incomplete", "it cannot be read: Permission denied"),
-    }
+    unreadable = ("incomplete", "it cannot be read: Permission denied")
+    assert found == {"checkpoint_0": ("complete", ""), "checkpoints": unreadable}
     assert not plan_pruning(LocalStorage(tmp_path), 1).old
     with pytest.raises(OSError, match="Permission denied"):  # which is no reason to begin anew
         accelerator.load_state(latest=True, missing_ok=True)
@@ -240,11 +238,9 @@ def test_links_of_the_user_as_the_target_still_work(tmp_path):
     """The project's folder, `checkpoints`, and a checkpoint may be links to another disk."""
     disk, project = tmp_path / "disk", tmp_path / "project"
     (disk / "checkpoints").mkdir(parents=True), (disk / "one").mkdir()
-    (
-        project.mkdir(),
-        (project / "checkpoints").symlink_to(disk / "checkpoints"),
-        (project / "one").symlink_to(disk / "one"),
-    )
+    project.mkdir()
+    for name in ("checkpoints", "one"):
+        (project / name).symlink_to(disk / name)
     (tmp_path / "linked").symlink_to(project)
     accelerator = run_of(tmp_path / "linked", limit=2)
     for _ in range(3):

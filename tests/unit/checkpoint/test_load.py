@@ -67,12 +67,8 @@ def test_schedulers_of_torch_load_without_trust(tmp_path):
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
     with torch.serialization.safe_globals(TORCH_SAFE_GLOBALS):
         pass  # torch forgets them now, also where they were allowed before
-    rules = {
-        "MultiStepLR": [[1, 2]],
-        "LambdaLR": [lambda _: 1.0],
-        "OneCycleLR": [numpy.float64(0.1), 10],
-        "ReduceLROnPlateau": [],
-    }
+    rules = {"MultiStepLR": [[1, 2]], "LambdaLR": [lambda _: 1.0], "ReduceLROnPlateau": []}
+    rules["OneCycleLR"] = [numpy.float64(0.1), 10]
     for kind, arguments in rules.items():
         scheduler = getattr(torch.optim.lr_scheduler, kind)(optimizer, *arguments)
         checkpointing.save_accelerator_state(tmp_path, [], [], [scheduler], [], 0, 0)
