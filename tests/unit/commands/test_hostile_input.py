@@ -161,13 +161,8 @@ def test_a_configuration_names_models_alone(accelerate, place, monkeypatch, name
     called = []
     for name in ("pipeline", "Trainer"):
         monkeypatch.setattr(transformers, name, lambda *args, **rest: called.append(args), raising=False)
-    sizes = {
-        "vocab_size": 100,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-        "hidden_size": 16,
-        "intermediate_size": 32,
-    }
+    sizes = {"vocab_size": 100, "num_hidden_layers": 1, "num_attention_heads": 4}
+    sizes |= {"hidden_size": 16, "intermediate_size": 32}
     (place / "config.json").write_text(json.dumps({"model_type": "llama", **sizes, "architectures": named}))
     status, out, err = accelerate("estimate-memory", "config.json")
     assert not called and "Traceback" not in err

@@ -63,10 +63,8 @@ def test_activations_are_measured_and_blocks_that_are_left_out_are_put_back():
     assert [segment.peak - segment.end for segment in forward] == [kept] * 6
     assert profile.flops == 6 * 2 * 16 * 64 * 64 * 3 - 2 * 16 * 64 * 64, "the batch needs no gradient"
     whole = measure(lambda: Net(3), batch, Layout(micro_batch=2), 8)
-    assert (
-        measure(Net, batch, Layout(micro_batch=4), 8).segments
-        == profile.extended(measure(Net, batch, Layout(), 8), 4).segments
-    )
+    larger = measure(Net, batch, Layout(micro_batch=4), 8)
+    assert larger.segments == profile.extended(measure(Net, batch, Layout(), 8), 4).segments
     assert len(whole.segments) == len(profile.segments) - 6
 
 
@@ -87,10 +85,10 @@ def test_blocks_are_put_back_into_the_list_that_they_were_taken_from(monkeypatch
     short = measure(Both, batch, Layout(micro_batch=2), 8)
     monkeypatch.setattr(activations, "_RUN", 100)
     whole = measure(Both, batch, Layout(micro_batch=2), 8)
-    found, wanted = ([each for each in profile.segments if each.unit] for profile in (short, whole))
-    assert [(each.unit, each.peak, each.end) for each in found] == [
-        (each.unit, each.peak, each.end) for each in wanted
-    ]
+    found, wanted = (
+        [(each.unit, each.peak, each.end) for each in profile.segments if each.unit] for profile in (short, whole)
+    )
+    assert found == wanted
     assert short.flops == whole.flops
 
 
@@ -298,11 +296,8 @@ def test_plan_says_why_layouts_do_not_fit(accelerate, place, monkeypatch):
     monkeypatch.syspath_prepend(place)
     status, out, err = accelerate(*words("own:wide", "--sequence", "16", "--write", "x.yaml"))
     assert status == 2 and "No layout fits" in err and not (place / "x.yaml").exists()
-    assert (
-        "DDP 4: activations" in out
-        and "use cp_size=2" in out
-        and "tp_size is 2, but Own has no tensor-parallel plan" in out
-    )
+    assert "DDP 4: activations" in out and "use cp_size=2" in out
+    assert "tp_size is 2, but Own has no tensor-parallel plan" in out
 
 
 def test_what_is_refused(refused, place):
