@@ -9,10 +9,7 @@ import pytest
 
 from accelerate.launch import guard
 
-pytestmark = [
-    pytest.mark.cold,
-    pytest.mark.skipif(os.name != "posix", reason="process groups are those of POSIX"),
-]
+pytestmark = [pytest.mark.cold, pytest.mark.skipif(os.name != "posix", reason="process groups are those of POSIX")]
 SLEEP = "import time; print('up', flush=True); time.sleep(300)"
 DEAF = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {SLEEP}"
 
