@@ -107,9 +107,8 @@ def test_stateful_loader_keeps_subclass_and_resumes(kind, workers):
 
     want, loader = values(kind(list(range(20)), 10)), make()
     assert values(loader) == want
-    assert (
-        isinstance(loader, kind) and len(loader) == 5 and (loader.unit, loader.offset, loader.factor) == ("dB", 1, 10)
-    )
+    assert isinstance(loader, kind) and len(loader) == 5
+    assert (loader.unit, loader.offset, loader.factor) == ("dB", 1, 10)
     assert values(copy.copy(loader.base_dataloader)) == want
     got, state = [], None
     for stop in (2, 1, 99):

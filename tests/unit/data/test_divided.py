@@ -195,14 +195,9 @@ def test_a_metric_sees_each_sample_once(monkeypatch, objects):
         for length in range(shards, 14):
             for drops in (False, True):
                 for sampler_drops in (False, True):
-                    ranks = [
-                        prepared(
-                            loader_of(rank, shards, length, 2, drop_last=drops, sampler_drops=sampler_drops),
-                            rank,
-                            shards,
-                        )
-                        for rank in range(shards)
-                    ]
+                    options = {"drop_last": drops, "sampler_drops": sampler_drops}
+                    loaders = [loader_of(rank, shards, length, 2, **options) for rank in range(shards)]
+                    ranks = [prepared(loader, rank, shards) for rank, loader in enumerate(loaders)]
                     seen, handed = [], [0] * shards
                     for batches in zip(*ranks, strict=True):
                         each = sum((batch.tolist() for batch in batches), [])

@@ -85,14 +85,9 @@ def test_the_numbers_of_dispatched_data_are_true(shards, drop_last, split_batche
     for length in range(26):
         for share in (1, 2, 3):
             size = share * shards if split_batches else share
-            loader = prepare_data_loader(
-                DataLoader(Rows(length), size, drop_last=drop_last),
-                num_processes=shards,
-                process_index=0,
-                put_on_device=True,
-                dispatch_batches=True,
-                split_batches=split_batches,
-            )
+            options = {"put_on_device": True, "dispatch_batches": True, "split_batches": split_batches}
+            loader = DataLoader(Rows(length), size, drop_last=drop_last)
+            loader = prepare_data_loader(loader, num_processes=shards, process_index=0, **options)
             found = plan_of(loader)
             # What the main process would send: the rounds, with the number of real samples in each and the part sizes.
             loader.state = SimpleNamespace(num_processes=shards, process_index=0)
