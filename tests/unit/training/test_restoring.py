@@ -181,10 +181,8 @@ def test_a_load_beside_saves_to_its_place_takes_one_of_them(saved):
 
 
 def test_the_newest_is_searched_again_where_a_run_prunes_beside_the_load(tmp_path, caplog):
-    first, other = (
-        Run(project_config=numbered(tmp_path, total_limit=1)),
-        Run(seed=2, project_config=numbered(tmp_path)),
-    )
+    first = Run(project_config=numbered(tmp_path, total_limit=1))
+    other = Run(seed=2, project_config=numbered(tmp_path))
     first.steps(1)
     first.accelerator.save_state()
 
