@@ -55,9 +55,5 @@ def test_functions_are_as_before_after_it():
     with pytest.raises(KeyError), as_on_gpus():
         assert functional.dropout is not before[1]
         raise KeyError
-    assert before == (
-        functional.scaled_dot_product_attention,
-        functional.dropout,
-        functional.layer_norm,
-        torch.Tensor.__pow__,
-    )
+    attention = functional.scaled_dot_product_attention
+    assert before == (attention, functional.dropout, functional.layer_norm, torch.Tensor.__pow__)
