@@ -55,6 +55,13 @@ def read(folder, order, models=None):
     return moments(model, optimizer), optimizer
 
 
+def test_the_optimizer_of_a_trainers_checkpoint(tmp_path):
+    model, optimizer = job(FORWARD)
+    written(tmp_path, optimizer, model)
+    (tmp_path / "optimizer.bin").rename(tmp_path / "optimizer.pt")
+    assert same(read(tmp_path, FORWARD)[0], moments(model, optimizer))
+
+
 @pytest.mark.parametrize("layout", ["full", "sharded", None])
 @pytest.mark.parametrize("saved", [FORWARD, BACKWARD])
 @pytest.mark.parametrize("loading", [FORWARD, BACKWARD])
