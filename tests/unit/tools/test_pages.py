@@ -28,10 +28,10 @@ DOCUMENTS = ["README.md", *sorted(p.relative_to(ROOT).as_posix() for p in (ROOT 
 FENCE = re.compile(r"^( *)```(\w+)[^\n]*\n(.*?)^\1```", re.M | re.S)
 # Run by another test, which has the processes, the fixture or the package that they need.
 ELSEWHERE = {
-    "docs/guides/fsdp.md": "tests/unit/backends/test_guides.py",
+    "docs/guides/fsdp.md": "tests/unit/strategies/test_guides.py",
     "docs/guides/long-sequences.md": "tests/distributed/test_pages.py",
     "docs/guides/pipeline-training.md": "tests/distributed/test_pages.py",
-    "docs/guides/tensor-parallel.md": "tests/unit/backends/test_guides.py",
+    "docs/guides/tensor-parallel.md": "tests/unit/strategies/test_guides.py",
     "docs/upstream/state-reset.md": "tests/interop/test_upstream.py",
 }
 # Run in a process of their own, because they start processes or change classes for all; and the package that they need.
