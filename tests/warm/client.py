@@ -68,11 +68,7 @@ def server_for(kind, program, arguments):
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     if any(os.path.isfile(os.path.join(path, f"{name}customize.py")) for path in paths for name in ("site", "user")):
         return None
-    if (
-        kind == "-m"
-        or of_hub(os.environ) != HUB
-        or any(os.path.isdir(os.path.join(path, "accelerate")) for path in paths)
-    ):
+    if of_hub(os.environ) != HUB or any(os.path.isdir(os.path.join(path, "accelerate")) for path in paths):
         return "torch"
     text = program.encode(errors="replace") if kind else b"".join(map(contents, scripts(program, arguments)))
     return "transformers" if any(word in text for word in LIBRARIES) else "torch"
