@@ -410,7 +410,7 @@ def test_a_program_without_a_model(accelerate, place, prepare, said):
 def test_rates_are_measured_where_a_device_of_the_kind_is_here(accelerate, tmp_path, monkeypatch):
     pytest.importorskip("transformers")
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    line = ["plan", str(tmp_path), *["--gpus", "2", "--gpu", "h100-80gb", "--global_batch", "4", "--sequence", "64"]]
+    line = ["plan", str(tmp_path), *["--gpus", "1", "--gpu", "h100-80gb", "--global_batch", "4", "--sequence", "64"]]
     status, _, told = accelerate(*line, "--measure")
     assert status == 2 and "which is the CPU, and --gpu is h100-80gb" in told
     here = SimpleNamespace(type="cuda", current=lambda: torch.device("cpu"))
