@@ -154,9 +154,10 @@ setup: $(VENV)/.ready ## make .venv with the package (editable) and the developm
 demo: $(VENV)/.ready-transformers ## both faults, a Trainer killed in a save, and a training on real data, with a table at the end
 	$(BIN)/python examples/demo.py
 
-quality: $(VENV)/.ready ## lint, format check, dead code, links of the documentation
+quality: $(VENV)/.ready ## lint, format check, types, dead code, links of the documentation
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 	$(BIN)/python tools/dead_code.py
 	$(BIN)/python tools/check_links.py
 
@@ -254,4 +255,4 @@ interface: $(VENV)/.ready ## how much of the recorded interface is offered; ARGS
 	$(BIN)/python tests/architecture/check_api.py $(ARGS)
 
 clean: ## remove the environments and everything that was built
-	rm -rf $(VENV) .venv-deepspeed .venv-megatron .venv-peer-* .venv-ray .venv-torch-* .venv-trackers .venv-transformers-* .venv-xla .cache build dist site .demo .pytest_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf $(VENV) .venv-deepspeed .venv-megatron .venv-peer-* .venv-ray .venv-torch-* .venv-trackers .venv-transformers-* .venv-xla .cache build dist site .demo .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info

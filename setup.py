@@ -40,7 +40,7 @@ TESTING = [
     *["argcomplete", "cloudpickle", "ipykernel", "jsonschema", "jupyter_client", *MENUS, "torchao"],
 ]
 EXTRAS = {
-    "quality": ["ruff==0.17.5", "vulture>=2.14"],
+    "quality": ["ruff==0.17.5", "vulture>=2.14", "mypy>=2.4"],
     "testing": TESTING,
     "test_trackers": TENSORBOARD,
     "trackers": TRACKERS,

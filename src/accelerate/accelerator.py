@@ -67,6 +67,7 @@ from accelerate.training import (
 from accelerate.training import conditional as conditionals
 from accelerate.training import prepare as preparation
 from accelerate.training.prepared import PreparedObjects
+from accelerate.training.window import Window
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
 # What this module gives and does not hold itself.
@@ -221,11 +222,12 @@ class Accelerator(Processes):
     _state_io = property(lambda self: registry.load_state_io(self._strategy.name))
     _fp8_backend = _derived(lambda self: fp8.setup(self, {}))
     _scales_loss = _derived(lambda self: traits_of(self.state.distributed_type).scales_loss)
-    _window = _derived(lambda self: gradients.Window())
+    _window = _derived(lambda self: Window())
     _background = _derived(lambda self: Background())
     _finished_trackers = _derived(lambda self: [])
     _exact_accumulation = _derived(lambda self: self.gradient_state.plugin_kwargs.get("exact", False))
     _sync_each_batch = _derived(lambda self: self.gradient_state.plugin_kwargs.get("sync_each_batch", False))
+    deepspeed_config: dict[str, Any]  # set when DeepSpeed makes an engine
     _cp_context = _meter = _loaded_checkpoint = _unfinished_save = _replica_check = None
 
     def __init__(

@@ -260,7 +260,7 @@ class Save:
     check_target: Callable[[CheckpointStorage], Any] = lambda storage: None
     prune_old: Callable[[CheckpointStorage], Any] = lambda storage: None
     shards: Any = None
-    plan: SavePlan | None = field(default=None, init=False)
+    plan: SavePlan = field(init=False)
     problem: BaseException | None = field(default=None, init=False)
     leads: bool = field(default=False, init=False)
     _publishes: bool = field(default=False, init=False)

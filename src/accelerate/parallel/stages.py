@@ -23,7 +23,7 @@ from accelerate.parallel.batches import Inputs, Outputs
 from accelerate.runtime.torch_private import is_view, pytree, traced_graph
 
 Context = Callable[[], contextlib.AbstractContextManager]
-Carried = Mapping[bool, Sequence[torch.Tensor]]
+Carried = Mapping[bool, tuple[torch.Tensor, ...]]
 
 
 class Stage(nn.Module):

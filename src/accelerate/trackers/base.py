@@ -5,7 +5,7 @@ import importlib
 import inspect
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -70,6 +70,14 @@ class GeneralTracker:
     __module__ = PUBLIC_PATH
 
     main_process_only = True
+    name: str
+    requires_logging_directory: bool
+
+    if TYPE_CHECKING:
+
+        @property
+        def tracker(self) -> Any:
+            """The library's own object."""
 
     def __init__(self, _blank: bool = False) -> None:
         if _blank:

@@ -10,8 +10,8 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from accelerate.config.strategies import traits_of
 from accelerate.runtime import torch_private
-from accelerate.strategies.shard import local_part
-from accelerate.training.prepared import Facade
+from accelerate.runtime.torch_private import local_part
+from accelerate.training.run import TrainingRun
 
 # Its name in the state of each parameter.
 KEY = "ema"
@@ -116,10 +116,10 @@ class Ema:
 def _reshard(model: nn.Module) -> None:
     """Free weights that FSDP2 has gathered before: they hide the shards, and the next forward would use them."""
     for unit in torch_private.sharded_units(model):
-        unit.reshard()
+        unit.reshard()  # type: ignore[operator]  # an FSDPModule
 
 
-def refuse_applied(accelerator: Facade, call: str) -> None:
+def refuse_applied(accelerator: TrainingRun, call: str) -> None:
     """Raise ValueError inside `Ema.applied`, where weights and averages would take each other's place in a checkpoint."""
     for one in accelerator.prepared.averages:
         if one.is_applied:
@@ -128,7 +128,7 @@ def refuse_applied(accelerator: Facade, call: str) -> None:
             )
 
 
-def average(accelerator: Facade, model: nn.Module, decay: float) -> Ema:
+def average(accelerator: TrainingRun, model: nn.Module, decay: float) -> Ema:
     """Return the average of a prepared model's weights from now on; ValueError where that is not possible. All ranks."""
     kind, known = accelerator.distributed_type, traits_of(accelerator.distributed_type)
     if known.deepspeed or (known.sharded and not accelerator.is_fsdp2 and accelerator.state.fsdp_plugin is not None):

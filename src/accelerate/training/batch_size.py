@@ -5,7 +5,7 @@ import inspect
 import logging
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,9 @@ from accelerate.data import generators, resume
 from accelerate.devices.memory import clear_device_cache, should_reduce_batch_size
 from accelerate.diagnostics import threads
 from accelerate.runtime import storage
-from accelerate.runtime.run import Run
+
+if TYPE_CHECKING:
+    from accelerate.training.run import TrainingRun
 
 logger = logging.getLogger("accelerate.utils.memory")  # the public path
 
@@ -26,14 +28,14 @@ _REGISTRIES = ("_models", "_optimizers", "_schedulers", "_dataloaders", "_custom
 
 
 def find_executable_batch_size(
-    function: Callable | None = None,
+    function: Callable[..., Any] | None = None,
     starting_batch_size: int = 128,
     reduce_batch_size_fn: Callable[[], int] | None = None,
     *,
-    accelerator: Run | None = None,
+    accelerator: "TrainingRun | None" = None,
     keep_global_batch: bool = False,
     together: bool = True,
-) -> Callable:
+) -> Callable[..., Any]:
     """Call a function with smaller and smaller batch sizes until it does not run out of memory. A decorator.
 
     The function receives the batch size as its first argument; callers leave it out. A later call starts with the size
@@ -73,7 +75,11 @@ def find_executable_batch_size(
         >>> train(0.1)
         12
     """
-    options = {"accelerator": accelerator, "keep_global_batch": keep_global_batch, "together": together}
+    options: dict[str, Any] = {
+        "accelerator": accelerator,
+        "keep_global_batch": keep_global_batch,
+        "together": together,
+    }
     if keep_global_batch and accelerator is None:
         raise ValueError("keep_global_batch=True needs `accelerator`, whose gradient_accumulation_steps it raises.")
     if function is None:
@@ -83,6 +89,7 @@ def find_executable_batch_size(
     signature = inspect.signature(function)
     batch_size = starting_batch_size
     factor = 0.5 if keep_global_batch else 0.9
+    adjusted = accelerator if keep_global_batch else None
     reduced = reduce_batch_size_fn or (lambda: int(batch_size * factor))
 
     @functools.wraps(function)
@@ -91,7 +98,7 @@ def find_executable_batch_size(
         _check_call(name, signature, args, kwargs)
         clear_device_cache(garbage_collection=True)
         put_back = _kept(accelerator) if accelerator is not None or (together and _store()) else lambda: None
-        samples = batch_size * accelerator.gradient_accumulation_steps if keep_global_batch else 0
+        samples = batch_size * adjusted.gradient_accumulation_steps if adjusted is not None else 0
         while batch_size > 0:
             store, result, failed = _store() if together else None, None, ""
             try:
@@ -108,8 +115,8 @@ def find_executable_batch_size(
             put_back()
             clear_device_cache(garbage_collection=True)
             if batch_size > 0:
-                if keep_global_batch:
-                    accelerator.gradient_accumulation_steps = math.ceil(samples / batch_size)
+                if adjusted is not None:
+                    adjusted.gradient_accumulation_steps = math.ceil(samples / batch_size)
                 failed = failed or "Another rank ran out of memory."
                 logger.warning("%s Retrying `%s` with batch size %d.%s", failed, name, batch_size, _alone(store))
         raise RuntimeError(
@@ -149,7 +156,7 @@ def _next_size(name: str, store: Any | None, failed: bool, reduced: Callable[[],
     return size
 
 
-def _kept(accelerator: Run | None) -> Callable[[], None]:
+def _kept(accelerator: "TrainingRun | None") -> Callable[[], None]:
     """Return what puts random generators, prepared loaders and what is registered back to where they stand now."""
     device = storage.process.current.get("device") or torch.device("cpu")
     states = generators.collect(device)
@@ -163,7 +170,7 @@ def _kept(accelerator: Run | None) -> Callable[[], None]:
     return put_back
 
 
-def _registered(accelerator: Any) -> Callable[[], None]:
+def _registered(accelerator: "TrainingRun") -> Callable[[], None]:
     """Return what lets an Accelerator go of all that it is given from now on, and of the accumulation step that is open then."""
     from accelerate.training import gradients  # is there where an Accelerator is
 
@@ -194,7 +201,7 @@ def _registered(accelerator: Any) -> Callable[[], None]:
     return put_back
 
 
-def _check_call(name: str, signature: inspect.Signature, args: tuple, kwargs: dict[str, Any]) -> None:
+def _check_call(name: str, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Refuse a call that leaves no place for the batch size, before anything runs; other mistakes are Python's to report."""
     try:
         signature.bind_partial(0, *args)

@@ -17,7 +17,7 @@ from accelerate.base.nested import leaves, recursively_apply
 from accelerate.config.handlers import DistributedDataParallelKwargs
 from accelerate.config.strategies import traits_of
 from accelerate.strategies.registry import resolve
-from accelerate.training.prepared import Facade
+from accelerate.training.run import TrainingRun
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Conditional:
     inputs: tuple[Any, ...]
 
 
-def declare(accelerator: Facade, one: Conditional) -> None:
+def declare(accelerator: TrainingRun, one: Conditional) -> None:
     """Remember a module for the models that are prepared from now on; ValueError for a strategy that cannot leave it out."""
     kind, known = accelerator.distributed_type, traits_of(accelerator.distributed_type)
     if any(one.module in model.modules() for model in accelerator._models):
@@ -52,7 +52,7 @@ def declare(accelerator: Facade, one: Conditional) -> None:
     accelerator.prepared.conditional.append(one)
 
 
-def install(accelerator: Facade, model: nn.Module) -> None:
+def install(accelerator: TrainingRun, model: nn.Module) -> None:
     """Let the forward of a sharded model begin with an agreement of the ranks on what was declared of it. All ranks."""
     paths = {id(module): path for path, module in model.named_modules()}
     declared = [(paths[id(one.module)], one) for one in accelerator.prepared.conditional if id(one.module) in paths]

@@ -19,7 +19,7 @@ from accelerate.modules.unwrap import canonical_name
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.runtime.torch_private import local_part
 from accelerate.strategies.consistency import checksum, differing, extremes, fold
-from accelerate.training.prepared import Facade
+from accelerate.training.run import TrainingRun
 
 _NEVER = torch.iinfo(torch.int64).max
 
@@ -31,13 +31,14 @@ class ReplicasDiffer(RuntimeError):
 class ReplicaCheck:
     """Compares the ranks of one Accelerator at every `every`-th step; with `modules` it looks at the outputs of modules, too."""
 
-    def __init__(self, accelerator: Facade, every: int, modules: bool) -> None:
+    def __init__(self, accelerator: TrainingRun, every: int, modules: bool) -> None:
         self.accelerator, self.every, self.modules = accelerator, every, modules
         # Backward passes so far, where they were since the last comparison, and the first with a loss that is not finite.
-        self._passes, self._places = 0, []
+        self._passes = 0
+        self._places: list[str] = []
         self._first = torch.tensor(-1, device=accelerator.device)
         self._outputs: dict[str, torch.Tensor] = {}
-        accelerator.backward = partial(self._backward, accelerator.backward)
+        accelerator.backward = partial(self._backward, accelerator.backward)  # type: ignore[method-assign]  # meant
 
     def watch(self, optimizer: AcceleratedOptimizer) -> None:
         """Count the steps of a prepared optimizer, and check before them."""
@@ -51,7 +52,7 @@ class ReplicaCheck:
 
     # What is noted in a step, without waiting for the device.
 
-    def _backward(self, method: Callable, loss: Any, *args: Any, **kwargs: Any) -> None:
+    def _backward(self, method: Callable[..., None], loss: Any, *args: Any, **kwargs: Any) -> None:
         if isinstance(loss, torch.Tensor):
             self._first = self._earlier(self._first, loss)
             progress = getattr(self.accelerator.gradient_state.active_dataloader, "_progress", None)

@@ -9,10 +9,10 @@ from accelerate.data.loader import PreparedLoader
 from accelerate.strategies.deepspeed.engine import is_schedule
 from accelerate.strategies.deepspeed.wrappers import DeepSpeedEngineWrapper
 from accelerate.training.prepare import chain, find_prepared, kind_of, own_states, register
-from accelerate.training.prepared import Facade
+from accelerate.training.run import TrainingRun
 
 
-def prepare(accelerator: Facade, objects: Sequence[Any]) -> tuple[Any, ...]:
+def prepare(accelerator: TrainingRun, objects: Sequence[Any]) -> tuple[Any, ...]:
     """Prepare loaders, and then a new model with its optimizer and scheduler as one engine. All ranks.
 
     Raises:
@@ -49,7 +49,7 @@ def prepare(accelerator: Facade, objects: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(made)
 
 
-def prepare_megatron(accelerator: Facade, objects: Sequence[Any]) -> tuple[Any, ...]:
+def prepare_megatron(accelerator: TrainingRun, objects: Sequence[Any]) -> tuple[Any, ...]:
     """Prepare loaders, and then a new model with its optimizer and scheduler as one engine of Megatron core. All ranks.
 
     Raises:
@@ -59,18 +59,18 @@ def prepare_megatron(accelerator: Facade, objects: Sequence[Any]) -> tuple[Any, 
     return tuple(_built(accelerator, objects, "Megatron-LM")[0])
 
 
-def _built(accelerator: Facade, objects: Sequence[Any], kind: str) -> tuple[list[Any], Any, bool]:
+def _built(accelerator: TrainingRun, objects: Sequence[Any], kind: str) -> tuple[list[Any], Any, bool]:
     """Return the prepared objects in order, the new engine, None where nothing was new, and whether it trains."""
     made, new = _sorted(accelerator, objects, kind)
     if not new:
         return made, None, False
-    model, optimizer, scheduler = (
-        objects[new[part]] if part in new else None for part in ("model", "optimizer", "scheduler")
-    )
+    model = objects[new["model"]]
+    optimizer, scheduler = (objects[new[part]] if part in new else None for part in ("optimizer", "scheduler"))
     loaders = [item for item in made if isinstance(item, DataLoader)] or accelerator._dataloaders
     inside = [model, *chain(model)]
     with own_states(accelerator):
-        engine, wrapped, stepped = accelerator._strategy.engine(accelerator, model, optimizer, scheduler, loaders)
+        strategy: Any = accelerator._strategy  # that of an engine
+        engine, wrapped, stepped = strategy.engine(accelerator, model, optimizer, scheduler, loaders)
     made[new["model"]] = register(accelerator, "model", engine, *chain(engine), *inside)
     if wrapped is not None:
         made[new["optimizer"]] = register(accelerator, "optimizer", wrapped, wrapped.optimizer, optimizer)
@@ -81,9 +81,9 @@ def _built(accelerator: Facade, objects: Sequence[Any], kind: str) -> tuple[list
     return made, engine, wrapped is not None
 
 
-def _sorted(accelerator: Facade, objects: Sequence[Any], engine: str) -> tuple[list[Any], dict[str, int]]:
+def _sorted(accelerator: TrainingRun, objects: Sequence[Any], engine: str) -> tuple[list[Any], dict[str, int]]:
     """Prepare loaders and what was prepared before; return all in order, and where a new model, optimizer and scheduler are."""
-    made, new = list(objects), {}
+    made, new = list(objects), dict[str, int]()
     for position, item in enumerate(objects):
         kind = "scheduler" if is_schedule(item) else kind_of(item)
         if kind == "loader":
@@ -105,7 +105,7 @@ def _sorted(accelerator: Facade, objects: Sequence[Any], engine: str) -> tuple[l
     return made, new
 
 
-def share_loader(accelerator: Facade, loader: Any) -> Any:
+def share_loader(accelerator: TrainingRun, loader: Any) -> Any:
     """Return what hands out parts of a loader's batches to the ranks that share a sequence.
 
     Raises:

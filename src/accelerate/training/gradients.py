@@ -13,7 +13,6 @@ rescaled once, right before its backward pass, and are exact after it.
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,53 +24,15 @@ from accelerate.config.strategies import is_pipeline, traits_of
 from accelerate.data.iterable import uneven_ends
 from accelerate.modules.unwrap import is_compiled_module
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.precision import master, scaling
+from accelerate.precision import scaling
+from accelerate.runtime.torch_private import local_part
 from accelerate.strategies import consistency
 from accelerate.strategies.base import Strategy
-from accelerate.training.prepared import Facade
+from accelerate.training.run import TrainingRun
+from accelerate.training.window import Window
 
 
-@dataclass
-class Window:
-    """The accumulation step that is open.
-
-    Attributes:
-        micro_batches: How many have begun since the last optimizer step.
-        done: Whether the current one is its last, so that the next begins a new accumulation step.
-        inside: Whether an ``accumulate`` context is open.
-        counted: Micro-batches that came with ``num_items``.
-        items: Sum of their ``num_items`` on this rank.
-        reference: What weights are kept relative to, so that they stay near one.
-        usual: Items of a rank in the accumulation step before, on the average over the ranks; 0 before the first.
-        factor: What the loss of the current micro-batch is multiplied by; None stands for 1/N.
-        warned: Whether the note about short accumulation steps was given.
-        joining: Whether ranks may run out of batches, and end accumulation steps at different times.
-        held: Sharded models whose whole gradients a strategy keeps beside the shards, where nothing can be rescaled, by id.
-    """
-
-    micro_batches: int = 0
-    done: bool = False
-    inside: bool = False
-    counted: int = 0
-    items: float = 0.0
-    reference: float = 0.0
-    usual: float = 0.0
-    factor: float | None = None
-    warned: bool = False
-    joining: bool = False
-    held: frozenset[int] = frozenset()
-
-    def begin(self) -> None:
-        """Count a micro-batch, as the first of a new accumulation step if the last one is done."""
-        if self.done:
-            self.micro_batches = self.counted = 0
-            self.items = self.reference = 0.0
-            self.done = False
-        self.micro_batches += 1
-        self.factor = None
-
-
-def reset(accelerator: Facade) -> None:
+def reset(accelerator: TrainingRun) -> None:
     """Forget the accumulation step that is open: its gradients are gone, or are about to be. Any rank, alone."""
     accelerator._window = Window()
     accelerator.gradient_state._set_sync_gradients(True)
@@ -82,7 +43,7 @@ class Accumulation:
 
     __slots__ = ("accelerator", "models", "num_items", "held")
 
-    def __init__(self, accelerator: Facade, models: Sequence[nn.Module], num_items: Any) -> None:
+    def __init__(self, accelerator: TrainingRun, models: Sequence[nn.Module], num_items: Any) -> None:
         self.accelerator = accelerator
         self.models = models
         self.num_items = num_items
@@ -118,7 +79,7 @@ class Accumulation:
 
 
 @contextlib.contextmanager
-def no_sync(accelerator: Facade, strategy: Strategy, model: nn.Module) -> Iterator[None]:
+def no_sync(accelerator: TrainingRun, strategy: Strategy, model: nn.Module) -> Iterator[None]:
     """Enter the strategy's context in which a model's gradients stay on their rank, whole ones beside any shards."""
     window = accelerator._window
     before = window.held
@@ -131,7 +92,7 @@ def no_sync(accelerator: Facade, strategy: Strategy, model: nn.Module) -> Iterat
         window.held = before
 
 
-def _syncs_each(accelerator: Facade, counted: bool) -> bool:
+def _syncs_each(accelerator: TrainingRun, counted: bool) -> bool:
     """Whether gradients are exchanged after every micro-batch.
 
     Those that FSDP keeps whole are out of reach, so accumulation steps whose weights are known at their end exchange each time.
@@ -141,7 +102,7 @@ def _syncs_each(accelerator: Facade, counted: bool) -> bool:
     return (counted or accelerator._exact_accumulation) and traits_of(accelerator.distributed_type).sharded
 
 
-def advance(accelerator: Facade) -> None:
+def advance(accelerator: TrainingRun) -> None:
     """Count one micro-batch, and set whether gradients are synchronised in it."""
     state = accelerator.gradient_state
     ended = state.sync_with_dataloader and state.end_of_dataloader
@@ -149,15 +110,15 @@ def advance(accelerator: Facade) -> None:
     state._set_sync_gradients(accelerator.step % state.num_steps == 0)
 
 
-def _rescale(accelerator: Facade, models: Sequence[nn.Module], factor: float) -> None:
+def _rescale(accelerator: TrainingRun, models: Sequence[nn.Module], factor: float) -> None:
     parameters = {id(p): p for model in models or accelerator._models for p in model.parameters()}
     # By their local parts, because torch takes no list of both sharded and plain ones.
-    gradients = [master.local_part(p.grad) for p in parameters.values() if p.grad is not None]
+    gradients = [local_part(p.grad) for p in parameters.values() if p.grad is not None]
     if gradients and factor != 1.0:
         torch._foreach_mul_(gradients, factor)
 
 
-def _short_window(accelerator: Facade, models: Sequence[nn.Module]) -> None:
+def _short_window(accelerator: TrainingRun, models: Sequence[nn.Module]) -> None:
     """Give an accumulation step with fewer micro-batches than configured its true mean, or say once that it is not."""
     window, steps = accelerator._window, accelerator.gradient_state.num_steps
     length = window.micro_batches
@@ -174,7 +135,7 @@ def _short_window(accelerator: Facade, models: Sequence[nn.Module]) -> None:
             )
 
 
-def weigh_items(accelerator: Facade, num_items: Any, models: Sequence[nn.Module] = ()) -> None:
+def weigh_items(accelerator: TrainingRun, num_items: Any, models: Sequence[nn.Module] = ()) -> None:
     """Weigh the current micro-batch by its items; in the last one of an accumulation step, fix the weights over all ranks.
 
     `models` have the gradients that are rescaled; all prepared ones by default. ValueError for a count that is missing
@@ -218,7 +179,7 @@ def weigh_items(accelerator: Facade, num_items: Any, models: Sequence[nn.Module]
         window.factor = count / window.reference if window.reference else 0.0
         return
     # Ranks that share each layer, or divide the layers, count the same items.
-    copies = layout.tp_size * layout.pp_size if layout is not None else 1
+    copies = 1 if layout is None else layout.tp_size * layout.pp_size  # type: ignore[operator]  # no size is None
     total = _over_ranks(accelerator, window.items, "sum") / copies
     window.usual = total * copies / accelerator.num_processes
     if total == 0:
@@ -232,9 +193,9 @@ def weigh_items(accelerator: Facade, num_items: Any, models: Sequence[nn.Module]
     window.factor = count * scale
 
 
-def _over_ranks(accelerator: Facade, count: float, how: str) -> float:
+def _over_ranks(accelerator: TrainingRun, count: float, how: str) -> float:
     number = torch.tensor([count], dtype=torch.float64 if accelerator.device.type != "mps" else torch.float32)
-    return accelerator._communicator.all_reduce(number.to(accelerator.device), how).item()
+    return float(accelerator._communicator.all_reduce(number.to(accelerator.device), how).item())
 
 
 def _mixed(window: Window, num_items: Any) -> ValueError:
@@ -244,7 +205,7 @@ def _mixed(window: Window, num_items: Any) -> ValueError:
     )
 
 
-def backward(accelerator: Facade, loss: torch.Tensor, num_items: Any, options: dict[str, Any]) -> None:
+def backward(accelerator: TrainingRun, loss: torch.Tensor, num_items: Any, options: dict[str, Any]) -> None:
     """Scale a loss for its accumulation step, and run the strategy's backward pass; refuse what is no loss, or no clear count."""
     if not isinstance(loss, torch.Tensor):
         raise TypeError(f"backward() got loss={loss!r} ({type(loss).__name__}); pass the tensor, not `loss.item()`.")
@@ -271,7 +232,7 @@ def backward(accelerator: Facade, loss: torch.Tensor, num_items: Any, options: d
         consistency.average(accelerator, window.held)
 
 
-def _weight(accelerator: Facade) -> tuple[float | None, int]:
+def _weight(accelerator: TrainingRun) -> tuple[float | None, int]:
     """Return what the loss of the current micro-batch is multiplied by, or None and what it is divided by; begin its backward pass."""
     window, steps = accelerator._window, accelerator.gradient_state.num_steps
     factor = window.factor
@@ -280,13 +241,13 @@ def _weight(accelerator: Facade) -> tuple[float | None, int]:
     return factor, steps if accelerator._scales_loss else 1
 
 
-def loss_factor(accelerator: Facade) -> float:
+def loss_factor(accelerator: TrainingRun) -> float:
     """Return the weight of the current micro-batch in its accumulation step, for a backward pass that begins now."""
     factor, divisor = _weight(accelerator)
     return 1.0 / divisor if factor is None else factor
 
 
-def unscale(accelerator: Facade, optimizer: Any | None) -> None:
+def unscale(accelerator: TrainingRun, optimizer: Any | None) -> None:
     """Divide the loss scale out of the gradients of one optimizer or of all."""
     scaler = accelerator.scaler
     if scaler is None or not scaler.is_enabled():
@@ -298,7 +259,7 @@ def unscale(accelerator: Facade, optimizer: Any | None) -> None:
         scaling.unscale(scaler, item)
 
 
-def _unscale_owners(accelerator: Facade, parameters: Any) -> Any:
+def _unscale_owners(accelerator: TrainingRun, parameters: Any) -> Any:
     """Unscale the gradients of the optimizers that own parameters, and return the parameters, which an iterator gives once."""
     optimizers = accelerator._optimizers
     if accelerator.scaler is None or len(optimizers) < 2:
@@ -311,13 +272,13 @@ def _unscale_owners(accelerator: Facade, parameters: Any) -> Any:
     return parameters
 
 
-def clip_norm(accelerator: Facade, parameters: Any, max_norm: float, norm_type: float) -> torch.Tensor:
+def clip_norm(accelerator: TrainingRun, parameters: Any, max_norm: float, norm_type: float) -> torch.Tensor:
     """Unscale, and clip the gradients to a total norm."""
     parameters = _unscale_owners(accelerator, parameters)
     return accelerator._strategy.clip_grad_norm(accelerator, parameters, max_norm, norm_type)
 
 
-def clip_value(accelerator: Facade, parameters: Any, clip_value: float) -> None:
+def clip_value(accelerator: TrainingRun, parameters: Any, clip_value: float) -> None:
     """Unscale, and clip each gradient element; NotImplementedError where the strategy holds shards."""
     if not traits_of(accelerator.distributed_type).clips_by_value:
         raise NotImplementedError(
@@ -330,7 +291,7 @@ def clip_value(accelerator: Facade, parameters: Any, clip_value: float) -> None:
 @contextlib.contextmanager
 def trigger_sync(model: nn.Module) -> Iterator[None]:
     """Make the next backward pass synchronise, although the forward passes ran without synchronisation."""
-    inner = model._orig_mod if is_compiled_module(model) else model
+    inner: Any = model._orig_mod if is_compiled_module(model) else model
     if is_pipeline(inner):  # whose call is the backward pass, too
         with inner.no_sync(held=False):
             yield
@@ -349,7 +310,7 @@ def trigger_sync(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def join_uneven(accelerator: Facade, joinables: Sequence[Any], even_batches: bool | None) -> Iterator[None]:
+def join_uneven(accelerator: TrainingRun, joinables: Sequence[Any], even_batches: bool | None) -> Iterator[None]:
     """Let ranks run out of batches at different steps, with the loaders' ``even_batches`` overridden meanwhile.
 
     Ranks that have ended add zeros to the averages. So an accumulation step in which some end counts less, by the share of ranks
@@ -385,7 +346,7 @@ def join_uneven(accelerator: Facade, joinables: Sequence[Any], even_batches: boo
             sampler.even_batches = before
 
 
-def lomo_backward(accelerator: Facade, loss: torch.Tensor, learning_rate: float | None) -> None:
+def lomo_backward(accelerator: TrainingRun, loss: torch.Tensor, learning_rate: float | None) -> None:
     """Run the fused backward pass and step of the prepared LOMO optimizers; ValueError without them or a rate."""
     if learning_rate is None:
         raise ValueError("A LOMO optimizer updates in its backward pass: pass `learning_rate=` to `backward`.")
@@ -396,7 +357,7 @@ def lomo_backward(accelerator: Facade, loss: torch.Tensor, learning_rate: float 
         optimizer.fused_backward(loss, learning_rate)
 
 
-def lomo_optimizers(accelerator: Facade) -> list[Any]:
+def lomo_optimizers(accelerator: TrainingRun) -> list[Any]:
     """Return the LOMO optimizers inside the prepared ones."""
     inner = [item.optimizer for item in accelerator._optimizers]
     return [item for item in inner if hasattr(item, "fused_backward")]

@@ -12,21 +12,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from accelerate.base.nested import honor_type, like_mapping
+from accelerate.base.nested import honor_type, like_mapping, recursively_apply
 from accelerate.comm import operations
 from accelerate.config.enums import LoggerType
 from accelerate.trackers.base import GeneralTracker
 from accelerate.trackers.registry import LOGGER_TYPE_TO_CLASS
-from accelerate.training.prepared import Facade
+from accelerate.training.run import TrainingRun
 
 logger = logging.getLogger(__name__)
 
 
-def gather_for_metrics(accelerator: Facade, data: Any, use_gather_object: bool) -> Any:
+def gather_for_metrics(accelerator: TrainingRun, data: Any, use_gather_object: bool) -> Any:
     """Gather predictions or labels, and drop the samples that only filled up the last batch."""
     by_tensor = not use_gather_object
     try:
-        operations.recursively_apply(lambda tensor: tensor, data, error_on_other_type=True)
+        recursively_apply(lambda tensor: tensor, data, error_on_other_type=True)
     except TypeError:
         by_tensor = False
     gather = operations.gather_with if by_tensor else operations.gather_object_with
@@ -38,18 +38,20 @@ def gather_for_metrics(accelerator: Facade, data: Any, use_gather_object: bool) 
     filled = state.end_of_dataloader and state.remainder != 0
     whole = counts is None and not (filled and getattr(state.active_dataloader, "_may_fill_uncounted", True))
     keep = state.remainder if counts is None else sum(counts)
-    spread = layout is not None and layout.non_data_parallel_size > 1 and accelerator.torch_device_mesh is not None
+    # The ranks of a replica, those that share each layer, and the stages of a pipeline.
+    inner, copies, stages = 1, 1, 1
+    if layout is not None and layout.non_data_parallel_size > 1 and accelerator.torch_device_mesh is not None:
+        copies, stages = layout.tp_size, layout.pp_size  # type: ignore[assignment]  # no size is None
+        inner = layout.non_data_parallel_size // stages
     # A sampler of the user's own fills up each part at its own end.
     plan = getattr(state.active_dataloader, "plan", None)
     uneven = counts is not None and bool(getattr(plan, "filled_ends", None))
-    if spread or uneven:
-        inner, copies = (layout.non_data_parallel_size // layout.pp_size, layout.tp_size) if spread else (1, 1)
-        stages = layout.pp_size if spread else 1
+    if inner * stages > 1 or uneven:
         limit = counts if uneven else None if whole or keep < 0 else keep
         pick = partial(
             _of_distinct, inner=inner, copies=copies, stages=stages, ranks=accelerator.num_processes, keep=limit
         )
-        return operations.recursively_apply(pick, gathered) if by_tensor else _over_columns(pick, gathered)
+        return recursively_apply(pick, gathered) if by_tensor else _over_columns(pick, gathered)
     if whole:
         return gathered
     if keep < 0:
@@ -83,7 +85,7 @@ def _of_distinct(
 def _first(gathered: Any, keep: int, by_tensor: bool) -> Any:
     """Return the first samples of what was gathered; on one process too, where a caller may have filled it up himself."""
     if by_tensor:
-        return operations.recursively_apply(lambda tensor: tensor[:keep] if tensor.ndim else tensor, gathered)
+        return recursively_apply(lambda tensor: tensor[:keep] if tensor.ndim else tensor, gathered)
     return _over_columns(lambda column: column[:keep] if _has_samples(column) else column, gathered)
 
 
@@ -110,7 +112,7 @@ def _over_columns(function: Any, gathered: Any, inside: bool = False) -> Any:
 # Trackers ------------------------------------------------------------------------------------------------------------
 
 
-def needs_every_rank(accelerator: Facade) -> bool:
+def needs_every_rank(accelerator: TrainingRun) -> bool:
     """Say whether some tracker works on every rank, so that the calls must reach all of them."""
     return any(not _class_of(choice).main_process_only for choice in (*accelerator.log_with, *accelerator.trackers))
 
@@ -123,7 +125,10 @@ def _class_of(choice: Any) -> Any:
 
 
 def init_trackers(
-    accelerator: Facade, project_name: str, config: dict[str, Any] | None, init_kwargs: dict[str, dict] | None
+    accelerator: TrainingRun,
+    project_name: str,
+    config: dict[str, Any] | None,
+    init_kwargs: dict[str, dict[str, Any]] | None,
 ) -> None:
     """Start the trackers of ``log_with`` and store the configuration. Each tracker decides on which ranks it works.
 
@@ -160,7 +165,7 @@ def _without(trackers: list[GeneralTracker], others: list[GeneralTracker]) -> li
     return [tracker for tracker in trackers if not any(tracker is other for other in others)]
 
 
-def get_tracker(accelerator: Facade, name: str, unwrap: bool) -> Any:
+def get_tracker(accelerator: TrainingRun, name: str, unwrap: bool) -> Any:
     """Return a tracker, or with `unwrap` its library's object; on a rank without trackers one that does nothing."""
     if not accelerator.trackers:
         return GeneralTracker(_blank=True)
@@ -171,14 +176,16 @@ def get_tracker(accelerator: Facade, name: str, unwrap: bool) -> Any:
     raise ValueError(f"{name} is not an available tracker stored inside the `Accelerator`; started are {started}.")
 
 
-def log(accelerator: Facade, values: dict[str, Any], step: int | None, log_kwargs: dict[str, dict] | None) -> None:
+def log(
+    accelerator: TrainingRun, values: dict[str, Any], step: int | None, log_kwargs: dict[str, dict[str, Any]] | None
+) -> None:
     """Log a copy of the values to every running tracker, with the arguments that `log_kwargs` has for its name."""
     options = log_kwargs or {}
     for tracker in accelerator.trackers:
         _guarded(tracker, "log", tracker.log, dict(values), step=step, **(options.get(tracker.name) or {}))
 
 
-def finish(accelerator: Facade) -> None:
+def finish(accelerator: TrainingRun) -> None:
     """Finish every tracker that runs. They stay in ``accelerator.trackers``, for questions to a finished run."""
     for tracker in _without(accelerator.trackers, accelerator._finished_trackers):
         _guarded(tracker, "finish", tracker.finish)

@@ -14,18 +14,19 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from accelerate import comm
+from accelerate.base.nested import send_to_device
 from accelerate.base.versions import is_torch_version
 from accelerate.checkpoint.model_io import io_of
 from accelerate.checkpoint.state import run_on_all_ranks
-from accelerate.comm.operations import send_to_device
+from accelerate.config.enums import DynamoBackend
 from accelerate.parallel import stages
 from accelerate.parallel.balance import costly_stages
 from accelerate.precision import master
-from accelerate.runtime.torch_private import pytree
+from accelerate.runtime.torch_private import local_part, pytree
 from accelerate.strategies import consistency
 from accelerate.strategies.mesh import check_layout, shard_mesh, submesh
 from accelerate.training import gradients, prepare
-from accelerate.training.prepared import Facade
+from accelerate.training.run import TrainingRun
 
 # How many stages each rank has.
 SCHEDULES = {"GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2, "ZBVZeroBubble": 2}
@@ -112,11 +113,13 @@ class Pipeline(nn.Module):
         holdings: Which ranks have which parameters.
     """
 
+    _batch: _Batch  # in a call alone
+
     def __init__(
         self,
-        accelerator: Facade,
+        accelerator: TrainingRun,
         traced: stages.Traced,
-        loss: Callable | None,
+        loss: Callable[..., torch.Tensor] | None,
         schedule: str,
         microbatches: int,
         own: Mapping[int, stages.Stage],
@@ -128,7 +131,7 @@ class Pipeline(nn.Module):
         self.holdings, self._groups = holdings, groups
         # Not the chains, which have the weights of all stages.
         self._inputs, self._outputs = traced.inputs, traced.outputs
-        self._held, self._batch = False, None
+        self._held = False
         size, group, device = len(holdings.ranks), holdings.group, accelerator.device
         count = size * SCHEDULES[schedule]
         built = [
@@ -184,7 +187,7 @@ class Pipeline(nn.Module):
                 self._exchange()
         else:
             self._forward_only(given)
-        self._batch = None
+        del self._batch
         if self._loss is not None and target is None:
             output = self._outputs.joined(batch.outputs, rows) if self._is_last else None
             return self._outputs.built(self._from_last(self._outputs.tensors(output, rows, device)))
@@ -201,7 +204,9 @@ class Pipeline(nn.Module):
     def _forward_only(self, given: Sequence[torch.Tensor]) -> None:
         """Send the micro-batches through the stages one after the other, in the same order on all ranks of the pipeline."""
         group, device, me = self.holdings.group, self._accelerator.device, self._accelerator.process_index
-        sent, results = [], ()
+        sent: list[tuple[dist.Work | None, torch.Tensor]] = []
+        values: Sequence[torch.Tensor]
+        results: Sequence[torch.Tensor] = ()
         pieces = list(zip(*(tensor.chunk(self._microbatches) for tensor in given), strict=True))
         for place in range(self._microbatches):
             for number, stage in self._own.items():
@@ -219,10 +224,11 @@ class Pipeline(nn.Module):
                 elif self._owners[number + 1] != me:
                     sent += [(dist.isend(value, self._owners[number + 1], group=group), value) for value in results]
         for work, _ in sent:
-            work.wait()
+            if work is not None:
+                work.wait()
         if self._accelerator.is_fsdp2:
             for stage in self._own.values():  # else the next forward would see these weights after a step
-                stage.reshard()
+                stage.reshard()  # type: ignore[operator]  # an FSDPModule
 
     def _misfit(self, rows: int, target: Any, trains: bool) -> str | None:
         """Return what is wrong with the number of samples or the target, and what to do about it."""
@@ -266,9 +272,10 @@ class Pipeline(nn.Module):
     def _divide_summed(self) -> None:
         """Make a share again of what is a sum over ranks already, so that the next sum counts it once."""
         for parameter, count, _ in self.holdings.shared(self, self._groups):
-            if getattr(parameter.grad, _SUMMED, False):
-                parameter.grad.div_(count)
-                setattr(parameter.grad, _SUMMED, False)
+            gradient = parameter.grad
+            if gradient is not None and getattr(gradient, _SUMMED, False):
+                gradient.div_(count)
+                setattr(gradient, _SUMMED, False)
 
     @torch.no_grad()
     def _exchange(self) -> None:
@@ -276,7 +283,7 @@ class Pipeline(nn.Module):
         for parameter, _, group in self.holdings.shared(self, self._groups):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            dist.all_reduce(master.local_part(parameter.grad), group=group)
+            dist.all_reduce(local_part(parameter.grad), group=group)
             setattr(parameter.grad, _SUMMED, True)
         mesh = self._accelerator.torch_device_mesh
         if not self._accelerator.is_fsdp2 and (replicas := submesh(mesh, "dp_replicate")) is not None:
@@ -287,13 +294,13 @@ class Pipeline(nn.Module):
 
 
 def prepare_pipeline(
-    accelerator: Facade,
+    accelerator: TrainingRun,
     model: nn.Module,
     schedule: str,
     microbatches: int,
     split: str | Sequence[str],
     example: tuple[Sequence[Any], Mapping[str, Any]],
-    loss: Callable | None,
+    loss: Callable[..., torch.Tensor] | None,
 ) -> Pipeline:
     """Divide a model into stages, build this rank's, and register the pipeline. All ranks."""
     if not isinstance(model, nn.Module):
@@ -303,7 +310,7 @@ def prepare_pipeline(
     check_layout(accelerator)
     accelerator._prepare_device_mesh()
     accelerator._strategy.check(accelerator, ())
-    part = submesh(accelerator.torch_device_mesh, "pp")
+    part: Any = submesh(accelerator.torch_device_mesh, "pp")  # a DeviceMesh: pp_size is above 1
     size, count = part.size(), part.size() * SCHEDULES[schedule]
     consistency.require_same_model(accelerator, model)
     if accelerator.is_fsdp2 and accelerator.mixed_precision != "no":
@@ -340,12 +347,12 @@ def _place(schedule: str, stage: int, size: int) -> int:
     return 2 * size - 1 - stage if schedule == "ZBVZeroBubble" and stage >= size else stage % size
 
 
-def _problem(accelerator: Facade, model: nn.Module, schedule: str, microbatches: Any) -> str | None:
+def _problem(accelerator: TrainingRun, model: nn.Module, schedule: str, microbatches: Any) -> str | None:
     """Return why a model or the settings have no pipeline, and what to do instead."""
     name, size = type(model).__name__, getattr(accelerator.parallelism_config, "pp_size", 1)
     least = {"GPipe": 1, "1F1B": size, "Interleaved1F1B": size, "ZBVZeroBubble": 2 * size - 1}.get(schedule, 1)
     each = size if schedule == "Interleaved1F1B" else 1
-    compiler = accelerator.state.dynamo_plugin.backend.value
+    compiler = accelerator.state.dynamo_plugin.backend
     empty = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
     batch = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
     norms = [
@@ -361,7 +368,7 @@ def _problem(accelerator: Facade, model: nn.Module, schedule: str, microbatches:
         return f"schedule={schedule!r} is unknown; choose one of {', '.join(SCHEDULES)}."
     if type(microbatches) is not int or microbatches < least or microbatches % each:
         return f"microbatches={microbatches!r} does not fit schedule={schedule!r} over pp_size={size}: give a whole number of at least {least}, a multiple of {each}."
-    if compiler != "NO":
+    if compiler is not DynamoBackend.NO:
         return f"dynamo_backend={compiler} with pp_size={size}: stages are not compiled. Leave the backend out."
     if empty:
         return f"{empty[0]!r} of {name} is on the meta device. Load the weights before the model becomes a pipeline."
@@ -415,14 +422,15 @@ def _fill(pipeline: Pipeline, model: nn.Module, own: Mapping[int, stages.Stage])
         for part in path:
             if part not in owner._modules:
                 owner.add_module(part, nn.Module())
-            owner = owner._modules[part]
-        if isinstance(tensor, nn.Parameter):
-            owner.register_parameter(last, found.get(name, tensor))
+            owner = owner.get_submodule(part)
+        entry = found.get(name, tensor)
+        if isinstance(entry, nn.Parameter):
+            owner.register_parameter(last, entry)
         else:
-            owner.register_buffer(last, found.get(name, tensor), name in saved)
+            owner.register_buffer(last, entry, name in saved)
 
 
-def _shard(accelerator: Facade, own: Mapping[int, stages.Stage]) -> None:
+def _shard(accelerator: TrainingRun, own: Mapping[int, stages.Stage]) -> None:
     """Shard each stage as one unit, which stays whole from its first forward of a batch to its last backward. All ranks."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -436,6 +444,6 @@ def _shard(accelerator: Facade, own: Mapping[int, stages.Stage]) -> None:
             "untie it."
         )
     policy = accelerator.state.fsdp_plugin.mixed_precision_policy or MixedPrecisionPolicy()
-    mesh = shard_mesh(accelerator.parallelism_config, accelerator.torch_device_mesh)
+    mesh = shard_mesh(accelerator.parallelism_config, accelerator.torch_device_mesh)  # type: ignore[arg-type]  # pp_size is set
     for stage in own.values():
         fully_shard(stage, mesh=mesh, mp_policy=policy, reshard_after_forward=False)

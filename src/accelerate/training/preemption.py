@@ -15,7 +15,7 @@ import threading
 import time
 import types
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing, suppress
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -31,7 +31,7 @@ from accelerate.diagnostics import hang
 from accelerate.runtime import torch_private
 from accelerate.runtime.failure import PREEMPTED
 from accelerate.training import metrics
-from accelerate.training.prepared import Facade
+from accelerate.training.run import TrainingRun
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class Preempted(SystemExit):
         self.number = number
 
 
-def install(accelerator: Facade) -> None:
+def install(accelerator: TrainingRun) -> None:
     """Watch the signals that the project configuration names, in place of what watched before, or raise ValueError."""
     global _installed, _follows_forks
     project = accelerator.project_configuration
@@ -113,7 +113,7 @@ class Watch:
     It lets go of a dead Accelerator: the signals go to those who handled them before. `received` came before, or is 0.
     """
 
-    def __init__(self, accelerator: Facade, numbers: tuple[signal.Signals, ...], received: int = 0) -> None:
+    def __init__(self, accelerator: TrainingRun, numbers: tuple[signal.Signals, ...], received: int = 0) -> None:
         self.accelerator = weakref.ref(accelerator)
         weakref.finalize(accelerator, self.close).atexit = False
         self.numbers = numbers
@@ -127,7 +127,7 @@ class Watch:
         self._stepped = False
         self._loops: list[weakref.ref[Any]] = []
         self._times: dict[int, float] = {}
-        self._former = {number: signal.signal(number, self._on_signal) for number in numbers}
+        self._former: dict[int, Any] = {number: signal.signal(number, self._on_signal) for number in numbers}
 
     @property
     def stops(self) -> bool:
@@ -167,11 +167,12 @@ class Watch:
 
     def stepped(self) -> None:
         """Take note that a prepared optimizer ends an accumulation step. All ranks."""
-        if self.closed or ends_are_uneven():
+        accelerator = self.accelerator()
+        if accelerator is None or self.closed or ends_are_uneven():
             return
         self._stepped = True
         # The progress of each prepared loader that is being iterated; a loader's views share it.
-        each = [getattr(reference(), "_progress", None) for reference in self.accelerator().gradient_state._active]
+        each = [getattr(reference(), "_progress", None) for reference in accelerator.gradient_state._active]
         self._loops = [weakref.ref(progress) for progress in each if progress is not None]
         self._agreement = self._agree(self._agreement)
         if self._agreement is None:
@@ -203,10 +204,11 @@ class Watch:
         if not self._stepped or all(progress() is not loader._progress for progress in self._loops):
             return
         self._stepped = False
-        if not self.closed and self.stops:
-            self._leave()
+        accelerator = self.accelerator()
+        if accelerator is not None and not self.closed and self.stops:
+            self._leave(accelerator)
 
-    def watched(self, batches: Iterator[Any], loader: Any) -> Iterator[Any]:
+    def watched(self, batches: Generator[Any, None, None], loader: Any) -> Iterator[Any]:
         """Yield a loader's batches, and look before each but the first whether it is time to leave."""
         with closing(batches):
             for batch in batches:
@@ -214,8 +216,8 @@ class Watch:
                 if not loader._progress.at_end:
                     self.leave_if_due(loader)
 
-    def _leave(self) -> NoReturn:
-        accelerator, number = self.accelerator(), signal.Signals(self.number)
+    def _leave(self, accelerator: TrainingRun) -> NoReturn:
+        number = signal.Signals(self.number)
         location = str(_save(accelerator))
         # From here on the process is ending; the launcher may still pass on what it was asked to.
         self.leaving = True
@@ -231,11 +233,11 @@ class Watch:
         raise Preempted(PREEMPTED, location, number)
 
 
-def _save(accelerator: Facade) -> Any:
+def _save(accelerator: TrainingRun) -> Any:
     """Save under the next free number of the project, and wait until the checkpoint is in its place. All ranks."""
     accelerator._background.wait()  # one that failed has been logged, and is no reason not to save now
     project = accelerator.project_configuration
-    storage = storage_of(project.project_dir).child(CHECKPOINTS_FOLDER)
+    storage = storage_of(project.project_dir).child(CHECKPOINTS_FOLDER)  # type: ignore[arg-type]  # `install` has looked
     taken = [number for number, _ in storage.checkpoints()] if accelerator.is_main_process else []
     (following,) = comm.current().broadcast_object_list([max(taken, default=-1) + 1])
     # A run that began anew beside older checkpoints must not fail now, nor save under a number that is not the latest.
@@ -313,8 +315,8 @@ class StopStep:
 
 
 def _before_fork() -> None:
-    watching = _installed is not None and not _installed.closed
-    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _installed.numbers) if watching else None
+    numbers = None if _installed is None or _installed.closed else _installed.numbers
+    _forking.mask = None if numbers is None else signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
 
 
 def _after_fork() -> None:

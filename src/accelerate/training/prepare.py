@@ -3,7 +3,7 @@
 import contextlib
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from accelerate.base._warn import warn_user
 from accelerate.checkpoint.save import HostBuffers
-from accelerate.config.enums import FP8BackendType
+from accelerate.config.enums import DynamoBackend, FP8BackendType
 from accelerate.config.strategies import traits_of
 from accelerate.data.loader import PreparedLoader, SkipDataLoader
 from accelerate.devices.memory import release_memory
@@ -34,10 +34,12 @@ from accelerate.strategies.deepspeed.wrappers import DummyOptim, DummyScheduler
 from accelerate.strategies.megatron.steps import MegatronLMDummyScheduler
 from accelerate.strategies.registry import resolve
 from accelerate.training import conditional, gradients, prepared
-from accelerate.training.prepared import Entry, Facade
+from accelerate.training.prepared import Entry
+from accelerate.training.run import TrainingRun
 
+T = TypeVar("T")
 _PLAIN = (str, bytes, int, float, complex)
-_CLASSES = {
+_CLASSES: dict[str, type | tuple[type, ...]] = {
     "loader": DataLoader,
     "model": nn.Module,
     "optimizer": (torch.optim.Optimizer, DummyOptim),
@@ -60,7 +62,7 @@ def kind_of(obj: Any) -> str | None:
     return next((kind for kind, classes in _CLASSES.items() if isinstance(obj, classes)), None)
 
 
-def prepare(accelerator: Facade, objects: Sequence[Any], device_placement: list[bool] | None) -> Any:
+def prepare(accelerator: TrainingRun, objects: Sequence[Any], device_placement: list[bool] | None) -> Any:
     """Check the arguments, let the strategy prepare them, and return them in their order."""
     if not objects:
         raise ValueError("prepare() got no objects. Pass the model, optimizer, data loaders and schedulers.")
@@ -99,7 +101,7 @@ def prepare(accelerator: Facade, objects: Sequence[Any], device_placement: list[
 
 
 def in_order(
-    accelerator: Facade, objects: Sequence[Any], device_placement: Sequence[bool | None] | None = None
+    accelerator: TrainingRun, objects: Sequence[Any], device_placement: Sequence[bool | None] | None = None
 ) -> tuple[Any, ...]:
     """Prepare models, then loaders and optimizers, which follow parameters, then schedulers, which seek optimizers."""
     placements = device_placement if device_placement is not None else [None] * len(objects)
@@ -115,7 +117,7 @@ def in_order(
 
 
 @contextlib.contextmanager
-def own_states(accelerator: Facade) -> Iterator[None]:
+def own_states(accelerator: TrainingRun) -> Iterator[None]:
     """Let objects built inside bind the Accelerator's own states, also after a reset of the shared ones."""
     state, gradient = accelerator.state.__dict__, accelerator.gradient_state.__dict__
     if storage.accelerator.current is state and storage.gradient.current is gradient and storage.process.current:
@@ -128,7 +130,7 @@ def own_states(accelerator: Facade) -> Iterator[None]:
         yield
 
 
-def _adopt_sharded(accelerator: Facade, objects: Sequence[Any], evaluation: bool = False) -> None:
+def _adopt_sharded(accelerator: TrainingRun, objects: Sequence[Any], evaluation: bool = False) -> None:
     """Let the run follow the layout of models that arrive sharded, which are those that it has not sharded itself."""
     new = [obj for obj in objects if isinstance(obj, nn.Module) and accelerator.prepared.find(obj) is None]
     for model in new:
@@ -144,7 +146,7 @@ def _adopt_sharded(accelerator: Facade, objects: Sequence[Any], evaluation: bool
         adopt.adopt(accelerator, models)
 
 
-def _overlay_mesh(accelerator: Facade, model: nn.Module, evaluation: bool) -> nn.Module:
+def _overlay_mesh(accelerator: TrainingRun, model: nn.Module, evaluation: bool) -> nn.Module:
     """Apply the parallelisms that lie over the strategy: cut the layers of a model, and let it follow shared sequences."""
     layout = accelerator.parallelism_config
     if layout is None or traits_of(accelerator.distributed_type).deepspeed:
@@ -173,14 +175,15 @@ def _overlay_mesh(accelerator: Facade, model: nn.Module, evaluation: bool) -> nn
     return model
 
 
-def find_prepared(accelerator: Facade, obj: Any, kind: str, evaluation: bool = False) -> Any | None:
+def find_prepared(accelerator: TrainingRun, obj: Any, kind: str, evaluation: bool = False) -> Any | None:
     """Return the registered object of what was prepared before, also by another Accelerator; None to prepare it."""
     registry = accelerator.prepared
     entry = registry.find(obj)
     if entry is None:
         entry = next(filter(None, (other.find(obj) for other in prepared.live(registry)[1:])), None)
-        adoptable = entry is not None and _adoptable(accelerator, entry, obj, evaluation)
-        return _adopt(accelerator, entry) if adoptable else None
+        if entry is None or not _adoptable(accelerator, entry, obj, evaluation):
+            return None
+        return _adopt(accelerator, entry)
     outer = entry.outer()
     if entry.kind == "model" and not evaluation:
         # It would train unsynchronised: it was for evaluation, or all of it was frozen then.
@@ -199,7 +202,7 @@ def find_prepared(accelerator: Facade, obj: Any, kind: str, evaluation: bool = F
     return outer
 
 
-def _adoptable(accelerator: Facade, entry: Entry, obj: Any, evaluation: bool) -> bool:
+def _adoptable(accelerator: TrainingRun, entry: Entry, obj: Any, evaluation: bool) -> bool:
     """Whether another Accelerator's object serves this one as it is."""
     if entry.kind != "model":
         return obj is entry.outer()  # an inner optimizer or loader may serve another Accelerator in its own wrapper
@@ -210,7 +213,7 @@ def _adoptable(accelerator: Facade, entry: Entry, obj: Any, evaluation: bool) ->
     return not distributed or entry.settings["distributed_type"] == settings_of(accelerator)["distributed_type"]
 
 
-def _adopt(accelerator: Facade, entry: Entry) -> Any:
+def _adopt(accelerator: TrainingRun, entry: Entry) -> Any:
     outer, *inners = entry.objects()
     changes = [
         f"{name}: {entry.settings[name]!r} then, {now!r} now"
@@ -228,7 +231,7 @@ def _adopt(accelerator: Facade, entry: Entry) -> Any:
     return outer
 
 
-def _upgrade(accelerator: Facade, entry: Entry) -> nn.Module:
+def _upgrade(accelerator: TrainingRun, entry: Entry) -> nn.Module:
     """Turn a model prepared for evaluation into one that trains, in its place in the registry."""
     outer, *inners = entry.objects()
     accelerator._strategy = resolve(accelerator.state)
@@ -254,23 +257,23 @@ def _upgrade(accelerator: Facade, entry: Entry) -> nn.Module:
     return register(accelerator, "model", wrapped, outer, *inners, *chain(wrapped))
 
 
-def _enlist(accelerator: Facade, kind: str, obj: Any) -> None:
+def _enlist(accelerator: TrainingRun, kind: str, obj: Any) -> None:
     known = getattr(accelerator, _LISTS[kind])
     if not any(obj is item for item in known):
         known.append(obj)
 
 
-def register(accelerator: Facade, kind: str, outer: Any, *inners: Any, **details: Any) -> Any:
+def register(accelerator: TrainingRun, kind: str, outer: T, *inners: Any, **details: Any) -> T:
     """Remember what was prepared, in the registry and in the Accelerator's list of its kind, and return it."""
-    outer._is_accelerate_prepared = True
+    outer._is_accelerate_prepared = True  # type: ignore[attr-defined]  # new
     accelerator.prepared.record(kind, outer, inners, settings=settings_of(accelerator), **details)
     _enlist(accelerator, kind, outer)
-    if accelerator._replica_check is not None and kind == "model" and not details.get("evaluation"):
+    if accelerator._replica_check is not None and isinstance(outer, nn.Module) and not details.get("evaluation"):
         accelerator._replica_check.watch_model(outer)
     return outer
 
 
-def settings_of(accelerator: Facade) -> dict[str, str]:
+def settings_of(accelerator: TrainingRun) -> dict[str, str]:
     """Return the settings under which this Accelerator prepares; two that differ here train a model differently."""
     handler = accelerator.ddp_handler
     return {
@@ -283,14 +286,17 @@ def settings_of(accelerator: Facade) -> dict[str, str]:
 
 def chain(model: nn.Module) -> list[nn.Module]:
     """Return the modules inside a model's wrappers and compiled shells, outermost first."""
-    wrappers, found = loaded_wrappers(), []
+    wrappers = loaded_wrappers()
+    found: list[nn.Module] = []
     while (compiled := is_compiled_module(model)) or isinstance(model, wrappers):
-        model = model._orig_mod if compiled else model.module
+        model = getattr(model, "_orig_mod" if compiled else "module")
         found.append(model)
     return found
 
 
-def prepare_model(accelerator: Facade, model: nn.Module, device_placement: bool | None, evaluation_mode: bool) -> Any:
+def prepare_model(
+    accelerator: TrainingRun, model: nn.Module, device_placement: bool | None, evaluation_mode: bool
+) -> Any:
     """Place, cast, wrap and compile a new model, and register it with everything inside it."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"prepare_model() got model={model!r} ({type(model).__name__}); pass a torch.nn.Module.")
@@ -340,7 +346,7 @@ def prepare_model(accelerator: Facade, model: nn.Module, device_placement: bool 
     return register(accelerator, "model", wrapped, *inners, evaluation=evaluation_mode, frozen=frozen)
 
 
-def _wrap(accelerator: Facade, model: nn.Module) -> nn.Module:
+def _wrap(accelerator: TrainingRun, model: nn.Module) -> nn.Module:
     """Let the strategy wrap a model that it has checked."""
     if accelerator.parallelism_config is not None:
         accelerator._prepare_device_mesh()
@@ -352,20 +358,20 @@ def _wrap(accelerator: Facade, model: nn.Module) -> nn.Module:
     return wrapped
 
 
-def compile_model(accelerator: Facade, model: nn.Module) -> nn.Module:
+def compile_model(accelerator: TrainingRun, model: nn.Module) -> nn.Module:
     """Compile a model, whole or by its repeated blocks, when the Accelerator's plugin asks for it."""
     plugin = accelerator.state.dynamo_plugin
-    if plugin.backend.value == "NO" or is_compiled_module(model):
+    if plugin.backend is DynamoBackend.NO or is_compiled_module(model):
         return model
     options = plugin.to_kwargs()
     if options.pop("use_regional_compilation", plugin.use_regional_compilation):
         # What shards finds its state by the modules themselves, so there they are compiled in place.
         in_place = traits_of(accelerator.distributed_type).sharded
         return compile_regions_fsdp2(model, **options) if in_place else compile_regions(model, **options)
-    return torch.compile(model, **options)
+    return torch.compile(model, **options)  # type: ignore[return-value]  # a module
 
 
-def _check_device_map(accelerator: Facade, model: nn.Module) -> bool:
+def _check_device_map(accelerator: TrainingRun, model: nn.Module) -> bool:
     """Return whether another library spread a model over devices; refuse it where this run cannot train it there."""
     mapped = accelerator.verify_device_map(model)
     if mapped and traits_of(accelerator.distributed_type).distributed:
@@ -388,14 +394,15 @@ def _check_device_map(accelerator: Facade, model: nn.Module) -> bool:
 
 
 def prepare_optimizer(
-    accelerator: Facade, optimizer: torch.optim.Optimizer, device_placement: bool | None
+    accelerator: TrainingRun, optimizer: torch.optim.Optimizer, device_placement: bool | None
 ) -> AcceleratedOptimizer:
     """Wrap a new optimizer and register it."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
             f"prepare_optimizer() got optimizer={optimizer!r} ({type(optimizer).__name__}); pass a torch.optim.Optimizer."
         )
-    if (known := find_prepared(accelerator, optimizer, "optimizer")) is not None:
+    known: AcceleratedOptimizer | None = find_prepared(accelerator, optimizer, "optimizer")
+    if known is not None:
         return known
     if hasattr(optimizer, "fused_backward") and accelerator.num_processes > 1:
         raise NotImplementedError(
@@ -409,7 +416,7 @@ def prepare_optimizer(
     if accelerator.is_fsdp2 and type(optimizer) is getattr(torch.optim, "Muon", None):
         from accelerate.parallel import muon
 
-        muon.share(optimizer)
+        muon.share(optimizer)  # type: ignore[arg-type]  # a Muon
     with own_states(accelerator):
         remap_optimizer(optimizer, prepared.histories(accelerator.prepared))
         wrapped = AcceleratedOptimizer(optimizer, device_placement=device_placement, scaler=accelerator.scaler)
@@ -418,9 +425,10 @@ def prepare_optimizer(
     return register(accelerator, "optimizer", wrapped, optimizer)
 
 
-def prepare_scheduler(accelerator: Facade, scheduler: Any) -> AcceleratedScheduler:
+def prepare_scheduler(accelerator: TrainingRun, scheduler: Any) -> AcceleratedScheduler:
     """Wrap a new scheduler with the prepared optimizer it drives, and register it."""
-    if (known := find_prepared(accelerator, scheduler, "scheduler")) is not None:
+    known: AcceleratedScheduler | None = find_prepared(accelerator, scheduler, "scheduler")
+    if known is not None:
         return known
     if isinstance(scheduler, AcceleratedScheduler):
         scheduler = scheduler.scheduler
@@ -437,7 +445,7 @@ def prepare_scheduler(accelerator: Facade, scheduler: Any) -> AcceleratedSchedul
 
 
 def prepare_data_loader(
-    accelerator: Facade, data_loader: Any, device_placement: bool | None, build: Any, slice_fn: Any
+    accelerator: TrainingRun, data_loader: Any, device_placement: bool | None, build: Any, slice_fn: Any
 ) -> Any:
     """Build a new prepared loader with the Accelerator's settings, and register it.
 
@@ -482,14 +490,14 @@ def prepare_data_loader(
     return register(accelerator, "loader", wrapped, data_loader)
 
 
-def _check_schedules(accelerator: Facade, objects: Sequence[Any]) -> None:
+def _check_schedules(accelerator: TrainingRun, objects: Sequence[Any]) -> None:
     """Warn of schedules whose length does not fit the first prepared loader."""
     schedulers = [item for item in objects if isinstance(item, AcceleratedScheduler)]
     try:
         batches = len(accelerator._dataloaders[0]) if schedulers else 0
         layout = accelerator.parallelism_config
         if layout is not None and layout._sp_by_deepspeed:
-            batches *= layout.sp_size
+            batches *= layout.sp_size  # type: ignore[operator]  # no size is None
     except (IndexError, TypeError):  # there is no loader, or it has no length
         return
     updates = -(-batches // max(1, accelerator.gradient_accumulation_steps))
@@ -497,7 +505,7 @@ def _check_schedules(accelerator: Facade, objects: Sequence[Any]) -> None:
         scheduler.check_length(updates)
 
 
-def ensure_registered(accelerator: Facade, kind: str, result: Any, given: Any) -> Any:
+def ensure_registered(accelerator: TrainingRun, kind: str, result: Any, given: Any) -> Any:
     """Register what a replaced ``prepare_*`` method returned, so that its second preparation is detected as well."""
     entry = accelerator.prepared.find(result)
     if entry is None:
@@ -507,7 +515,7 @@ def ensure_registered(accelerator: Facade, kind: str, result: Any, given: Any) -
     return result
 
 
-def restore_registry(accelerator: Facade) -> None:
+def restore_registry(accelerator: TrainingRun) -> None:
     """Register what an unpickled Accelerator's own lists hold."""
     for kind, name in _LISTS.items():
         for item in getattr(accelerator, name):
@@ -515,7 +523,7 @@ def restore_registry(accelerator: Facade) -> None:
             accelerator.prepared.record(kind, item, inside, settings=settings_of(accelerator))
 
 
-def release(accelerator: Facade, objects: tuple[Any, ...]) -> list[Any]:
+def release(accelerator: TrainingRun, objects: tuple[Any, ...]) -> list[Any]:
     """Let go of everything prepared, so that the next ``prepare`` is a first one, and of the objects given."""
     resolve(accelerator.state).release(accelerator)
     for average in accelerator.prepared.averages:

@@ -10,22 +10,14 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from accelerate.modules.optimizer_remap import MovedParameters
-from accelerate.runtime.run import Run
 
 _LIVE: "weakref.WeakSet[PreparedObjects]" = weakref.WeakSet()
-
-
-class Facade(Run, Protocol):
-    """The Accelerator itself: functions of `training` are the bodies of its methods, and use its private attributes."""
-
-    def __getattr__(self, name: str) -> Any:
-        """Return any attribute."""
 
 
 def reference(obj: Any) -> Any:
@@ -82,7 +74,7 @@ class PreparedObjects:
         return {key: list(value) if isinstance(value, list) else value for key, value in kept.items()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__()
+        PreparedObjects.__init__(self)
         self.__dict__.update(state)
 
     def record(self, kind: str, outer: Any, inners: Iterable[Any] = (), **details: Any) -> Entry:

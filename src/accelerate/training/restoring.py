@@ -24,7 +24,7 @@ from accelerate.checkpoint.object_store import storage_of
 from accelerate.checkpoint.state import Common
 from accelerate.checkpoint.storage import CheckpointStatus, CheckpointStorage, LocalStorage
 from accelerate.training import averages, gradients
-from accelerate.training.prepared import Facade
+from accelerate.training.run import TrainingRun
 from accelerate.training.unclaimed import unclaimed_states
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ _ATTEMPTS = 100
 
 
 def load_state(
-    accelerator: Facade,
+    accelerator: TrainingRun,
     input_dir: Folder | None,
     load_kwargs: dict[str, Any] | None,
     latest: bool,
@@ -116,7 +116,7 @@ def _load_found(
 READ: Callable[..., Path | str | None] = _load_found
 
 
-def _storage(accelerator: Facade, input_dir: Folder | None) -> CheckpointStorage:
+def _storage(accelerator: TrainingRun, input_dir: Folder | None) -> CheckpointStorage:
     project = accelerator.project_configuration
     if input_dir is not None:
         return storage_of(input_dir)
@@ -141,11 +141,11 @@ class Search:
         listing: the manifest of the one that `answer` names, None without one.
     """
 
-    accelerator: Facade
+    accelerator: TrainingRun
     storage: CheckpointStorage
     latest: bool
     passed: dict[str, str] = field(default_factory=dict)
-    damaged: dict[str, str] = field(default_factory=dict)
+    damaged: dict[str, str | None] = field(default_factory=dict)
     listing: Manifest | None = None
 
     def answer(self) -> dict[str, Any]:
@@ -262,7 +262,8 @@ class _Chosen:
     @classmethod
     def of(cls, search: Search, barrier: SaveBarrier, group: Group, answer: dict[str, Any]) -> "_Chosen":
         """Return what the leader of all ranks has chosen, as it lies on the disk of this rank's machine. All ranks."""
-        storage, problems = storage_of(answer["location"]), []
+        storage = storage_of(answer["location"])
+        problems: list[str] = []
         folder, save, following = answer["folder"], answer["save"], answer["following"]
         listing = search.listing if group.shared else None
         if not group.shared:
@@ -274,7 +275,7 @@ class _Chosen:
             storage.fetched = folder, generation
         if group.each_node and following is not None:  # a machine may have one more
             leads = group.rank == barrier.leader()
-            following = -barrier.smallest(-(search.following_number(storage) if leads else 0))
+            following = -barrier.smallest(-((search.following_number(storage) or 0) if leads else 0))
         with contextlib.suppress(OSError, DamagedCheckpoint):  # there is none, or another save takes the place
             listing = listing or Manifest.read(folder)
             folder = CheckpointFolder(folder, listing, _local_rank_and_size(search.accelerator), storage.bring)
@@ -297,9 +298,9 @@ class _Chosen:
 
         With `by_parts` the shards of models and optimizers are left to those who read them.
         """
-        if self.listing is None or self.problems or self.replaced():
+        if not isinstance(self.folder, CheckpointFolder) or self.problems or self.replaced():
             return
-        shared, own = _read_by(self.listing, rank, by_parts)
+        shared, own = _read_by(self.folder.listing, rank, by_parts)
         self.folder.differences(shared, shared=True)
         self.folder.differences(own)
 
@@ -321,7 +322,7 @@ def _own_copy(storage: CheckpointStorage, save: str) -> tuple[str, str | None, l
         return storage.location, None, [f"{type(error).__name__}: {error}"], None
 
 
-def _local_rank_and_size(accelerator: Facade) -> tuple[int, int]:
+def _local_rank_and_size(accelerator: TrainingRun) -> tuple[int, int]:
     """Return which rank of its machine this one is, and how many they are, as far as the launcher said so."""
     count = min(int(os.environ.get("LOCAL_WORLD_SIZE") or 1), accelerator.num_processes)
     rank = accelerator.local_process_index
@@ -338,7 +339,7 @@ _PARTS = re.compile(r"[^/]+/(?:__[0-9]+_[0-9]+\.distcp|[^/]*_states\.pt)")
 
 def _read_by(listing: Manifest, rank: int, by_parts: bool) -> tuple[list[str], list[str]]:
     """Return the files that every rank reads, and those that this one reads alone."""
-    owners = {name: int(found[found.lastindex]) for name in listing.files if (found := _OF_RANK.fullmatch(name))}
+    owners = {name: int(found[found.lastindex or 0]) for name in listing.files if (found := _OF_RANK.fullmatch(name))}
     # A rank that was not there when the checkpoint was saved begins with the random states of the first one.
     mine = rank if manifest.random_states_file(rank) in listing.files else 0
     own = [name for name, owner in owners.items() if owner in (rank, mine)]
@@ -351,7 +352,11 @@ def _read_by(listing: Manifest, rank: int, by_parts: bool) -> tuple[list[str], l
 
 
 def _read_together(
-    accelerator: Facade, barrier: SaveBarrier, chosen: _Chosen, options: dict[str, Any], model_options: dict[str, Any]
+    accelerator: TrainingRun,
+    barrier: SaveBarrier,
+    chosen: _Chosen,
+    options: dict[str, Any],
+    model_options: dict[str, Any],
 ) -> Contents | None:
     """Verify and read a checkpoint; None if another save took its place meanwhile. All ranks.
 
@@ -399,7 +404,7 @@ def _may_go_on(barrier: SaveBarrier, chosen: _Chosen, problem: BaseException | N
 
 
 def _complete(
-    accelerator: Facade,
+    accelerator: TrainingRun,
     barrier: SaveBarrier,
     contents: Contents,
     model_options: dict[str, Any],
@@ -414,12 +419,12 @@ def _complete(
     attributes, problem = _attempted(contents.complete)
     barrier.share(problem=problem)  # no rank may go on while another has other states
     barrier.leave()
-    for name, value in attributes.items():
+    for name, value in (attributes or {}).items():
         setattr(accelerator, name, value)
 
 
 def _read_contents(
-    accelerator: Facade, folder: str, options: dict[str, Any], model_options: dict[str, Any]
+    accelerator: TrainingRun, folder: str, options: dict[str, Any], model_options: dict[str, Any]
 ) -> Contents:
     """Read all states.
 
@@ -473,7 +478,7 @@ def _check_custom(folder: str, custom: Sequence[Any]) -> None:
 
 
 def _read_models(
-    accelerator: Facade, contents: Contents, folder: str, options: dict[str, Any], model_options: dict[str, Any]
+    accelerator: TrainingRun, contents: Contents, folder: str, options: dict[str, Any], model_options: dict[str, Any]
 ) -> None:
     """Let the hooks load what they want to load, and read the other models. Hooks come last, because they change models."""
     strategy, state_io = accelerator._strategy, accelerator._state_io
@@ -515,7 +520,7 @@ def _warn_of_differences(location: str, contents: Contents) -> None:
         warn_user(f"load_state({location!r}), {line}")
 
 
-def _warn_of_fewer_processes(accelerator: Facade, folder: str) -> None:
+def _warn_of_fewer_processes(accelerator: TrainingRun, folder: str) -> None:
     """Ranks that are new say so themselves; for those that are gone the main process does."""
     beyond = manifest.random_states_file(accelerator.num_processes)
     if accelerator.process_index == 0 and os.path.exists(os.path.join(folder, beyond)):

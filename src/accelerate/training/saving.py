@@ -42,7 +42,7 @@ from accelerate.runtime.torch_private import local_part
 from accelerate.strategies import shard
 from accelerate.strategies.base import Strategy
 from accelerate.training import averages
-from accelerate.training.prepared import Facade
+from accelerate.training.run import TrainingRun
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ SAVE: type[Save] = Save
 
 
 def save_state(
-    accelerator: Facade,
+    accelerator: TrainingRun,
     output_dir: Folder | None,
     safe_serialization: bool,
     blocking: bool | None,
@@ -119,7 +119,7 @@ def _as_given(storage: CheckpointStorage, path: Folder) -> Path | str:
     return Path(storage.location) if isinstance(storage, LocalStorage) else storage.location
 
 
-def _facts(accelerator: Facade, strategy: Strategy) -> dict[str, Any]:
+def _facts(accelerator: TrainingRun, strategy: Strategy) -> dict[str, Any]:
     """Return what a manifest says of the run."""
     mesh = accelerator.torch_device_mesh
     sizes = None if mesh is None else dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
@@ -132,7 +132,7 @@ def _facts(accelerator: Facade, strategy: Strategy) -> dict[str, Any]:
     }
 
 
-def _automatic(accelerator: Facade) -> tuple[Callable[[CheckpointStorage], Any], ...]:
+def _automatic(accelerator: TrainingRun) -> tuple[Callable[[CheckpointStorage], Any], ...]:
     """With automatic naming: what is done before a checkpoint is staged, and once it is in its place."""
     project = accelerator.project_configuration
     if not project.automatic_checkpoint_naming:
@@ -153,7 +153,7 @@ def _automatic(accelerator: Facade) -> tuple[Callable[[CheckpointStorage], Any],
     return refuse, rotate
 
 
-def _warn_of_open_window(accelerator: Facade) -> None:
+def _warn_of_open_window(accelerator: TrainingRun) -> None:
     state = accelerator.gradient_state
     if state.sync_gradients:
         return
@@ -165,7 +165,7 @@ def _warn_of_open_window(accelerator: Facade) -> None:
         )
 
 
-def _path(accelerator: Facade, output_dir: Folder | None) -> Folder:
+def _path(accelerator: TrainingRun, output_dir: Folder | None) -> Folder:
     """Return where the checkpoint goes: the folder given, or with automatic naming the next one of the project."""
     project = accelerator.project_configuration
     if not project.automatic_checkpoint_naming:
@@ -187,14 +187,14 @@ def _path(accelerator: Facade, output_dir: Folder | None) -> Folder:
 
 
 def _collect(
-    accelerator: Facade, plan: SavePlan, each_node: bool, safe_serialization: bool, model_options: dict[str, Any]
+    accelerator: TrainingRun, plan: SavePlan, each_node: bool, safe_serialization: bool, model_options: dict[str, Any]
 ) -> None:
     """Put everything that this rank saves into a plan."""
     strategy, state_io = accelerator._strategy, accelerator._state_io
     schedulers = state_io.checkpointed_schedulers(accelerator)
     # Through the method, because libraries replace it. Hooks of strategies that save shards see no weights.
     whole = [] if state_io.saves_shards else accelerator._models
-    states = [plain_names(accelerator.get_state_dict(model)) for model in whole]
+    states: list[dict[str, Any]] = [plain_names(accelerator.get_state_dict(model)) for model in whole]
     hooks = list(accelerator._save_model_state_pre_hook.values())
     models = accelerator._models if hooks else []
     models = [model if state_io.owns_state(model) else strategy.unwrap_model(model) for model in models]
@@ -207,9 +207,9 @@ def _collect(
     if state_io.saves_shards:
         states = [{} for _ in accelerator._models]
     for index, state in enumerate(states):
-        state_io.save_model(accelerator, state, plan, index, **options)
+        state_io.save_model(accelerator, state, plan, index, **options)  # type: ignore[arg-type]  # a SavePlan
     for index, optimizer in enumerate(accelerator._optimizers):
-        state_io.save_optimizer(accelerator, optimizer, plan, index, save_on_each_node=each_node)
+        state_io.save_optimizer(accelerator, optimizer, plan, index, save_on_each_node=each_node)  # type: ignore[arg-type]  # a SavePlan
     known = names_file(accelerator._optimizers, accelerator._models)
     if known is not None and plan.writes_shared:
         plan.add_bytes(PARAMETER_NAMES, known)
@@ -218,7 +218,7 @@ def _collect(
     write_common(Common.of(accelerator, schedulers), plan, accelerator.step, each_node)
 
 
-def register_for_checkpointing(accelerator: Facade, *objects: Any) -> None:
+def register_for_checkpointing(accelerator: TrainingRun, *objects: Any) -> None:
     """Let ``save_state`` and ``load_state`` treat further objects. All ranks, in the same order."""
     bad = [
         f"argument {position} ({get_pretty_name(obj)})"
@@ -246,7 +246,7 @@ def register_hook(hooks: "OrderedDict[int, Callable[..., None]]", hook: Callable
 
 
 def get_state_dict(
-    accelerator: Facade, model: nn.Module, unwrap: bool, offloaded: Callable[[nn.Module], dict[str, Any]]
+    accelerator: TrainingRun, model: nn.Module, unwrap: bool, offloaded: Callable[[nn.Module], dict[str, Any]]
 ) -> dict[str, Any]:
     """Return the full state dict of a model; `offloaded` collects that of offloaded weights. All ranks call it."""
     for module in model.modules():
@@ -266,7 +266,7 @@ def _refuse_meta(state: Mapping[str, Any]) -> None:
 
 
 def stream_weights(
-    accelerator: Facade, model: nn.Module, dtype: torch.dtype | None, limit: int
+    accelerator: TrainingRun, model: nn.Module, dtype: torch.dtype | None, limit: int
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Yield copies of a model's whole tensors in buckets of at most so many bytes, or of one tensor. All ranks, in step."""
     # Weights in 4 bits, and what belongs to them, are no numbers that a cast may touch.
@@ -293,7 +293,11 @@ def stream_weights(
 
 
 def save_model(
-    accelerator: Facade, model: nn.Module, save_directory: Folder, max_shard_size: int | str, safe_serialization: bool
+    accelerator: TrainingRun,
+    model: nn.Module,
+    save_directory: Folder,
+    max_shard_size: int | str,
+    safe_serialization: bool,
 ) -> None:
     """Save a model's weights alone, in shards if they are large. All ranks call it, one process writes."""
     if os.path.isfile(save_directory):
@@ -324,7 +328,7 @@ def save_model(
 # -- adapters of PEFT ----------------------------------------------------------------------------------------------
 
 
-def save_adapter(accelerator: Facade, model: nn.Module, folder: Folder) -> None:
+def save_adapter(accelerator: TrainingRun, model: nn.Module, folder: Folder) -> None:
     """Gather a model's adapters, compare them with the shards of each rank, and let rank 0 write them. All ranks."""
     inner = accelerator._strategy.unwrap_model(model, keep_torch_compile=False)
     adapters = getattr(inner, "peft_config", None) or {}
@@ -341,10 +345,11 @@ def save_adapter(accelerator: Facade, model: nn.Module, folder: Folder) -> None:
     files = {adapter: {key: names[int(mark)] for key, mark in marks.items()} for adapter, marks in chosen.items()}
     files = states.from_first_rank(files)
     wanted = {name for file in files.values() for name in file.values()}
-    own = (
+    own: dict[str, torch.Tensor] = (
         {} if io_of(model).gives_copies else {canonical_name(name): value for name, value in inner.named_parameters()}
     )
     state, problems = {}, []
+    value: torch.Tensor
     for name, value in accelerator._state_io.whole_tensors(accelerator, model, wanted.__contains__):
         problems += shard.misfit(name, value, own.get(name, value))
         if accelerator.is_main_process:
@@ -360,7 +365,7 @@ def save_adapter(accelerator: Facade, model: nn.Module, folder: Folder) -> None:
     states.run_on_all_ranks(write)
 
 
-def _write_adapter(inner: nn.Module, adapter: str, tensors: dict[str, torch.Tensor], folder: str) -> None:
+def _write_adapter(inner: Any, adapter: str, tensors: dict[str, torch.Tensor], folder: str) -> None:
     """Write an adapter's files; a folder has the former adapter, the new one, or none that PEFT would load. One process."""
     config = copy.copy(inner.peft_config[adapter])
     config.inference_mode = True

@@ -28,7 +28,8 @@ from accelerate.config.project import DataLoaderConfiguration, ProjectConfigurat
 from accelerate.config.strategies import engines, traits_of
 from accelerate.runtime import storage
 from accelerate.state import GradientState
-from accelerate.training.prepared import Facade, others_alive
+from accelerate.training.prepared import others_alive
+from accelerate.training.run import TrainingRun
 
 # Before each how many-th step the ranks compare what they train, and whether they look at the outputs of modules, too.
 CHECK_EVERY, CHECK_MODULES = "ACCELERATE_CHECK_EVERY", "ACCELERATE_CHECK_MODULES"
@@ -46,12 +47,14 @@ HANDLERS: dict[type, str] = {
 }
 
 
-def project(config: ProjectConfiguration | None, folder: str | os.PathLike | None) -> ProjectConfiguration:
+def project(config: ProjectConfiguration | None, folder: str | os.PathLike[str] | None) -> ProjectConfiguration:
     """Return the project configuration, with the folder given beside it."""
     config = config if config is not None else ProjectConfiguration(project_dir=folder)
-    if folder is not None and config.project_dir is None:
+    if folder is None:
+        return config
+    if config.project_dir is None:
         config.set_directories(folder)
-    elif folder is not None and os.fspath(folder) != os.fspath(config.project_dir):
+    elif os.fspath(folder) != os.fspath(config.project_dir):
         warn_user(
             f"project_dir={os.fspath(folder)!r} is not used, because project_config.project_dir is "
             f"{os.fspath(config.project_dir)!r}. Set it in one of the two places."
@@ -100,6 +103,7 @@ def plugins(deepspeed: Any, fsdp: Any, megatron: Any, dynamo: Any, dynamo_backen
 def accumulation(plugin: GradientAccumulationPlugin | None, steps: int) -> GradientAccumulationPlugin:
     """Return the accumulation plugin; without one, or where it has no steps, those given or set in the environment."""
     option = BY_NAME["gradient_accumulation_steps"]
+    variable = str(option.env)
     if plugin is not None and plugin.num_steps is not None:
         if steps != 1:
             raise ValueError(
@@ -107,7 +111,7 @@ def accumulation(plugin: GradientAccumulationPlugin | None, steps: int) -> Gradi
                 "`num_steps` field."
             )
         return plugin
-    for source, value in ((option.name, steps), (option.env, os.environ.get(option.env, "").strip() or steps)):
+    for source, value in ((option.name, steps), (variable, os.environ.get(variable, "").strip() or steps)):
         steps = to_int(value, source)
         if steps < 1:
             raise ValueError(f"{source}={steps!r} is not a positive integer; 1 accumulates nothing.")
@@ -132,7 +136,8 @@ def loaders(config: DataLoaderConfiguration | None, split_batches: bool | None) 
 
 def rng_types(given: list[str | RNGType] | None) -> list[str | RNGType]:
     """Return which generators are synchronised at the start of an epoch; ValueError for an unknown one."""
-    kinds, known = ["generator"] if given is None else list(given), [member.value for member in RNGType]
+    kinds: list[str | RNGType] = ["generator"] if given is None else list(given)
+    known = [member.value for member in RNGType]
     if unknown := [kind for kind in kinds if kind not in known]:
         raise ValueError(f"rng_types got {unknown[0]!r}; choose among {known}.")
     return kinds
@@ -173,7 +178,7 @@ def mesh(given: Any, make: Callable[..., Any], tensor_parallel: Any) -> Any:
     return given
 
 
-def replica_check(accelerator: Facade) -> Any:
+def replica_check(accelerator: TrainingRun) -> Any:
     """Return what compares the ranks every so many steps, as the environment says; None by default."""
     every = get_int_from_env([CHECK_EVERY], 0)
     if not every:
@@ -202,7 +207,7 @@ def warn_of_other_accumulation(plugin: GradientAccumulationPlugin) -> None:
         return
     # The end of a loader has an effect only in an accumulation step of several micro-batches.
     names = {"num_steps": "gradient_accumulation_steps"}
-    if plugin.num_steps > 1:
+    if plugin.num_steps is not None and plugin.num_steps > 1:
         names["sync_with_dataloader"] = "sync_with_dataloader"
     defaults, now = vars(GradientAccumulationPlugin(num_steps=1)), vars(plugin)
     changed = [

@@ -5,12 +5,12 @@ from collections.abc import Collection
 
 from accelerate.base.constants import SCALER_NAME
 from accelerate.checkpoint import layouts, manifest
-from accelerate.checkpoint.layouts import Kind
 from accelerate.checkpoint.load import CheckpointFolder, Contents
-from accelerate.training.prepared import Facade
+from accelerate.checkpoint.state import Kind
+from accelerate.training.run import TrainingRun
 
 
-def unclaimed_states(accelerator: Facade, contents: Contents) -> list[str]:
+def unclaimed_states(accelerator: TrainingRun, contents: Contents) -> list[str]:
     """Return a name for each state in the checkpoint that no prepared object takes.
 
     Raises:
@@ -50,7 +50,7 @@ def unclaimed_states(accelerator: Facade, contents: Contents) -> list[str]:
 
 def _beyond(folder: str, kind: Kind, number: int) -> list[str]:
     """Return a name for each saved model or optimizer from `number` on."""
-    names = []
+    names: list[str] = []
     while True:
         try:
             found = layouts.find(folder, kind, number)

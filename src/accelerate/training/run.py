@@ -1,0 +1,188 @@
+"""What functions of `training` use of an Accelerator: they are the bodies of its methods, and use its private attributes."""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import nn
+
+from accelerate.checkpoint.save import Background
+from accelerate.comm.base import Communicator
+from accelerate.config.enums import FP8BackendType, LoggerType, RNGType
+from accelerate.config.handlers import AutocastKwargs
+from accelerate.config.project import DataLoaderConfiguration
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.runtime.run import Run
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.strategies.base import Strategy
+from accelerate.strategies.deepspeed.wrappers import DeepSpeedEngineWrapper
+from accelerate.trackers.base import GeneralTracker
+from accelerate.training.prepared import PreparedObjects
+from accelerate.training.window import Window
+
+if TYPE_CHECKING:
+    from accelerate.diagnostics.throughput import Meter
+    from accelerate.strategies.state_io import StateIO
+
+
+class PreparationWatcher(Protocol):
+    """What is told of each model and optimizer that is prepared; `training.divergence.ReplicaCheck` is it."""
+
+    def watch(self, optimizer: AcceleratedOptimizer) -> None:
+        """Watch the steps of a prepared optimizer."""
+
+    def watch_model(self, model: nn.Module) -> None:
+        """Watch a prepared model."""
+
+
+class TrainingRun(Run, Protocol):
+    """An Accelerator, as far as `training` knows it.
+
+    Attributes:
+        step: Micro-batches since the last one that ended a loader.
+        deepspeed_config: The configuration that the engine of DeepSpeed has; only there once an engine is prepared.
+        _background: The checkpoint that is written in the background.
+        _exact_accumulation: Whether a short accumulation step is divided by its real length.
+        _finished_trackers: Trackers that `end_training` has finished; they stay in `trackers`.
+        _loaded_checkpoint: Location of the checkpoint that was loaded last, which automatic naming keeps.
+        _meter: Measures steps once `throughput` was called.
+        _replica_check: Compares the ranks, if the environment asks for it.
+        _scales_loss: Whether losses are divided by the length of an accumulation step here, and not by an engine.
+        _sync_each_batch: Whether gradients are exchanged after every micro-batch.
+        _unfinished_save: Location of a save that failed, which the next save of that name replaces.
+        _window: The accumulation step that is open.
+    """
+
+    state: AcceleratorState
+    gradient_state: GradientState
+    prepared: PreparedObjects
+    autocast_handler: AutocastKwargs | None
+    dataloader_config: DataLoaderConfiguration
+    deepspeed_config: dict[str, Any]
+    deepspeed_engine_wrapped: DeepSpeedEngineWrapper | None
+    flag_tensor: torch.Tensor | None
+    has_lomo_optimizer: bool
+    log_with: list[str | LoggerType | GeneralTracker]
+    native_amp: bool
+    rng_types: list[str | RNGType]
+    step: int
+    step_scheduler_with_optimizer: bool
+    trackers: list[GeneralTracker]
+    _background: Background
+    _exact_accumulation: bool
+    _finished_trackers: list[GeneralTracker]
+    _load_model_state_pre_hook: OrderedDict[int, Callable[..., None]]
+    _loaded_checkpoint: str | None
+    _meter: "Meter | None"
+    _replica_check: PreparationWatcher | None
+    _save_model_state_pre_hook: OrderedDict[int, Callable[..., None]]
+    _scales_loss: bool
+    _strategy: Strategy
+    _sync_each_batch: bool
+    _unfinished_save: str | None
+    _window: Window
+
+    # -- read alone ----------------------------------------------------------------------------------------------------
+
+    @property
+    def deepspeed_plugin(self) -> Any:
+        """The `DeepSpeedPlugin` that is selected; None without DeepSpeed."""
+
+    @property
+    def dispatch_batches(self) -> bool | None:
+        """Whether rank 0 reads every batch."""
+
+    @property
+    def even_batches(self) -> bool:
+        """Whether ranks get equally many batches."""
+
+    @property
+    def fp8_backend(self) -> FP8BackendType:
+        """The library that computes in fp8."""
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is rank 0."""
+
+    @property
+    def logging_dir(self) -> str | None:
+        """The folder of the trackers."""
+
+    @property
+    def non_blocking(self) -> bool:
+        """Whether batches are copied asynchronously."""
+
+    @property
+    def split_batches(self) -> bool:
+        """Whether a batch is split across ranks."""
+
+    @property
+    def use_seedable_sampler(self) -> bool:
+        """Whether the order of samples follows from seed and epoch."""
+
+    @property
+    def use_stateful_dataloader(self) -> bool:
+        """Whether torchdata's loader is inside prepared ones."""
+
+    @property
+    def _communicator(self) -> Communicator:
+        """The communicator of the run."""
+
+    @property
+    def _state_io(self) -> "StateIO":
+        """What a checkpoint has of the strategy."""
+
+    # -- methods that libraries replace, so they are called on the Accelerator -----------------------------------------
+
+    def autocast(self) -> AbstractContextManager[None]:
+        """Return the autocast context of the precision in force."""
+
+    def backward(self, loss: torch.Tensor, *, num_items: Any = None, **kwargs: Any) -> None:
+        """Run the backward pass."""
+
+    def deepspeed_ulysses_dl_adapter(self, dl: Any, model: nn.Module) -> Any:
+        """Adapt a loader to DeepSpeed's sequence parallelism."""
+
+    def get_state_dict(self, model: nn.Module) -> dict[str, Any]:
+        """Return a model's full state dict."""
+
+    def lomo_backward(self, loss: torch.Tensor, learning_rate: Any) -> None:
+        """Run the backward pass of LOMO optimizers."""
+
+    def prepare_data_loader(self, data_loader: Any) -> Any:
+        """Prepare one loader."""
+
+    def save_state(self, output_dir: str | None) -> Any:
+        """Save a checkpoint."""
+
+    def unwrap_model(self, model: nn.Module) -> nn.Module:
+        """Return a model without its wrappers."""
+
+    def wait_for_checkpoint(self) -> None:
+        """Wait until the checkpoint is in its place."""
+
+    def wait_for_everyone(self) -> None:
+        """Wait for all ranks."""
+
+    def _do_sync(self) -> None:
+        """Count a micro-batch, and decide whether gradients are synchronised in it."""
+
+    def _prepare_one(self, obj: Any, first_pass: bool = False, device_placement: bool | None = None) -> Any:
+        """Prepare one object of a pass."""
+
+    def _prepare_device_mesh(self) -> None:
+        """Build the device mesh."""
+
+    def _prepare_ao(self, *args: Any) -> tuple[Any, ...]:
+        """Convert models to torchao's float8."""
+
+    def _prepare_te(self, *args: Any) -> tuple[Any, ...]:
+        """Convert models to Transformer Engine."""
+
+    def _prepare_tp(self, *args: Any) -> tuple[Any, ...]:
+        """Split the layers of models."""
+
+    def _prepare_cp(self, *args: Any) -> tuple[Any, ...]:
+        """Let models work on parts of sequences."""
