@@ -1,7 +1,10 @@
 """How large the package is, and how far one walks through it.
 
-    python tools/size.py            files, lines and lines of code of each folder, then the walks
-    python tools/size.py --table    the folders alone
+    python tools/size.py            files, lines and lines of code of each folder, how they hang together, then the walks
+    python tools/size.py --table    without the walks
+
+A closure is what importing one module loads. Imports in functions and for annotations are not in it; two folders import each other
+if any import says so.
 
 A walk is what one rank of two runs of `src/accelerate` for one operation, seen with `sys.setprofile`: calls, functions, files.
 Each walk but the launcher's is taken the second time the operation runs, so that imports and caches do not count.
@@ -153,10 +156,48 @@ def sizes(package: pathlib.Path) -> list[tuple[Any, ...]]:
     ]
 
 
+def closure(module: str) -> set[str]:
+    """Return the modules of the package that importing one loads, itself included."""
+    waiting, loaded = [module], set()
+    while waiting:
+        name = waiting.pop()
+        if name not in loaded:
+            loaded.add(name)
+            waiting += [found.target for found in source.imports(name) if not found.lazy]
+    return loaded
+
+
+def folder_of(module: str) -> str | None:
+    """Return the folder of a module, None at the top of the package."""
+    parts = module.split(".")
+    is_folder = len(parts) > 1 and source.modules()[".".join(parts[:2])].name == "__init__.py"
+    return parts[1] if is_folder else None
+
+
+def mutual_folders() -> list[str]:
+    """Return the pairs of folders that import each other."""
+    pairs = {
+        (folder_of(found.source), folder_of(found.target))
+        for name in source.modules()
+        for found in source.imports(name)
+    }
+    both = {pair for pair in pairs if None not in pair and pair[0] < pair[1] and pair[::-1] in pairs}
+    return sorted("/".join(pair) for pair in both)
+
+
+def structure() -> list[tuple[Any, ...]]:
+    """Return a row a closure: how many files and lines of code importing a module loads."""
+    rows: list[tuple[Any, ...]] = [("importing loads", "files", "code")]
+    for name in ("strategies.ddp", "optimizer", "training.prepare", "accelerator"):
+        loaded = closure(f"accelerate.{name}")
+        rows.append((name, len(loaded), sum(len(source.code_lines(source.modules()[one])) for one in loaded)))
+    return rows
+
+
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--table", action="store_true", help="the folders alone")
+    parser.add_argument("--table", action="store_true", help="without the walks")
     parser.add_argument("--take", choices=["launch", "training"], help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.take:
@@ -165,6 +206,8 @@ def main() -> None:
         return
     for package in ("accelerate", "transformers_patch"):
         print(table(sizes(source.SRC / package)), end="\n\n")
+    print(table(structure()))
+    print(f"folders that import each other: {', '.join(mutual_folders())}", end="\n\n")
     if options.table:
         return
     rows: list[tuple[Any, ...]] = [("walk of one rank of two", "calls", "functions", "files")]

@@ -50,14 +50,13 @@ from accelerate.diagnostics import memory
 from accelerate.diagnostics.table import Report
 from accelerate.logging import get_logger
 from accelerate.offload.weights import get_state_dict_offloaded_model
-from accelerate.parallel import mesh
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.precision import amp, fp8
 from accelerate.precision.amp import apply_downcast, precision
 from accelerate.precision.ao import convert_model_to_fp8_ao
 from accelerate.process import Processes
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.strategies import registry
+from accelerate.strategies import mesh, registry
 from accelerate.strategies.base import Strategy
 from accelerate.trackers.base import GeneralTracker
 from accelerate.trackers.registry import filter_trackers

@@ -21,11 +21,8 @@ from accelerate.config import env
 from accelerate.config.enums import DistributedType, SageMakerDistributedType
 from accelerate.config.strategies import engines, traits_of
 from accelerate.devices import Device, detect, row
-from accelerate.devices.affinity import set_numa_affinity
 from accelerate.devices.table import DEVICES
-from accelerate.diagnostics import hang, monitor
 from accelerate.runtime import failure, rendezvous, storage, torch_private
-from accelerate.runtime.removed import refuse_removed_variables
 
 logger = logging.getLogger(__name__)
 failure.watch()
@@ -282,7 +279,7 @@ class PartialState(ProcessView):
             raise
 
     def _start(self, cpu: bool, settings: dict[str, Any]) -> None:
-        refuse_removed_variables()
+        env.refuse_removed_variables()
         kind = os.environ.get("ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE")
         asked = parse_flag_from_env("ACCELERATE_USE_SAGEMAKER") and kind == SageMakerDistributedType.DATA_PARALLEL
         sagemaker = settings.pop("_use_sagemaker_dp", asked)
@@ -296,6 +293,8 @@ class PartialState(ProcessView):
             ranks = rendezvous.Ranks(rank, size, local_rank, None, "xla")
         elif abilities.distributed:
             ranks = _join(backend, hardware, settings)
+            from accelerate.diagnostics import hang  # a single process waits for nobody
+
             # So that a rank which waits for this one can learn where it is.
             hang.watch(torch_private.default_store(), ranks.rank, ranks.world_size)
             if abilities.deepspeed:
@@ -310,6 +309,8 @@ class PartialState(ProcessView):
         self.local_process_index = ranks.local_rank
         self.fork_launched = parse_flag_from_env("FORK_LAUNCHED")
         if env.value_of("enable_cpu_affinity"):
+            from accelerate.devices.affinity import set_numa_affinity
+
             set_numa_affinity(self.local_process_index)
 
     def _prepare_backend(
@@ -458,6 +459,8 @@ def _join(backend: str | None, hardware: Device, settings: dict[str, Any]) -> re
     if hardware.type == "cpu" and "OMP_NUM_THREADS" not in os.environ and (ranks.local_world_size or 1) > 1:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks.local_world_size))
     crowded = hardware.type != "cpu" and (ranks.local_world_size or 1) > max(hardware.count(), 1)
+    from accelerate.diagnostics import monitor
+
     waiting = partial(monitor.joining, ranks.rank, ranks.world_size)
     rendezvous.init_process_group(ranks, backend, waiting, **settings)
     if crowded and backend != "gloo":

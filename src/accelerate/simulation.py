@@ -36,9 +36,9 @@ from accelerate.diagnostics import memory
 from accelerate.diagnostics.allocations import EXCHANGED, AllocationTracker, label
 from accelerate.diagnostics.collectives import CollectiveRecorder
 from accelerate.diagnostics.throughput import flops_of
-from accelerate.parallel import experts
 from accelerate.runtime import ranks, simulated, torch_private
 from accelerate.simulation_report import Facts, text_of
+from accelerate.strategies.mesh import ranks_of_experts
 from accelerate.training import restoring, saving
 
 _COPIES = (
@@ -102,12 +102,12 @@ class SimulatedRank(CollectiveRecorder):
 
     def entered(self, module: nn.Module, inputs: Any) -> None:
         """Note how many tokens ranks send each other if they spread evenly over experts, which are called with the choice for each token."""
-        if count := experts.ranks_of(module):
+        if count := ranks_of_experts(module):
             self._routed = inputs[1].numel() // count
 
     def left(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """Forget it where the experts end."""
-        if experts.ranks_of(module):
+        if ranks_of_experts(module):
             self._routed = 0
 
     def stepped(self, optimizer: torch.optim.Optimizer, *call: Any) -> None:

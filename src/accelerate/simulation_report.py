@@ -14,9 +14,9 @@ from accelerate.devices import specs
 from accelerate.diagnostics.collectives import EVERYONE, Collective
 from accelerate.diagnostics.estimator import Fleet, Transfer, step_time
 from accelerate.diagnostics.table import size_text, table
-from accelerate.parallel import mesh as meshes
 from accelerate.runtime.run import Run
 from accelerate.runtime.simulated import SimulatedRun
+from accelerate.strategies import mesh as meshes
 from accelerate.strategies.registry import resolve
 
 _MOST = 5

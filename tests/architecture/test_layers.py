@@ -8,6 +8,7 @@ import pytest
 from accelerate.runtime.run import Run
 from architecture import source
 
+# Nothing inside imports from utils, which is on top: only utils.fsdp_utils has a layer, because libraries replace names there.
 # A unit is a module or a package with everything below it. A unit imports from lower layers, from itself, and from units
 # of its own layer as long as those do not lead back to it. Imports inside functions and for annotations count.
 LAYERS: list[str] = [
@@ -15,9 +16,10 @@ LAYERS: list[str] = [
     "config parallelism_config",
     "runtime.storage runtime.durable devices",
     "comm",
-    "runtime.slurm runtime.failure runtime.ranks runtime.ports runtime.random runtime.removed runtime.rendezvous "
+    "runtime.slurm runtime.failure runtime.ranks runtime.ports runtime.random runtime.rendezvous "
     "runtime.simulated runtime.run diagnostics process state",
     "logging modules precision optimizer scheduler",
+    "strategies.mesh strategies.consistency strategies.shard strategies.fsdp",
     "data offload hooks big_modeling trackers parallel diagnostics.precision diagnostics.throughput precision.quantize",
     "checkpoint checkpointing utils.fsdp_utils diagnostics.memory diagnostics.inventory diagnostics.activations "
     "diagnostics.estimator",
@@ -86,6 +88,16 @@ def test_fronts_import_only_below_the_launch_layer():
         if found.source in FRONTS and (unit := unit_of(found.target)) and LAYER_OF[unit] >= FRONT_LIMIT
     ]
     assert not wrong, "\n" + "\n".join(wrong)
+
+
+def test_what_a_step_needs_imports_no_checkpoint():
+    loaded, waiting = set(), ["accelerate.strategies.base", "accelerate.strategies.ddp"]
+    while waiting:
+        name = waiting.pop()
+        if name not in loaded:
+            loaded.add(name)
+            waiting += [found.target for found in source.imports(name) if not found.lazy]
+    assert not sorted(name for name in loaded if name.startswith("accelerate.checkpoint"))
 
 
 def test_private_attributes_of_the_accelerator_are_used_by_the_facade_and_training_alone():

@@ -120,7 +120,8 @@ def launch(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess]:
     ) -> subprocess.CompletedProcess:
         command = [*launch_command(processes, cpu=cpu), str(SCRIPTS / script), *arguments]
         paths = [str(SCRIPTS.parents[1]), os.environ.get("PYTHONPATH")]  # tests/: what tests share
-        variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        variables = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         ended = done(command, env={**variables, **(environment or {})}, cwd=tmp_path, timeout=limit_s)
         report = f"{' '.join(command)}\nexit code {ended.returncode}\n{ended.stdout[-6000:]}\n{ended.stderr[-6000:]}"
         assert (ended.returncode == 0) is succeeds, report

@@ -16,7 +16,7 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 state = PartialState()
 state.wait_for_everyone()
-state.print("port", os.environ["MASTER_PORT"], flush=True)
+state.print("port", os.environ["MASTER_PORT"], os.environ["ACCELERATE_LAUNCHER_PID"], flush=True)
 over = [False]
 while not over[0]:
     time.sleep(0.02)
@@ -35,17 +35,16 @@ def connect(host, port):
     return TCPStore(host, port, None, False, timedelta(seconds=20), wait_for_workers=False)
 
 
-@pytest.mark.cold
 def test_a_stranger_reaches_no_store_and_ends_no_rank(tmp_path):
     (tmp_path / "ranks.py").write_text(RANKS)
     done, environment = tmp_path / "done", plain_environment(tmp_path)
     command = [*LAUNCH_ON_CPU, "--num_processes", "2", str(tmp_path / "ranks.py"), str(done)]
     job = begun(command, env=environment)
     try:
-        port = next(int(line.split()[1]) for line in job.stdout if line.startswith("port"))
+        port, launcher = next([*map(int, line.split()[1:])] for line in job.stdout if line.startswith("port"))
         listening = {
             c.laddr.ip
-            for c in psutil.Process(job.pid).net_connections("tcp")
+            for c in psutil.Process(launcher).net_connections("tcp")
             if c.laddr.port == port and c.status == "LISTEN"
         }
         assert listening == {"127.0.0.1"}

@@ -57,9 +57,12 @@ def run(start):
 
 
 @pytest.mark.cold
-def test_one_process_replaces_the_launcher_and_two_jobs_run_at_once(start, script):
+def test_one_process_replaces_the_launcher(start, script):
     alone = start(script("import os, sys; print(os.getpid(), 'torch' in sys.modules)"))
     assert alone.communicate(timeout=60)[0] == f"{alone.pid} False\n"
+
+
+def test_two_jobs_run_at_once(start, script):
     jobs = [start("--num_processes", "2", script(MEET)) for _ in range(2)]
     for job in jobs:
         out, err = job.communicate(timeout=120)

@@ -38,7 +38,7 @@ def finish(folder: Path, **options: int) -> None:
 
 
 def test_ranks_agree_save_and_go_on_exactly(launch):
-    launch("several.py", "check_preemption.py", environment={"PYTHONWARNINGS": "ignore"})
+    launch("several.py", "check_preemption.py")
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import sys
 
 import pytest
 
-from interop.programs import PEER, ROOT, SCRIPTS, figures, finished, last_figures, need_peer, on_peer, starter
+from interop.programs import PEER, ROOT, SCRIPTS, figures, finished, last_figures, need, need_peer, on_peer, starter
 
 pytestmark = [
     pytest.mark.interop,
@@ -119,8 +119,7 @@ ORDERS = [("sentence_transformers", "trl", 1), pytest.param("trl", "sentence_tra
 
 @pytest.mark.parametrize("before, after, processes", ORDERS, indirect=["processes"])
 def test_libraries_imported_before_and_after_share_the_state(before, after, package, processes, start, tmp_path):
-    for name in ("trl", "sentence_transformers", "datasets"):
-        pytest.importorskip(name, reason="`make setup` installs it")
+    need("trl", "sentence_transformers", "datasets")
     result = figures("shim_libraries.py", tmp_path, processes, package == "ours", before, after, **start[1])
     # The last one is the flag, which reached the library's arguments.
     assert result["before"] == result["after"] == [True, False]

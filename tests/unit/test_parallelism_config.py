@@ -9,8 +9,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from accelerate.config.parallel import TorchTensorParallelConfig
 from accelerate.data.plan import ShardLayout
-from accelerate.parallel.mesh import submesh
 from accelerate.parallelism_config import ParallelismConfig
+from accelerate.strategies.mesh import submesh
 from cases import cases
 
 

@@ -2,7 +2,7 @@
 
 The server's child gets this process's arguments, variables, directory, files, limits and signals. The real interpreter
 runs instead where a forked process would differ: interpreter options other than -u and -B, variables that are read when the
-interpreter or torch starts, another user or namespace, programs that are folders or come from standard input.
+interpreter or torch starts, another user or namespace (except for mounts), programs that are folders or come from standard input.
 """
 
 import marshal
@@ -36,8 +36,8 @@ LIMITS = ("CORE", "FSIZE", "NOFILE", "AS", "STACK", "NPROC", "CPU", "MEMLOCK")
 
 
 def spaces():
-    """Return what separates this process from others: namespaces, root, user and group."""
-    names = [os.readlink(f"/proc/self/ns/{name}") for name in ("net", "mnt", "pid", "user", "ipc")]
+    """Return what separates this process from others: namespaces (except for mounts), root, user and group."""
+    names = [os.readlink(f"/proc/self/ns/{name}") for name in ("net", "pid", "user", "ipc")]
     return [*names, os.readlink("/proc/self/root"), os.getuid(), os.geteuid(), os.getgid()]
 
 
@@ -63,22 +63,27 @@ def parse(arguments):
     return None
 
 
-def server_for(kind, program):
+def server_for(kind, program, arguments):
     """Return the server that has imported what a program needs; None if it needs an interpreter of its own."""
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     if any(os.path.isfile(os.path.join(path, f"{name}customize.py")) for path in paths for name in ("site", "user")):
         return None
-    if (
-        kind == "-m"
-        or of_hub(os.environ) != HUB
-        or any(os.path.isdir(os.path.join(path, "accelerate")) for path in paths)
-    ):
+    if of_hub(os.environ) != HUB or any(os.path.isdir(os.path.join(path, "accelerate")) for path in paths):
         return "torch"
-    text = program.encode(errors="replace")
-    if not kind:
-        with open(program, "rb") as file:
-            text = file.read()
+    text = program.encode(errors="replace") if kind else b"".join(map(contents, scripts(program, arguments)))
     return "transformers" if any(word in text for word in LIBRARIES) else "torch"
+
+
+def scripts(program, arguments):
+    """Return a program and the scripts next to it that its arguments name, which it may import."""
+    folder = os.path.dirname(program)
+    named = [os.path.join(folder, word) for word in arguments if word.endswith(".py")]
+    return [program, *filter(os.path.isfile, named)]
+
+
+def contents(path):
+    with open(path, "rb") as file:
+        return file.read()
 
 
 def connect():
@@ -86,7 +91,7 @@ def connect():
     if os.environ.get("WARM") == "0" or fixed(os.environ) != FIXED or spaces() != SPACES:
         return None
     task = parse(sys.argv[1:])
-    name = task and server_for(*task[1:3])
+    name = task and server_for(*task[1:])
     if not name:
         return None
     try:
@@ -94,7 +99,8 @@ def connect():
         files = [fd for fd in files if fd < 3 and is_open(fd) or fd > 2 and is_open(fd) and os.get_inheritable(fd)]
         request = {
             "task": task, "files": files, "variables": dict(os.environ), "folder": os.getcwd(), "parent": os.getppid(),
-            "executable": sys.argv[0], "umask": os.umask(0), "affinity": list(os.sched_getaffinity(0)),
+            "client": os.getpid(), "executable": sys.argv[0], "umask": os.umask(0),
+            "affinity": list(os.sched_getaffinity(0)),
             "limits": [(name, resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))) for name in LIMITS],
             "blocked": [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])],
             "ignored": [int(number) for number in CATCHABLE if signal.getsignal(number) == signal.SIG_IGN],

@@ -6,6 +6,7 @@ killed, takes its process along.
 
 import atexit
 import contextlib
+import ctypes
 import gc
 import importlib
 import importlib.machinery
@@ -105,6 +106,16 @@ def request(connection: socket.socket) -> tuple[dict, list[int]] | None:
     return marshal.loads(data), files
 
 
+def enter_mounts_of(client: int) -> None:
+    """Enter the mount namespace of a client, which may see other disks."""
+    mounts = f"/proc/{client}/ns/mnt"
+    if os.readlink(mounts) == os.readlink("/proc/self/ns/mnt"):
+        return
+    with open(mounts) as file:
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), 0):
+            raise OSError(ctypes.get_errno(), "the mount namespace of the client cannot be entered")
+
+
 def become(asked: dict, files: list[int]) -> None:
     """Take over what a new process inherits from the one that starts it."""
     import multiprocessing
@@ -123,6 +134,7 @@ def become(asked: dict, files: list[int]) -> None:
     for fd, target in zip(high, asked["files"], strict=True):
         os.dup2(fd, target, inheritable=True)
         os.close(fd)
+    enter_mounts_of(asked["client"])
     os.chdir(asked["folder"])
     os.umask(asked["umask"])
     os.sched_setaffinity(0, asked["affinity"])

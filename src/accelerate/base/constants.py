@@ -3,8 +3,9 @@
 The file names are part of the checkpoint format and must not change. Importing this module does not import torch.
 """
 
-from operator import eq, ge, gt, le, lt, ne
 from typing import Any
+
+from accelerate.base.versions import STR_OPERATION_TO_FUNC as STR_OPERATION_TO_FUNC
 
 # Checkpoint files
 MODEL_NAME = "pytorch_model"
@@ -61,8 +62,6 @@ TORCH_DISTRIBUTED_OPERATION_TYPES = [
     *CUDA_DISTRIBUTED_TYPES,
     *("MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_XPU", "MULTI_CPU", "MULTI_HPU", "MULTI_NEURON"),
 ]
-
-STR_OPERATION_TO_FUNC = {">": gt, ">=": ge, "==": eq, "!=": ne, "<=": le, "<": lt}
 
 
 def __getattr__(name: str) -> Any:

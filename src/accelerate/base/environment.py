@@ -20,6 +20,8 @@ logger = logging.getLogger("accelerate.utils.environment")  # the public path
 
 T = TypeVar("T", bound=Callable[..., Any])
 
+# Linux hands out ports from 32768 on to a program that asks for any port; a port below is not taken by chance.
+PORTS = range(20000, 32768)
 _TRUE = frozenset(("y", "yes", "t", "true", "on", "1"))
 _FALSE = frozenset(("n", "no", "f", "false", "off", "0"))
 
@@ -42,6 +44,17 @@ def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
     if word not in _TRUE and word not in _FALSE:
         raise ValueError(f"invalid truth value {value!r}: use one of y, yes, t, true, on, 1, n, no, f, false, off, 0.")
     return word in _TRUE if to_bool else int(word in _TRUE)
+
+
+def integer_in(environ: Mapping[str, str], name: str) -> int | None:
+    """Return a variable as an integer; None if it is not set, ValueError if it is something else."""
+    text = environ.get(name, "")
+    try:
+        return int(text) if text.strip() else None
+    except ValueError:
+        raise ValueError(
+            f"The environment variable {name} is {text!r}; a launcher sets it to an integer. Correct or unset it."
+        ) from None
 
 
 def get_int_from_env(env_keys: Iterable[str], default: int) -> int:

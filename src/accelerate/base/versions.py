@@ -2,12 +2,14 @@
 
 import functools
 import importlib.metadata
+from operator import eq, ge, gt, le, lt, ne
 from typing import TYPE_CHECKING, Any
-
-from accelerate.base.constants import STR_OPERATION_TO_FUNC
 
 if TYPE_CHECKING:
     from packaging.version import Version
+
+
+STR_OPERATION_TO_FUNC = {">": gt, ">=": ge, "==": eq, "!=": ne, "<=": le, "<": lt}
 
 
 def __getattr__(name: str) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from accelerate.parallel.shard import box
+from accelerate.runtime.torch_private import box
 
 
 def plain(value: Any) -> Any:

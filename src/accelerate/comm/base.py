@@ -1,12 +1,14 @@
 """The contract of a communicator; its defaults are a process that is alone."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from accelerate.base.nested import outline, rebuild
-from accelerate.comm.check import Call, checksum, disagreement
+
+if TYPE_CHECKING:
+    from accelerate.comm.check import Call
 
 REDUCTIONS = ("sum", "mean", "max", "min")
 
@@ -63,13 +65,17 @@ class Communicator:
         """Gather (`argument` is None), reduce (its name) or broadcast (its source) tensors that have at least one dimension."""
         return [tensor.clone() for tensor in tensors]
 
-    def require_same(self, call: Call) -> None:
+    def require_same(self, call: "Call") -> None:
         """Compare a call on all ranks, which raise a DistributedOperationException together."""
         if not self.is_same(call):
+            from accelerate.comm.check import disagreement
+
             raise disagreement(self.gather_object((call.operation, call.in_words())))
 
     def is_same(self, value: Any) -> bool:
         """Say whether all ranks give values with the same `repr`."""
+        from accelerate.comm.check import checksum
+
         return len(set(self.gather_object(checksum(value)))) == 1
 
     def gather_object(self, obj: Any) -> list[Any]:

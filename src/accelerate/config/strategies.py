@@ -8,7 +8,7 @@ This module imports nothing heavy, because the command line reads it. Classes ar
 """
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -96,22 +96,14 @@ class StrategySpec:
     model_io: str = ""
     wrappers: tuple[tuple[str, str], ...] = ()
 
-    def serves(self, state: Any) -> bool:
-        """Say whether the strategy serves a state now."""
-        return state.distributed_type in self.kinds if self.matches is None else self.matches(state)
-
-
-def _layout(state: Any) -> Any:
-    return getattr(state, "parallelism_config", None)
-
 
 def _has_stages(state: Any) -> bool:
-    layout = _layout(state)
+    layout = getattr(state, "parallelism_config", None)
     return state.distributed_type is not DistributedType.MEGATRON_LM and layout is not None and layout.pp_enabled
 
 
 def _shards_layers_alone(state: Any) -> bool:
-    layout = _layout(state)
+    layout = getattr(state, "parallelism_config", None)
     return state.distributed_type in _REPLICAS and layout is not None and layout.tp_enabled
 
 
@@ -247,6 +239,7 @@ def register(spec: StrategySpec, before: str | None = None) -> None:
     if before is not None and before not in names:
         raise ValueError(f"before={before!r} is no registered strategy. Known: {names}.")
     SPECS.insert(0 if before is None else names.index(before), spec)
+    wrappers.cache_clear()
 
 
 @cache
@@ -277,9 +270,18 @@ def engines() -> dict[str, StrategySpec]:
     return chosen
 
 
-def wrappers() -> Iterator[tuple[str, str]]:
-    """Yield module and class of each wrapper that keeps the model under ``.module``."""
-    return (pair for spec in SPECS for pair in spec.wrappers)
+def serving(state: Any) -> StrategySpec | None:
+    """Return the record of the strategy that serves a state now; None without one."""
+    for spec in SPECS:
+        if state.distributed_type in spec.kinds if spec.matches is None else spec.matches(state):
+            return spec
+    return None
+
+
+@cache
+def wrappers() -> tuple[tuple[str, str], ...]:
+    """Return module and class of each wrapper that keeps the model under ``.module``."""
+    return tuple([pair for spec in SPECS for pair in spec.wrappers])
 
 
 @cache

@@ -140,7 +140,7 @@ def _line(first: Segment, second: Segment, steps: int) -> Segment:
 
 def block_names(model: "nn.Module") -> list[str]:
     """Return the names of the modules that FSDP shards on their own: the classes that a model does not let be split."""
-    from accelerate.parallel.shard import units
+    from accelerate.strategies.shard import units
 
     whole = set(getattr(model, "_no_split_modules", None) or ())
     names = {id(module): name for name, module in model.named_modules()}

@@ -18,6 +18,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from accelerate.base.environment import integer_in
 from accelerate.runtime import ranks, slurm
 from accelerate.runtime.ranks import Ranks
 
@@ -63,7 +64,7 @@ def find(environ: Environ, hostname: str | None = None) -> Cluster | None:
     if found is None or (found.machines == 1 and found.task is None):
         return found
     # Many scripts of jobs set these two.
-    host, port = environ.get("MASTER_ADDR", "").strip(), slurm.integer(environ, "MASTER_PORT")
+    host, port = environ.get("MASTER_ADDR", "").strip(), integer_in(environ, "MASTER_PORT")
     return replace(found, address=host or found.address, port=found.port if port is None else port)
 
 
@@ -84,8 +85,8 @@ def _srun(environ: Environ, task: Ranks) -> Cluster:
 
 def _slurm_alone(environ: Environ) -> Cluster | None:
     """A launch in a batch script, or in an interactive shell: it uses one node, perhaps of several."""
-    tasks = slurm.integer(environ, "SLURM_STEP_NUM_TASKS") or 1
-    nodes = slurm.integer(environ, "SLURM_JOB_NUM_NODES") or slurm.integer(environ, "SLURM_NNODES") or 1
+    tasks = integer_in(environ, "SLURM_STEP_NUM_TASKS") or 1
+    nodes = integer_in(environ, "SLURM_JOB_NUM_NODES") or integer_in(environ, "SLURM_NNODES") or 1
     # Many steps of one task share an allocation, each with a run of its own.
     if nodes == 1 or (slurm.in_step(environ) and tasks == 1):
         return None
@@ -102,7 +103,7 @@ def _mpi(environ: Environ, task: Ranks, hostname: str | None) -> Cluster:
         return Cluster(task.source, 1, 0, _LOCAL, port, task)
     listed = environ.get("SLURM_JOB_NODELIST", "").strip()
     hosts = slurm.hosts(listed, "SLURM_JOB_NODELIST") if listed else []
-    counted = slurm.integer(environ, "OMPI_MCA_orte_num_nodes") if task.source == "Open MPI" else None
+    counted = integer_in(environ, "OMPI_MCA_orte_num_nodes") if task.source == "Open MPI" else None
     # Where nothing has counted the machines, the others are taken to be like this one.
     machines = counted or (-(-size // here) if here else 1)
     # Fewer hosts than launches: another machine has several.

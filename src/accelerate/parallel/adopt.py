@@ -17,12 +17,13 @@ from torch.distributed.tensor import DTensor
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.config.strategies import traits_of
 from accelerate.modules.unwrap import is_compiled_module
-from accelerate.parallel import consistency, experts
-from accelerate.parallel.mesh import submesh, take_from_first
-from accelerate.parallel.shard import is_sharded
+from accelerate.parallel import experts
 from accelerate.parallel.tensor import sum_replicas
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.runtime.run import Run
+from accelerate.strategies import consistency
+from accelerate.strategies.mesh import submesh, take_from_first
+from accelerate.strategies.shard import is_sharded
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

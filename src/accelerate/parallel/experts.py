@@ -11,13 +11,13 @@ from functools import partial
 from typing import Any
 
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from accelerate.base.versions import is_torch_version
 from accelerate.modules.optimizer_remap import named, remap_optimizers
 from accelerate.modules.unwrap import is_compiled_module
-from accelerate.parallel import consistency
 from accelerate.runtime.run import Run
+from accelerate.strategies import consistency
+from accelerate.strategies.mesh import ranks_of_experts
 
 
 def prepare(accelerator: Run, objects: Sequence[Any]) -> tuple[Any, ...]:
@@ -63,13 +63,6 @@ def splitting(model: nn.Module, ep: int, shards: int, replicas: int = 1) -> tupl
     return meshes, partial(apply_expert_parallelism, model, meshes.get_mesh("ep"), meshes.get_mesh("tp"), plan)
 
 
-def ranks_of(module: nn.Module) -> int:
-    """Return over how many ranks the experts of a module are spread; 0 if it has none that are. Any rank, alone."""
-    meshes = [value.device_mesh for value in module._parameters.values() if isinstance(value, DTensor)]
-    names = next((mesh.mesh_dim_names for mesh in meshes if "ep" in (mesh.mesh_dim_names or ())), ())
-    return next(mesh.size(names.index("ep")) for mesh in meshes if mesh.mesh_dim_names == names) if names else 0
-
-
 def modules(model: nn.Module) -> Iterator[nn.Module]:
     """Yield the modules whose experts are spread over ranks. Any rank, alone."""
-    yield from filter(ranks_of, model.modules())
+    yield from filter(ranks_of_experts, model.modules())

@@ -16,9 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
-from accelerate.parallel.shard import box
 from accelerate.runtime import torch_private
-from accelerate.runtime.torch_private import local_part
+from accelerate.runtime.torch_private import box, local_part
 
 _AVERAGE = "momentum_buffer"  # torch's key of it
 

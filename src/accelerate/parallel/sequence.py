@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, distributed, nn
 
 from accelerate.base._warn import warn_user
-from accelerate.parallel import mesh, models
+from accelerate.parallel import models
 from accelerate.parallel.region import ATTENTION, NO_MASK, Region, replace
 from accelerate.runtime import torch_private
 from accelerate.runtime.run import Run
+from accelerate.strategies import mesh
 
 if TYPE_CHECKING:
     from accelerate.config.parallel import DeepSpeedSequenceParallelConfig

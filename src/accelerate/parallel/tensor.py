@@ -25,10 +25,10 @@ from accelerate.base._warn import warn_user
 from accelerate.comm.check import same_on_all
 from accelerate.modules.optimizer_remap import named, remap_optimizers, tie, ties
 from accelerate.modules.unwrap import is_compiled_module
-from accelerate.parallel.mesh import submesh, take_from_first
-from accelerate.parallel.shard import is_sharded
 from accelerate.runtime import torch_private
 from accelerate.runtime.run import Run
+from accelerate.strategies.mesh import submesh, take_from_first
+from accelerate.strategies.shard import is_sharded
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -25,8 +25,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from accelerate.runtime.durable import written_whole
-
 # Set by the launcher: its process id. Only its own children leave their tracebacks to it.
 LAUNCHER = "ACCELERATE_LAUNCHER_PID"
 # Set by torch's elastic launcher for each rank.
@@ -166,6 +164,8 @@ def _shortened(text: str, longest: int) -> str:
 
 def leave(path: str, report: Mapping[str, Any]) -> bool:
     """Write our part of an error file, and return True. What torch's `record` wrote there stays."""
+    from accelerate.runtime.durable import written_whole
+
     data: Any = None
     with contextlib.suppress(OSError, ValueError), open(path, encoding="utf-8") as file:
         data = json.load(file)

@@ -19,8 +19,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from accelerate.runtime import slurm
-from accelerate.runtime.slurm import integer
+from accelerate.base.environment import PORTS, integer_in
 
 # Torch's own, where none is chosen.
 DEFAULT_PORT = 29500
@@ -98,7 +97,7 @@ def without_agent(environ: Mapping[str, str]) -> dict[str, str]:
 def resolve(environ: Mapping[str, str] | None = None) -> Ranks | None:
     """Read ranks and sizes from the environment; None where no launcher speaks, ValueError for a contradiction."""
     environ = os.environ if environ is None else environ
-    found = [(source, names, [integer(environ, name) for name in names]) for source, names in SCHEMES]
+    found = [(source, names, [integer_in(environ, name) for name in names]) for source, names in SCHEMES]
     rank, size = found[0][2][:2]
     if rank is not None and size is not None:
         return _checked(*found[0])
@@ -144,6 +143,8 @@ def _checked(source: str, names: tuple[str, ...], numbers: list[int | None]) -> 
 
 
 def _slurm(environ: Mapping[str, str]) -> Ranks | None:
+    from accelerate.runtime import slurm  # only where no other launcher speaks
+
     step = slurm.step(environ)
     if step is None:
         return None
@@ -153,8 +154,10 @@ def _slurm(environ: Mapping[str, str]) -> Ranks | None:
 
 def slurm_address(environ: Mapping[str, str]) -> tuple[str, int] | None:
     """Return where the tasks of a Slurm step can meet: its first node, and a port from the numbers of the job."""
+    from accelerate.runtime import slurm
+
     host = slurm.first_node(environ)
-    return None if host is None else (host, slurm.port(environ) or slurm.PORTS[0])
+    return None if host is None else (host, slurm.port(environ) or PORTS[0])
 
 
 def mpi_port(environ: Mapping[str, str]) -> int | None:
@@ -179,7 +182,7 @@ def job_port(
 
 def port_of(name: str) -> int:
     """Return the port of a run that has this name."""
-    return slurm.PORTS[zlib.crc32(name.encode("utf-8", "surrogateescape")) % len(slurm.PORTS)]
+    return PORTS[zlib.crc32(name.encode("utf-8", "surrogateescape")) % len(PORTS)]
 
 
 def _hydra() -> str | None:

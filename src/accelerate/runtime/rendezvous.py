@@ -17,9 +17,10 @@ import torch.distributed as dist
 from torch.distributed import DistNetworkError, TCPStore
 
 from accelerate import comm
+from accelerate.base.environment import integer_in
 from accelerate.base.versions import is_torch_version
 from accelerate.runtime import torch_private
-from accelerate.runtime.ranks import ALONE, Ranks, export, integer, resolve
+from accelerate.runtime.ranks import ALONE, Ranks, export, resolve
 
 LOOPBACK = "127.0.0.1"
 
@@ -158,7 +159,7 @@ def live_ranks() -> Ranks:
     given = resolve() if os.environ.get("RANK") == str(rank) else None
     if given is not None and given.world_size == size:
         return Ranks(rank, size, given.local_rank, given.local_world_size, "process group")
-    local_rank, local_size = integer(os.environ, "LOCAL_RANK"), integer(os.environ, "LOCAL_WORLD_SIZE")
+    local_rank, local_size = integer_in(os.environ, "LOCAL_RANK"), integer_in(os.environ, "LOCAL_WORLD_SIZE")
     if local_rank is None or local_rank < 0:  # started without a launcher, as `torch.multiprocessing.spawn` does
         local_rank, local_size = rank, size
     return Ranks(rank, size, local_rank, local_size, "process group")

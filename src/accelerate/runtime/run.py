@@ -17,7 +17,7 @@ class Prepared(Protocol):
         engines: Wrappers of engines that train: of DeepSpeed.
         moved: The `modules.optimizer_remap.MovedParameters`: what became of parameters that preparing replaced.
         logged: Messages that were logged, and are logged once.
-        replicated: Models with the trainable parameters that all ranks have unsharded; see `parallel.consistency`.
+        replicated: Models with the trainable parameters that all ranks have unsharded; see `strategies.consistency`.
     """
 
     engines: list[Any]

@@ -10,10 +10,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from accelerate.base.environment import PORTS, integer_in
+
 # Steps with these numbers and above are no `srun` of a user: the interactive shell of salloc, the batch script, ...
 _SPECIAL_STEPS = 0xFFFFFF00
-# Linux hands out ports from 32768 on to a program that asks for any port; a port below is not taken by chance.
-PORTS = range(20000, 32768)
 # A name with lists of numbers in it.
 _ENTRY = r"(?:[^\[\],\s]|\[[0-9]+(?:-[0-9]+)?(?:,[0-9]+(?:-[0-9]+)?)*\])+"
 
@@ -28,17 +28,6 @@ class Step:
     local_size: int | None
     node: int
     nodes: int
-
-
-def integer(environ: Mapping[str, str], name: str) -> int | None:
-    """Return a variable as an integer; None if it is not set, ValueError if it is something else."""
-    text = environ.get(name, "")
-    try:
-        return int(text) if text.strip() else None
-    except ValueError:
-        raise ValueError(
-            f"The environment variable {name} is {text!r}; a launcher sets it to an integer. Correct or unset it."
-        ) from None
 
 
 def hosts(text: str, name: str = "SLURM_NODELIST") -> list[str]:
@@ -91,21 +80,21 @@ def step(environ: Mapping[str, str]) -> Step | None:
     """
     if not in_step(environ):
         return None
-    size = integer(environ, "SLURM_STEP_NUM_TASKS") or integer(environ, "SLURM_NTASKS")
-    rank = integer(environ, "SLURM_PROCID")
+    size = integer_in(environ, "SLURM_STEP_NUM_TASKS") or integer_in(environ, "SLURM_NTASKS")
+    rank = integer_in(environ, "SLURM_PROCID")
     if size is None or size < 2 or rank is None or is_terminal(environ):
         return None
-    node = integer(environ, "SLURM_NODEID") or 0
+    node = integer_in(environ, "SLURM_NODEID") or 0
     numbers = environ.get("SLURM_GTIDS", "").strip()  # of the tasks that Slurm has started here; some users unset it
     here = numbers.count(",") + 1 if numbers else None
     listed = tasks_on(environ.get("SLURM_STEP_TASKS_PER_NODE", ""), node)
     # A heterogeneous step lists the nodes by name, and numbers them by component.
-    mixed = (integer(environ, "SLURM_HET_SIZE") or 1) > 1
-    nodes = integer(environ, "SLURM_STEP_NUM_NODES") or integer(environ, "SLURM_NNODES")
-    allocated = integer(environ, "SLURM_JOB_NUM_NODES")
+    mixed = (integer_in(environ, "SLURM_HET_SIZE") or 1) > 1
+    nodes = integer_in(environ, "SLURM_STEP_NUM_NODES") or integer_in(environ, "SLURM_NNODES")
+    allocated = integer_in(environ, "SLURM_JOB_NUM_NODES")
     if not mixed and ((None not in (here, listed) and here != listed) or (nodes and allocated and nodes > allocated)):
         return None
-    local_rank = integer(environ, "SLURM_LOCALID")
+    local_rank = integer_in(environ, "SLURM_LOCALID")
     local_size = here if mixed and here else listed or here
     if not nodes:
         listing, name = node_list(environ)
@@ -151,7 +140,7 @@ def first_node(environ: Mapping[str, str]) -> str | None:
         return None
     # The list is sorted by name. In a heterogeneous step the nodes of the first component come first all the same.
     names = hosts(text, name)
-    for component in range(integer(environ, "SLURM_HET_SIZE") or 0):
+    for component in range(integer_in(environ, "SLURM_HET_SIZE") or 0):
         own = f"SLURM_JOB_NODELIST_HET_GROUP_{component}"
         if environ.get(own) and (first := hosts(environ[own], own)[0]) in names:
             return first
@@ -160,7 +149,7 @@ def first_node(environ: Mapping[str, str]) -> str | None:
 
 def port(environ: Mapping[str, str]) -> int | None:
     """Return a port that all tasks of a step compute, and other steps and jobs most likely otherwise."""
-    job = integer(environ, "SLURM_JOB_ID")
+    job = integer_in(environ, "SLURM_JOB_ID")
     if job is None:
         return None
-    return PORTS[(job + 977 * (integer(environ, "SLURM_STEP_ID") or 0)) % len(PORTS)]
+    return PORTS[(job + 977 * (integer_in(environ, "SLURM_STEP_ID") or 0)) % len(PORTS)]

@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import inspect
 import math
+import operator
 import pkgutil
 import sys
 import warnings
@@ -565,3 +566,14 @@ def convolution_scratch(operator: Any, args: Any, result: Any) -> int:
 def overload_packet(operation: Any) -> Any:
     """Return the operation that an overload belongs to, as tables of operations name it."""
     return operation._overloadpacket
+
+
+def box(tensor: torch.Tensor) -> tuple[slice, ...]:
+    """Return which part of the whole tensor this rank has; torch knows it for every kind of placement."""
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(tensor, DTensor):
+        return ()
+    compute = __getattr__("compute_local_shape_and_global_offset")
+    shape, offset = compute(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(map(slice, offset, map(operator.add, offset, shape)))

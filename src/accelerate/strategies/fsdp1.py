@@ -15,12 +15,12 @@ from accelerate.config.strategies import is_fsdp1
 from accelerate.devices import row
 from accelerate.modules.optimizer_remap import named, remap_optimizers
 from accelerate.modules.unwrap import is_compiled_module, loaded_wrappers
-from accelerate.parallel import consistency, fsdp
-from accelerate.parallel.mesh import check_backend, shard_mesh, take_from_first
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.precision import master
 from accelerate.runtime import torch_private
 from accelerate.runtime.run import Run
+from accelerate.strategies import consistency, fsdp
+from accelerate.strategies.mesh import check_backend, shard_mesh, take_from_first
 from accelerate.strategies.sharded import Sharded, note_memory
 
 if TYPE_CHECKING:

@@ -39,8 +39,7 @@ def _imported(address: str) -> Any:
 def resolve(state: Any) -> Strategy:
     """Return the strategy that serves a state now; the state may have changed since the last call."""
     strategies.third_parties()
-    for spec in strategies.SPECS:
-        if spec.serves(state):
-            return load(spec.name)
+    if (spec := strategies.serving(state)) is not None:
+        return load(spec.name)
     names = [spec.name for spec in strategies.SPECS]
     raise ValueError(f"No strategy serves distributed_type={state.distributed_type!r}. Known: {names}.")

@@ -12,12 +12,12 @@ from accelerate.base.versions import is_torch_version
 from accelerate.devices import row
 from accelerate.modules import norms
 from accelerate.modules.unwrap import is_compiled_module
-from accelerate.parallel import shard
 from accelerate.precision import footprint
 from accelerate.runtime import rendezvous, torch_private
 from accelerate.runtime.run import Run
+from accelerate.strategies import shard
 from accelerate.strategies.base import Strategy
-from accelerate.utils import fsdp_utils
+from accelerate.strategies.fsdp import public_module
 
 _WITHOUT_COLLECTIVES = ("mps",)
 # Exchanges of `fully_shard` on several processes; see `FSDP2.check`.
@@ -91,13 +91,13 @@ def note_memory(accelerator: Run, model: nn.Module) -> None:
     if "no_sync" not in accelerator.prepared.logged:
         accelerator.prepared.logged.add("no_sync")
         if note := footprint.no_sync_memory_note(model):
-            fsdp_utils.logger.warning(note)
+            public_module().logger.warning(note)
 
 
 def _say_once(accelerator: Run, message: str) -> None:
     if message not in accelerator.prepared.logged:
         accelerator.prepared.logged.add(message)
-        fsdp_utils.logger.warning(message)
+        public_module().logger.warning(message)
 
 
 class FSDP2(Sharded):

@@ -13,8 +13,8 @@ from accelerate.checkpoint.load import Deferred, loads_by_name, uses_torch_load
 from accelerate.checkpoint.model_io import io_of
 from accelerate.checkpoint.state import Entries, Layout, Wanted
 from accelerate.runtime.run import Run
+from accelerate.strategies.fsdp import public_module
 from accelerate.strategies.state_io import StateIO
-from accelerate.utils import fsdp_utils
 
 
 @dataclass(eq=False)
@@ -46,7 +46,7 @@ class ShardedModel:
             return self.finish()
         options: dict[str, Any] = {}
         if self.adapter_only:
-            options["setter"] = functools.partial(fsdp_utils._set_model_state_dict, adapter_only=True)
+            options["setter"] = functools.partial(public_module()._set_model_state_dict, adapter_only=True)
         return io_of(self.model).apply_model(self.model, state, self.own, strict=strict, **options)
 
 
@@ -128,7 +128,7 @@ class TensorParallelIO(ShardedIO):
 
 def _getter(adapter_only: bool) -> Callable[..., dict[str, Any]] | None:
     """Return what takes the state of an active adapter alone; None for the whole model."""
-    return functools.partial(fsdp_utils._get_model_state_dict, adapter_only=True) if adapter_only else None
+    return functools.partial(public_module()._get_model_state_dict, adapter_only=True) if adapter_only else None
 
 
 def model_of(optimizer: Any, models: Sequence[nn.Module]) -> tuple[nn.Module, list[list[str]]]:

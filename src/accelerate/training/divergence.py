@@ -17,8 +17,8 @@ from accelerate.config.strategies import traits_of
 from accelerate.data.iterable import ends_are_uneven
 from accelerate.modules.unwrap import canonical_name
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.parallel.consistency import checksum, differing, extremes, fold
 from accelerate.runtime.torch_private import local_part
+from accelerate.strategies.consistency import checksum, differing, extremes, fold
 from accelerate.training.run import TrainingRun
 
 _NEVER = torch.iinfo(torch.int64).max

@@ -24,9 +24,9 @@ from accelerate.config.strategies import is_pipeline, traits_of
 from accelerate.data.iterable import uneven_ends
 from accelerate.modules.unwrap import is_compiled_module
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.parallel import consistency
 from accelerate.precision import scaling
 from accelerate.runtime.torch_private import local_part
+from accelerate.strategies import consistency
 from accelerate.strategies.base import Strategy
 from accelerate.training.run import TrainingRun
 from accelerate.training.window import Window

@@ -19,11 +19,12 @@ from accelerate.base.versions import is_torch_version
 from accelerate.checkpoint.model_io import io_of
 from accelerate.checkpoint.state import run_on_all_ranks
 from accelerate.config.enums import DynamoBackend
-from accelerate.parallel import consistency, stages
+from accelerate.parallel import stages
 from accelerate.parallel.balance import costly_stages
-from accelerate.parallel.mesh import check_layout, shard_mesh, submesh
 from accelerate.precision import master
 from accelerate.runtime.torch_private import local_part, pytree
+from accelerate.strategies import consistency
+from accelerate.strategies.mesh import check_layout, shard_mesh, submesh
 from accelerate.training import gradients, prepare
 from accelerate.training.run import TrainingRun
 

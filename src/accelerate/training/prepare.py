@@ -25,11 +25,11 @@ from accelerate.modules.unwrap import (
     model_has_dtensor,
 )
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.parallel import mesh as meshes
 from accelerate.precision import amp, four_bit, scaling
 from accelerate.precision.amp import precision
 from accelerate.runtime import storage, torch_private
 from accelerate.scheduler import AcceleratedScheduler
+from accelerate.strategies import mesh as meshes
 from accelerate.strategies.deepspeed.wrappers import DummyOptim, DummyScheduler
 from accelerate.strategies.megatron.steps import MegatronLMDummyScheduler
 from accelerate.strategies.registry import resolve

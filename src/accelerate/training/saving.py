@@ -37,9 +37,9 @@ from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, prune
 from accelerate.modules.unwrap import canonical_name, canonical_names, clean_state_dict_for_safetensors
 from accelerate.offload.placement import has_offloaded_params
 from accelerate.offload.tensors import convert_file_size_to_int
-from accelerate.parallel import shard
 from accelerate.precision import four_bit, scaling
 from accelerate.runtime.torch_private import local_part
+from accelerate.strategies import shard
 from accelerate.strategies.base import Strategy
 from accelerate.training import averages
 from accelerate.training.run import TrainingRun

@@ -1,4 +1,4 @@
-"""Fully Sharded Data Parallel: the public path of `accelerate.parallel.fsdp` and `accelerate.checkpoint.fsdp`.
+"""Fully Sharded Data Parallel: the public path of `accelerate.strategies.fsdp` and `accelerate.checkpoint.fsdp`.
 
 A home of the functions that look up what libraries replace here: how a model is wrapped, and how its state dict is taken.
 """
@@ -18,8 +18,8 @@ from accelerate.checkpoint.state import run_on_all_ranks
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.logging import get_logger
 from accelerate.modules.unwrap import is_compiled_module
-from accelerate.parallel import shard
-from accelerate.parallel.fsdp import (
+from accelerate.strategies import shard
+from accelerate.strategies.fsdp import (
     checkpoint_activations,
     fsdp2_prepare_auto_wrap_policy,
     get_parameters_from_modules,
@@ -33,7 +33,7 @@ _HOMES = {
     "accelerate.checkpoint.convert": "merge_fsdp_weights",
     "accelerate.checkpoint.fsdp": "load_fsdp_optimizer save_fsdp_optimizer",
     "accelerate.offload.tensors": "is_peft_model",
-    "accelerate.parallel.fsdp": (
+    "accelerate.strategies.fsdp": (
         "disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading ensure_weights_retied "
         "fsdp2_canonicalize_names fsdp2_load_full_state_dict fsdp2_switch_optimizer_parameters get_fsdp2_grad_scaler"
     ),

@@ -18,7 +18,7 @@ from distributed.conformance.training import Run, accelerator_for, tensors_apart
 from distributed.scripts.expect import warned
 from distributed.scripts.harness import everywhere, shared_folder
 
-STEPS, FEW = 20, 4
+STEPS, FEW = 20, 3
 # bf16 has 8 bits of mantissa: losses of about 3.5 agree to two digits, clipped AdamW steps of at most RATE to a few of them.
 # Bytes of a bucket of weights, in which several small tensors fit, and the names of which one comes.
 BUCKET, TIED = 2000, {"head.weight", "words.weight"}

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from accelerate.utils import GradientAccumulationPlugin
 
 STEPS, MAX_NORM = 4, 0.3
-AVERAGED = "accelerate.parallel.consistency"
+AVERAGED = "accelerate.strategies.consistency"
 
 
 class Adapted(nn.Module):

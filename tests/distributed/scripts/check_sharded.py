@@ -23,8 +23,8 @@ from accelerate import Accelerator, DataLoaderConfiguration, ParallelismConfig
 from accelerate.checkpoint import dcp as our_dcp
 from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint
 from accelerate.diagnostics import memory
-from accelerate.parallel import shard
 from accelerate.precision import master
+from accelerate.strategies import shard
 from accelerate.training import saving
 from accelerate.training.divergence import ReplicasDiffer
 from accelerate.utils import (
@@ -38,7 +38,7 @@ from accelerate.utils import (
 from leaks import left_behind
 
 TWO_BY_TWO = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
-CONSISTENCY = "accelerate.parallel.consistency"
+CONSISTENCY = "accelerate.strategies.consistency"
 
 
 class Model(nn.Module):

@@ -17,6 +17,7 @@ import datetime
 import enum
 import faulthandler
 import functools
+import gc
 import importlib
 import inspect
 import io
@@ -336,6 +337,7 @@ def execute(processes: int, whole: bool, only: str = "") -> dict[str, Any]:
         if processes not in item.processes or item.slow and not whole or not re.search(only, item.name):
             continue
         faulthandler.dump_traceback_later(LIMIT_S, exit=True, file=sys.__stderr__)
+        gc.freeze()  # collections are many, and pass over what imports and former probes have left
         cases = list(item.cases())
         step = 1 if whole else math.ceil(len(cases) / item.quick)
         for name, makers in cases[::step]:

@@ -156,7 +156,7 @@ def arrives(folder, name):
     def run(where, batch, loads=None, **sharded):
         model = AutoModelForCausalLM.from_pretrained(place, **plain_loss, **sharded).train()
         trainer = build(where, batch, model, save_strategy="no", max_steps=LONG)
-        trainer.train_dataset = trainer.eval_dataset = data
+        trainer.train_dataset, trainer.eval_dataset = data, torch.utils.data.Subset(data, range(8))
         if loads is not None:
             kept = Kept(f"{folder}/{name}-kept", loads)
             kept.trainer = trainer

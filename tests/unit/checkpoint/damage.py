@@ -120,24 +120,6 @@ def no_file_in_an_old_one(site: Site) -> None:
 
 
 @kind(ACCEPTED)
-def names_that_cannot_be_examined(site: Site) -> None:
-    """Links, pipes and garbage in the folder and next to it are no part of a checkpoint."""
-    extra = site.draw.choice(["loop", ".loop", "random_states_\u0663.pkl", "optimizer_007.bin", "é"])
-    (site.folder / extra).symlink_to(extra)
-    os.mkfifo(site.folder / "pipe")
-    aside = site.folder.parent / ".saving_0123456789abcdef"
-    aside.mkdir()
-    (aside / ".accelerate_save").write_bytes(site.draw.choice([b"checkpoint", b"\0", b"..", site.draw.randbytes(300)]))
-    inner = site.draw.choice([".former", ".removed", "checkpoint"])
-    (aside / inner).symlink_to(site.other)
-
-
-@kind()
-def marked_as_incomplete(site: Site) -> None:
-    (site.folder / site.draw.choice([".incomplete", ".incomplete_1"])).touch()
-
-
-@kind(ACCEPTED)
 def more_than_needed(site: Site) -> None:
     extra = ["notes.txt", "logs/a.txt", ".hidden", "é.bin", "model.safetensors.index.json", "x.pkl"]
     for name in site.draw.choices(extra, k=site.draw.randint(1, 4)):

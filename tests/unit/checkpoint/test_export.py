@@ -166,16 +166,6 @@ def test_damaged_and_incomplete_ones(tmp_path, caplog):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_header_that_lies(tmp_path):
-    (tmp_path / "c").mkdir()
-    header = b'{"a":{"dtype":"F32","shape":[1000,1000],"data_offsets":[0,8]}}'
-    (tmp_path / "c" / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"12345678")
-    for dtype in (None, "bf16"):
-        with pytest.raises(DamagedCheckpoint, match=r"model\.safetensors could not be read"):
-            export(tmp_path / "c", tmp_path / "out", dtype=dtype)
-    assert not (tmp_path / "out").exists()
-
-
 @cases(
     "content, error, message",
     ({"a": torch.ones(1), "extra": b"state"}, ValueError, "'extra'"),
@@ -207,19 +197,6 @@ def test_target_in_use(tmp_path):
         export(source, "memory://bucket/out")
 
 
-def test_overwrite_leaves_no_stale_weights_and_keeps_other_files(tmp_path):
-    first = samples.write(tmp_path / "checkpoint_0", weights={"old": torch.ones(50), "older": torch.ones(50)})
-    second, out = samples.write(tmp_path / "checkpoint_1"), tmp_path / "out"
-    export(first, out, max_shard_size=100)
-    for size, files in ((10_000, 1), (60, 4), (100, 3)):
-        (out / "config.json").write_text("{}")
-        export(second, out, max_shard_size=size, overwrite=True)
-        assert (out / "config.json").read_text() == "{}"
-        (out / "config.json").unlink()
-        assert same(loaded(out), samples.tensors()) and len(list(out.iterdir())) == files
-    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint_0", "checkpoint_1", "out"}
-
-
 @pytest.mark.parametrize("size", [10_000, 60])
 def test_a_kill_at_any_step_leaves_no_mixture(tmp_path, monkeypatch, size):
     old, new = {"old": torch.ones(50), "older": torch.ones(50)}, samples.tensors()
@@ -244,11 +221,8 @@ def test_a_kill_at_any_step_leaves_no_mixture(tmp_path, monkeypatch, size):
         if (out / "model.safetensors").exists():
             read = load_file(out / "model.safetensors")
         elif index.exists():
-            read = {
-                name: value
-                for file in weight_map(index.read_text(), "x")
-                for name, value in load_file(out / file).items()
-            }
+            for file in weight_map(index.read_text(), "x"):
+                read.update(load_file(out / file))
         assert not read or same(read, old) or same(read, new), step
         export(second, out, max_shard_size=size, overwrite=True)
         assert same(loaded(out), new)

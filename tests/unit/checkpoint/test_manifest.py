@@ -34,12 +34,6 @@ def test_which_files_belong_to_a_checkpoint():
     assert not any(map(manifest.is_shard_file, ("__0.distcp", "metadata", *files.split())))
 
 
-def test_numbers_of_folders():
-    assert [manifest.number_of(folder) for folder in ("checkpoint_3", "a/b/checkpoint_10/")] == [3, 10]
-    for folder in ("checkpoint_", "checkpoint_3_old", "best_checkpoint_3", "checkpoint_-1", "a"):
-        assert manifest.number_of(folder) is None, folder
-
-
 def full() -> Manifest:
     files = {"m": ENTRY, "sub/x.bin": FileEntry(0, "f" * 32)}
     return Manifest(files, world_size=2, strategy="ddp", mesh={"dp": 2}, step=7, iteration=3)

@@ -21,6 +21,7 @@ import torch
 
 from accelerate import Accelerator, checkpointing
 from accelerate.checkpoint.plain_data import unreadable
+from cases import cases
 
 
 class Colour(enum.Enum):
@@ -191,19 +192,17 @@ class Attack:
         return self.call
 
 
-@pytest.mark.parametrize(
+@cases(
     "attack",
-    [
-        Attack(os.system, "touch harmed"),
-        Attack(eval, "open('harmed', 'w')"),
-        Attack(getattr, pathlib.Path("harmed"), "touch"),
-        Attack(subprocess.Popen, ["touch", "harmed"]),
-        Attack(pathlib.Path.touch, pathlib.Path("harmed")),
-        Attack(functools.partial, os.system, "touch harmed"),
-        Attack(collections.defaultdict, os.getcwd),
-        Attack(map, os.system, ["touch harmed"]),
-        collections.deque([Attack(os.system, "touch harmed")]),
-    ],
+    Attack(os.system, "touch harmed"),
+    Attack(eval, "open('harmed', 'w')"),
+    Attack(getattr, pathlib.Path("harmed"), "touch"),
+    Attack(subprocess.Popen, ["touch", "harmed"]),
+    Attack(pathlib.Path.touch, pathlib.Path("harmed")),
+    Attack(functools.partial, os.system, "touch harmed"),
+    Attack(collections.defaultdict, os.getcwd),
+    Attack(map, os.system, ["touch harmed"]),
+    collections.deque([Attack(os.system, "touch harmed")]),
     ids=lambda attack: "",
 )
 def test_no_file_runs_code_by_default(tmp_path, monkeypatch, attack):

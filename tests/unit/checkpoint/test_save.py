@@ -15,7 +15,7 @@ from accelerate.checkpoint import barrier, formats
 from accelerate.checkpoint.barrier import CollectiveMisuse, Group
 from accelerate.checkpoint.manifest import Manifest
 from accelerate.checkpoint.object_store import _Objects, storage_of
-from accelerate.checkpoint.save import HostBuffers, Save, SavePlan, snapshot, unlisted
+from accelerate.checkpoint.save import HostBuffers, Save, SavePlan, snapshot
 from sharded_samples import fake_group
 
 
@@ -111,17 +111,6 @@ def test_a_plan_writes_some_files_before_others_and_leaves_those_that_were_chang
     plan.forget("first")
     assert set(plan.contents()) == {"second"} and set(plan.write()) == set(plan.write()) == {"second"}
     assert plan.write()["second"] == formats.describe(tmp_path / "second", 3)
-
-
-def test_the_leader_looks_once_at_files_that_no_rank_lists(tmp_path, monkeypatch):
-    for name in ("listed.bin", "hook.txt"):
-        (tmp_path / name).write_bytes(b"x")
-    looked, real = Counter(), os.stat
-    monkeypatch.setattr(
-        os, "stat", lambda path, **more: (looked.update([os.path.basename(path)]), real(path, **more))[1]
-    )
-    assert set(unlisted(str(tmp_path), ["listed.bin"], 0)) == {"hook.txt"}
-    assert looked["listed.bin"] == 0 and looked["hook.txt"] == 1
 
 
 def on_two_ranks(monkeypatch, play):

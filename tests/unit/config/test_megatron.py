@@ -16,16 +16,8 @@ def test_arguments():
 
 
 def llama(**sizes):
-    given = {
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 61,
-        "max_position_embeddings": 16,
-        "rms_norm_eps": 1e-6,
-        "intermediate_size": 64,
-    }
+    given = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    given |= {"vocab_size": 61, "max_position_embeddings": 16, "rms_norm_eps": 1e-6, "intermediate_size": 64}
     return types.SimpleNamespace(config=types.SimpleNamespace(model_type="llama", **given | sizes))
 
 

@@ -6,6 +6,7 @@ import torch.distributed as dist
 from accelerate.data import agreement
 from accelerate.data.agreement import Agreement, difference
 from accelerate.data.contents import Arrangements
+from cases import cases
 
 
 def facts(rank, data=(), **more):
@@ -20,38 +21,36 @@ NAMES = [f"file {number}" for number in range(40)]
 MANY = [f"file {number}" for number in range(60_000)]
 
 
-@pytest.mark.parametrize(
-    ("first", "own", "outcome"),
-    [
-        (facts(0), facts(1), None),
-        (facts(0, order="a"), facts(1, order="a"), None),
-        (facts(0, order="a"), facts(1, order=None), None),
-        (facts(0, order="a"), facts(1, order="b"), (True, "rank 0 and rank 1 draw different orders")),
-        (facts(3, samples=7), facts(1, samples=8), (True, "length of the dataset is 8 on rank 1, but 7 on rank 3")),
-        (facts(0, length=7), facts(1, length=8), (True, "length of the sampler")),
-        (facts(0, shuffles="a"), facts(1, shuffles="b"), (True, "different seeds")),
-        (facts(0, stream="a"), facts(1, stream="b"), (False, "begins with different samples")),
-        (facts(0, tables=[(4, rows("a"))]), facts(1, tables=[(4, rows("b"))]), (False, "is different on")),
-        (facts(0, tables=[(4, rows("a"))]), facts(1, tables=[(5, rows("b"))]), None),
-        (facts(0, tables=[(4, rows("a", 7))]), facts(1, tables=[(4, rows("b", 7))]), (True, "different order")),
-        (
-            facts(0, tables=[(4, rows("a", 7))], dispatched=True),
-            facts(1, tables=[(4, rows("b", 7))], dispatched=True),
-            None,
-        ),
-        (
-            facts(0, tables=[(4, rows("a", 7, [1]))], dispatched=True),
-            facts(1, tables=[(4, rows("b", 8, [1]))], dispatched=True),
-            (False, "drawn differently"),
-        ),
-        (facts(0, NAMES), facts(1, NAMES[::-1]), (True, "the list has a different order")),
-        (facts(0, NAMES[:30]), facts(1, NAMES[10:]), (True, "the list was drawn differently")),
-        (facts(0, NAMES[:20]), facts(1, NAMES[20:]), (False, "each rank reads a part")),
-        (facts(0, [f"/node0/{name}" for name in NAMES]), facts(1, [f"/node1/{name}" for name in NAMES]), None),
-        (facts(0, MANY), facts(1, MANY[::-1]), (False, "the list is different")),
-        (facts(0, ["a", "a"]), facts(1, ["b", "b"]), (False, "the list is different")),
-        (facts(0, NAMES, stream="a"), facts(1, NAMES[::-1], stream="b"), (True, "different order")),
-    ],
+@cases(
+    "first, own, outcome",
+    (facts(0), facts(1), None),
+    (facts(0, order="a"), facts(1, order="a"), None),
+    (facts(0, order="a"), facts(1, order=None), None),
+    (facts(0, order="a"), facts(1, order="b"), (True, "rank 0 and rank 1 draw different orders")),
+    (facts(3, samples=7), facts(1, samples=8), (True, "length of the dataset is 8 on rank 1, but 7 on rank 3")),
+    (facts(0, length=7), facts(1, length=8), (True, "length of the sampler")),
+    (facts(0, shuffles="a"), facts(1, shuffles="b"), (True, "different seeds")),
+    (facts(0, stream="a"), facts(1, stream="b"), (False, "begins with different samples")),
+    (facts(0, tables=[(4, rows("a"))]), facts(1, tables=[(4, rows("b"))]), (False, "is different on")),
+    (facts(0, tables=[(4, rows("a"))]), facts(1, tables=[(5, rows("b"))]), None),
+    (facts(0, tables=[(4, rows("a", 7))]), facts(1, tables=[(4, rows("b", 7))]), (True, "different order")),
+    (
+        facts(0, tables=[(4, rows("a", 7))], dispatched=True),
+        facts(1, tables=[(4, rows("b", 7))], dispatched=True),
+        None,
+    ),
+    (
+        facts(0, tables=[(4, rows("a", 7, [1]))], dispatched=True),
+        facts(1, tables=[(4, rows("b", 8, [1]))], dispatched=True),
+        (False, "drawn differently"),
+    ),
+    (facts(0, NAMES), facts(1, NAMES[::-1]), (True, "the list has a different order")),
+    (facts(0, NAMES[:30]), facts(1, NAMES[10:]), (True, "the list was drawn differently")),
+    (facts(0, NAMES[:20]), facts(1, NAMES[20:]), (False, "each rank reads a part")),
+    (facts(0, [f"/node0/{name}" for name in NAMES]), facts(1, [f"/node1/{name}" for name in NAMES]), None),
+    (facts(0, MANY), facts(1, MANY[::-1]), (False, "the list is different")),
+    (facts(0, ["a", "a"]), facts(1, ["b", "b"]), (False, "the list is different")),
+    (facts(0, NAMES, stream="a"), facts(1, NAMES[::-1], stream="b"), (True, "different order")),
 )
 def test_difference_between_two_ranks(first, own, outcome):
     for one, other in ((first, own), (own, first)):
@@ -98,16 +97,6 @@ def test_epochs_are_compared_with_the_same_epoch(ranks):
     assert list(read(0, [1], 1, "c")) == [1], "the epoch is begun a second time"
     assert list(read(1, [1, 2], 0, "a")) == [1, 2] and list(read(1, [1], 1, "b")) == [1]
     assert store.num_keys() < 9, "messages of earlier epochs are deleted"
-
-
-def test_loaders_of_a_function_are_told_apart_by_its_caller():
-    def prepare():
-        return Agreement(range(8), True, True)
-
-    of_one_rank = prepare().name
-    of_all_ranks = prepare().name
-    assert of_one_rank.partition("<")[0] == of_all_ranks.partition("<")[0]
-    assert of_one_rank.endswith("#0") and of_all_ranks.endswith("#0") and of_one_rank != of_all_ranks
 
 
 def test_store_that_has_ended_ends_the_comparison(ranks, monkeypatch):

@@ -2,12 +2,12 @@
 
 from collections import OrderedDict, namedtuple
 
-import numpy
 import pytest
 import torch
 
 from accelerate.data.dispatcher import BatchScatter, Group, Round
 from accelerate.data.dividing import Divider, agreed_length
+from cases import cases
 from loader_samples import CPU, Line
 
 DIVIDER = Divider(lists_are_samples=True, remedy="Do something else.")
@@ -32,49 +32,6 @@ class Connection:
         kept = self.sender.send(message)
         self.line.sent.extend(self.sent)
         return self.receiver.receive(), kept
-
-
-def test_parts_arrive_as_they_were_sent():
-    connection = Connection()
-    batch = {
-        "x": torch.arange(6.0).view(2, 3),
-        "list": [torch.tensor(7), (torch.zeros(2, 0, dtype=torch.bool), torch.ones(2, dtype=torch.bfloat16))],
-        "text": ["a", "b"],
-        "array": numpy.arange(4).reshape(2, 2),
-        "none": None,
-        "view": torch.arange(8).view(2, 4).t()[::2],
-        "weight": torch.ones(2, requires_grad=True),
-    }
-    for number in range(3):
-        arrived, kept = connection.pass_on(round_of(batch, 2)._replace(counts=(1, 0), real=1))
-        got, counts = arrived.batch()
-        assert counts == (1, 0)
-        assert (arrived.real, arrived.width, arrived.longer) == (1, 1, 2)
-        assert list(got) == list(batch) and got["text"] == ["b"] and got["none"] is None
-        assert torch.equal(got["x"], batch["x"][1:]) and torch.equal(got["view"], batch["view"][1:])
-        assert got["list"][0].shape == () and got["list"][0] == 7
-        assert type(got["list"][1]) is tuple and got["list"][1][0].shape == (1, 0)
-        assert got["list"][1][1].dtype == torch.bfloat16 and got["array"].tolist() == [[2, 3]]
-        assert torch.equal(got["weight"], torch.ones(1))
-        assert kept.batch()[0]["text"] == ["a"] and torch.equal(kept.batch()[0]["x"], batch["x"][:1])
-        assert len(connection.sent) == (3 if number == 0 else 2), "what a part looks like is told once"
-
-
-def test_a_part_of_another_form_is_described_anew():
-    connection = Connection()
-    for width in (1, 1, 3):
-        [arrived, _] = connection.pass_on(round_of({"x": torch.zeros(2, width), "n": ["a", "b"]}, 2))
-        assert arrived.batch()[0]["x"].shape == (1, width)
-
-
-def test_parts_may_differ_in_length_and_be_shared():
-    connection = Connection(places=(0, 2))
-    [arrived, kept] = connection.pass_on(round_of({"x": torch.arange(8)}, 8, 3))
-    assert (kept.batch()[0]["x"].tolist(), arrived.batch()[0]["x"].tolist()) == ([0, 1, 2], [6, 7])
-    [arrived, _] = Connection(places=(0, 0)).pass_on(round_of(torch.arange(3), 3, 1))
-    assert arrived.batch()[0].tolist() == [0, 1, 2]
-    [arrived, _] = Connection(places=None).pass_on(round_of(torch.arange(4), 4, whole=True))
-    assert arrived.batch()[0].tolist() == [0, 1, 2, 3]
 
 
 def test_received_batches_do_not_share_memory():
@@ -118,34 +75,30 @@ def test_consecutive_batches_are_divided_as_one():
 ROWS, ODD = torch.zeros(2, 3), torch.zeros(3, 3)
 
 
-@pytest.mark.parametrize(
-    ("batches", "message"),
-    [
-        ([ROWS, torch.zeros(2, 4)], "batch differs between batches"),
-        ([[ROWS], [ROWS, ROWS]], "batch differs between batches .*keys .0."),
-        ([{"x": ROWS, "name": "a"}, {"x": ROWS, "name": "b"}], r"batch\['name'\] .*'a' is the same .* 'b'"),
-        ([{"x": ROWS, "image": (ODD,)}], r"batch\['image'\]\[0\] has 3 rows, and the batch has 2 samples"),
-        ([{"x": ROWS, "words": ["a"]}], r"batch\['words'\] has 1 items"),
-        ([{"x": ROWS.to_sparse()}], r"batch\['x'\] is a sparse tensor"),
-        ([Pair(ROWS, [{"a": ROWS}, {"a": ROWS}])], r"batch\.y has 2 items with 2 rows each"),
-        ([[ROWS, ROWS]], "batch has 2 items with 2 rows each"),
-    ],
+@cases(
+    "batches, message",
+    ([ROWS, torch.zeros(2, 4)], "batch differs between batches"),
+    ([[ROWS], [ROWS, ROWS]], "batch differs between batches .*keys .0."),
+    ([{"x": ROWS, "name": "a"}, {"x": ROWS, "name": "b"}], r"batch\['name'\] .*'a' is the same .* 'b'"),
+    ([{"x": ROWS, "image": (ODD,)}], r"batch\['image'\]\[0\] has 3 rows, and the batch has 2 samples"),
+    ([{"x": ROWS, "words": ["a"]}], r"batch\['words'\] has 1 items"),
+    ([{"x": ROWS.to_sparse()}], r"batch\['x'\] is a sparse tensor"),
+    ([Pair(ROWS, [{"a": ROWS}, {"a": ROWS}])], r"batch\.y has 2 items with 2 rows each"),
+    ([[ROWS, ROWS]], "batch has 2 items with 2 rows each"),
 )
 def test_batches_that_cannot_be_divided_are_refused(batches, message):
     with pytest.raises(ValueError, match=f"cannot be divided among the ranks: {message}.*Do something else."):
         DIVIDER.divide(batches, [2] * len(batches), [(0, 1), (1, 2)])
 
 
-@pytest.mark.parametrize(
-    ("batch", "second"),
-    [
-        ((ROWS, ROWS + 1), (ROWS[1:], ROWS[1:] + 1)),  # as (inputs, targets) are collated
-        ([ROWS, torch.arange(2)], [ROWS[1:], torch.tensor([1])]),
-        ([ROWS, ODD], [ODD]),  # images of different sizes
-        ([[1, 2, 3], [4]], [[4]]),
-        ((ROWS, [{"boxes": ROWS}, {"boxes": ODD}]), (ROWS[1:], [{"boxes": ODD}])),
-        ({"x": ROWS, "labels": ({"name": "a"}, {"name": "b"})}, {"x": ROWS[1:], "labels": ({"name": "b"},)}),
-    ],
+@cases(
+    "batch, second",
+    ((ROWS, ROWS + 1), (ROWS[1:], ROWS[1:] + 1)),  # as (inputs, targets) are collated
+    ([ROWS, torch.arange(2)], [ROWS[1:], torch.tensor([1])]),
+    ([ROWS, ODD], [ODD]),  # images of different sizes
+    ([[1, 2, 3], [4]], [[4]]),
+    ((ROWS, [{"boxes": ROWS}, {"boxes": ODD}]), (ROWS[1:], [{"boxes": ODD}])),
+    ({"x": ROWS, "labels": ({"name": "a"}, {"name": "b"})}, {"x": ROWS[1:], "labels": ({"name": "b"},)}),
 )
 def test_a_list_with_an_item_per_sample_is_divided(batch, second):
     assert repr(DIVIDER.divide([batch], [2], [(0, 1), (1, 2)])[1]) == repr(second)

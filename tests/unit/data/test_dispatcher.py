@@ -2,7 +2,6 @@
 
 import pickle
 import threading
-from itertools import islice
 
 import numpy as np
 import pytest
@@ -11,6 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from accelerate.data.build import skip_first_batches
 from accelerate.state import GradientState
+from cases import cases
 from loader_samples import Stream, dispatched, values
 
 UNSENDABLE = threading.Lock()
@@ -25,20 +25,6 @@ class Rows(IterableDataset):
             if index == self.error_at:
                 raise OSError(f"row {index}")
             yield {"x": torch.tensor([index]), "name": f"row {index}"}
-
-
-def test_batches_of_varying_size_lose_nothing():
-    sizes = [2, 1, 2, 3, 1]
-    numbers = iter(range(sum(sizes)))
-    batches = [list(islice(numbers, size)) for size in sizes]
-    data = [{"x": torch.tensor([n])} for n in range(sum(sizes))]
-    sent = []
-    # The main process first, then the other one with what it sent.
-    for rank, parts in enumerate(([[0, 1], [3, 4, 5], [8]], [[2], [6, 7], [0]])):
-        loader = dispatched(DataLoader(data, batch_sampler=batches), sent, 2, rank)
-        steps = [(batch["x"].view(-1).tolist(), loader.end_of_dataloader, loader.batch_counts) for batch in loader]
-        assert [batch for batch, *_ in steps] == parts and steps[-1][1:] == (True, (1, 0)) and loader.remainder == 1
-        assert not GradientState().in_dataloader
 
 
 def test_an_error_while_reading_stops_all_processes():
@@ -97,12 +83,10 @@ def test_a_rank_gets_the_batch_that_was_read_for_it(workers):
         assert same(found, [patches(rows[start : start + 2]) for start in (2 * rank, 2 * rank + 4)])
 
 
-@pytest.mark.parametrize(
-    ("rows", "batch_size", "options", "message"),
-    [
-        (7, 2, {}, r"pixel_values'\] has 7 rows, and the batch has 2 samples.*drop_last=True in the DataLoader"),
-        (8, 4, {"split_batches": True}, r"pixel_values'\] has 11 rows.*split_batches=False and drop_last=True"),
-    ],
+@cases(
+    "rows, batch_size, options, message",
+    (7, 2, {}, r"pixel_values'\] has 7 rows, and the batch has 2 samples.*drop_last=True in the DataLoader"),
+    (8, 4, {"split_batches": True}, r"pixel_values'\] has 11 rows.*split_batches=False and drop_last=True"),
 )
 def test_rows_that_are_no_samples_are_refused_on_all_ranks_where_they_would_be_divided(
     rows, batch_size, options, message
@@ -144,19 +128,6 @@ def test_ready_made_batches_are_handed_out_and_refused_where_their_size_is_uncer
         assert same(list(found), [batches[rank]]) and found.remainder == 0
     with pytest.raises(ValueError, match=r"uncertain, .*'pixel_values'\] has 7, .*dispatch_batches=False"):
         list(dispatched(DataLoader(batches, batch_size=None), [], 2, 0))
-
-
-@pytest.mark.parametrize(
-    ("collate", "message"),
-    [
-        (lambda rows: {"n": torch.tensor(len(rows))}, "batch.'n'. differs|tensor.1. .* tensor.2."),
-        (lambda rows: {"x": torch.zeros(len(rows)), "name": rows[0]["name"]}, "'row 0' is the same .* has 'row 2'"),
-    ],
-)
-def test_batches_that_cannot_be_divided_are_refused(collate, message):
-    loader = dispatched(DataLoader(Rows(3), 2, collate_fn=collate), [], 2, 0)
-    with pytest.raises(ValueError, match=message):
-        list(loader)
 
 
 def test_arrays_are_divided_as_tensors_are_and_what_all_batches_share_goes_to_all_ranks():

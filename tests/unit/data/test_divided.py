@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler
 
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.comm import operations
@@ -13,6 +13,7 @@ from accelerate.data import plan
 from accelerate.data.build import plan_of, prepare_data_loader, skip_first_batches
 from accelerate.data_loader import BatchSamplerShard
 from accelerate.training import metrics
+from cases import cases
 from loader_samples import Numbers, SizedStream, needs_torchdata, values
 
 
@@ -55,29 +56,14 @@ class Ranked:
         return 2
 
 
-@pytest.mark.parametrize("options", [{}, {"even_batches": False}, {"use_seedable_sampler": True, "data_seed": 3}])
-def test_a_distributed_sampler_is_not_divided_a_second_time(options):
-    for rank in range(2):
-        want = values(loader_of(rank, 2, 32))
-        with pytest.warns(
-            UserWarning, match=rf"DistributedSampler.*part {rank} of 2 already.*already_sharded"
-        ) as caught:
-            loader = prepare_data_loader(loader_of(rank, 2, 32), num_processes=2, process_index=rank, **options)
-        assert [warning.filename for warning in caught] == [__file__], "the user's line"
-        assert values(loader) == want and len(loader) == 4 and loader.total_batch_size == 8
-        assert plan_of(loader).reading == plan.SPLIT_ALREADY and plan_of(loader).samples == 32
-
-
-@pytest.mark.parametrize(
+@cases(
     "part",
-    [
-        Ranked(),
-        Ranked("num_replicas"),
-        Ranked("data_parallel_size", "data_parallel_rank"),
-        BatchSampler(DistributedSampler(range(7), 2, 1, shuffle=False), 2, drop_last=False),
-        BatchSamplerShard(BatchSampler(range(7), 2, drop_last=False), 2, 1),
-        Around(DistributedSampler(range(7), 2, 1, shuffle=False)),
-    ],
+    Ranked(),
+    Ranked("num_replicas"),
+    Ranked("data_parallel_size", "data_parallel_rank"),
+    BatchSampler(DistributedSampler(range(7), 2, 1, shuffle=False), 2, drop_last=False),
+    BatchSamplerShard(BatchSampler(range(7), 2, drop_last=False), 2, 1),
+    Around(DistributedSampler(range(7), 2, 1, shuffle=False)),
     ids=["world_size", "num_replicas", "data_parallel_size", "inside", "shard", "around"],
 )
 def test_samplers_of_other_libraries_are_recognised(part):
@@ -106,13 +92,11 @@ def test_what_is_not_divided_or_said_to_be_gives_no_warning():
             assert values(told) == want and plan_of(told).reading == plan.SPLIT_ALREADY
 
 
-@pytest.mark.parametrize(
-    ("given", "seen", "named"),
-    [
-        ((0, 4), (0, 2), "part 0 of 4.*part 0 of 2"),
-        ((0, 2), (1, 2), "part 0 of 2.*part 1 of 2"),
-        ((1, 2), (0, 1), "part 1 of 2.*part 0 of 1"),
-    ],
+@cases(
+    "given, seen, named",
+    ((0, 4), (0, 2), "part 0 of 4.*part 0 of 2"),
+    ((0, 2), (1, 2), "part 0 of 2.*part 1 of 2"),
+    ((1, 2), (0, 1), "part 1 of 2.*part 0 of 1"),
 )
 def test_the_part_of_another_process_is_refused(given, seen, named):
     with pytest.raises(ValueError, match=rf"{named}.*already_sharded=True"):
@@ -211,14 +195,9 @@ def test_a_metric_sees_each_sample_once(monkeypatch, objects):
         for length in range(shards, 14):
             for drops in (False, True):
                 for sampler_drops in (False, True):
-                    ranks = [
-                        prepared(
-                            loader_of(rank, shards, length, 2, drop_last=drops, sampler_drops=sampler_drops),
-                            rank,
-                            shards,
-                        )
-                        for rank in range(shards)
-                    ]
+                    options = {"drop_last": drops, "sampler_drops": sampler_drops}
+                    loaders = [loader_of(rank, shards, length, 2, **options) for rank in range(shards)]
+                    ranks = [prepared(loader, rank, shards) for rank, loader in enumerate(loaders)]
                     seen, handed = [], [0] * shards
                     for batches in zip(*ranks, strict=True):
                         each = sum((batch.tolist() for batch in batches), [])
@@ -249,23 +228,16 @@ def test_parts_of_a_stream_are_counted_whole_in_a_metric():
     assert [loader.remainder for _ in loader] == [0] * 4, "7 samples of this process's own, none of which fills up"
 
 
-def test_the_configuration_reaches_the_loader_and_functions_of_upstreams_signature(monkeypatch):
-    config = DataLoaderConfiguration(already_sharded=True)
-    loader = Accelerator(cpu=True, dataloader_config=config).prepare(DataLoader(Numbers(5), 2))
+@pytest.mark.parametrize("option, value", [("already_sharded", True), ("shard_iterable_dataset", False)])
+def test_the_configuration_reaches_the_loader_and_functions_of_upstreams_signature(monkeypatch, option, value):
+    data = Numbers(5) if option == "already_sharded" else SizedStream(5)
+    config = DataLoaderConfiguration(**{option: value})
+    loader = Accelerator(cpu=True, dataloader_config=config).prepare(DataLoader(data, 2))
     assert loader.plan.reading == plan.SPLIT_ALREADY and len(values(loader)) == 3
 
     def upstreams(dataloader, device=None, **options):
-        assert "already_sharded" not in options
+        assert option not in options, "functions that users put in its place do not know it"
         return prepare_data_loader(dataloader, device, **options)
 
     monkeypatch.setattr("accelerate.accelerator.prepare_data_loader", upstreams)
-    Accelerator(cpu=True).prepare(DataLoader(Numbers(5), 2))
-
-
-@pytest.mark.parametrize("sampler", [RandomSampler, SequentialSampler])
-def test_a_part_of_the_users_own_is_read_whole_and_shuffled_as_it_says(sampler):
-    data = Numbers(6)
-    loader = prepare_data_loader(
-        DataLoader(data, 4, sampler=sampler(data)), num_processes=2, process_index=1, already_sharded=True
-    )
-    assert sorted(sum(values(loader), [])) == list(range(6)) and len(loader) == 2
+    assert Accelerator(cpu=True).prepare(DataLoader(data, 2)).plan.reading != plan.SPLIT_ALREADY

@@ -6,11 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils.data import ChainDataset, DataLoader, IterableDataset
+from torch.utils.data import ChainDataset, IterableDataset
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 from accelerate.data import iterable
 from accelerate.data.iterable import IterableDatasetShard, is_datapipe, is_split_by_node
+from cases import cases
 from loader_samples import Stream
 
 
@@ -57,17 +58,15 @@ def hf_stream(rank=None):
     return stream if rank is None else distributed.split_dataset_by_node(stream, rank, 2)
 
 
-@pytest.mark.parametrize(
+@cases(
     "around",
-    [
-        Holder,
-        lambda part: Holder(part.map(lambda row: row)),
-        lambda part: Holder({"web": [part]}),
-        lambda part: ChainDataset([Holder(part)]),
-        lambda part: Holder(lambda: iter(part)),
-        lambda part: Holder(partial(iter, part)),
-        lambda part: Holder(SimpleNamespace(sources=(part,))),
-    ],
+    Holder,
+    lambda part: Holder(part.map(lambda row: row)),
+    lambda part: Holder({"web": [part]}),
+    lambda part: ChainDataset([Holder(part)]),
+    lambda part: Holder(lambda: iter(part)),
+    lambda part: Holder(partial(iter, part)),
+    lambda part: Holder(SimpleNamespace(sources=(part,))),
 )
 def test_divided_stream_is_found_inside_other_objects(around):
     with warnings.catch_warnings():
@@ -113,25 +112,6 @@ def test_datapipes_are_divided_by_torch_if_they_filter(monkeypatch):
     monkeypatch.setattr(iterable.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(iterable.dist, "get_world_size", lambda: 2)
     assert is_split_by_node(filtered, 2) and not is_split_by_node(numbers, 2) and not is_split_by_node(filtered, 3)
-
-
-class StreamWithState(Stream):
-    def state_dict(self):
-        return {}
-
-    def load_state_dict(self, state):
-        pass
-
-
-def test_a_stream_with_a_state_is_restored_where_it_is_read_here_with_its_shuffling_buffer():
-    stream = StreamWithState(6)
-    assert iterable.restores(DataLoader(stream)) and not iterable.has_buffer(stream)
-    assert not iterable.restores(DataLoader(stream, num_workers=1))
-    assert not iterable.restores(DataLoader(Stream(6)))
-    buffer = type("BufferShuffledExamples", (), {})()  # named as the stage of the library `datasets` is
-    for chain in (buffer, SimpleNamespace(ex_iterables=[SimpleNamespace(), SimpleNamespace(ex_iterable=buffer)])):
-        stream._ex_iterable = chain
-        assert iterable.has_buffer(stream) and not iterable.restores(DataLoader(stream))
 
 
 def test_the_buffer_of_a_datasets_stream_is_seen():

@@ -91,14 +91,6 @@ def test_persistent_workers_shuffle_a_sharded_stream_anew_in_each_epoch():
     assert [first, second] == orders(num_workers=1) and first != second
 
 
-def test_a_loader_may_be_in_two_loops_at_once():
-    loader = prepare_data_loader(DataLoader(Stream(6), 2), dispatch_batches=False)
-    outer = iter(loader)
-    assert next(outer).tolist() == [0, 1]
-    assert values(loader) == [[0, 1], [2, 3], [4, 5]]
-    assert [batch.tolist() for batch in outer] == [[2, 3], [4, 5]]
-
-
 def test_batches_go_to_the_device_and_those_that_are_there_pass_through():
     tensor = torch.arange(2)
     for batch in (

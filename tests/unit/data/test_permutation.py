@@ -9,7 +9,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from accelerate.data import permutation
 from accelerate.data.build import prepare_data_loader, skip_first_batches
-from accelerate.data.permutation import BLOCK, GrowingPermutation, advance, can_grow
+from accelerate.data.permutation import BLOCK, GrowingPermutation, can_grow
 from accelerate.data.samplers import BatchSamplerShard, SeedableRandomSampler, SkipBatchSampler
 
 LARGE = range((1 << 20) + 3)
@@ -38,19 +38,6 @@ def test_a_grown_permutation_is_torchs(block, blocks, beyond):
         for stop in {1, block, length // 2, length}:
             final = grown.grow(stop)
             assert min(stop, length) <= final <= length and torch.equal(grown.indices[:final].long(), wanted[:final])
-
-
-def test_it_reads_no_more_than_what_was_asked_for():
-    grown = GrowingPermutation(len(LARGE), seeded())
-    assert [grown.grow(stop) for stop in (1, BLOCK, BLOCK + 1)] == [BLOCK, BLOCK, 2 * BLOCK]
-
-
-def test_advancing_ends_where_torch_ends():
-    for length in (2, 3, len(LARGE) - 3, len(LARGE) * 2):
-        ours, torchs = seeded(), seeded()
-        torch.randperm(length, generator=torchs)
-        advance(length, ours)
-        assert torch.equal(ours.get_state(), torchs.get_state())
 
 
 def test_only_large_permutations_of_a_known_kind_grow(monkeypatch):

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
-from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.data import plan
 from accelerate.data.build import plan_of, prepare_data_loader
 from accelerate.data.loader import DataLoaderShard
@@ -86,14 +85,9 @@ def test_the_numbers_of_dispatched_data_are_true(shards, drop_last, split_batche
     for length in range(26):
         for share in (1, 2, 3):
             size = share * shards if split_batches else share
-            loader = prepare_data_loader(
-                DataLoader(Rows(length), size, drop_last=drop_last),
-                num_processes=shards,
-                process_index=0,
-                put_on_device=True,
-                dispatch_batches=True,
-                split_batches=split_batches,
-            )
+            options = {"put_on_device": True, "dispatch_batches": True, "split_batches": split_batches}
+            loader = DataLoader(Rows(length), size, drop_last=drop_last)
+            loader = prepare_data_loader(loader, num_processes=shards, process_index=0, **options)
             found = plan_of(loader)
             # What the main process would send: the rounds, with the number of real samples in each and the part sizes.
             loader.state = SimpleNamespace(num_processes=shards, process_index=0)
@@ -145,19 +139,6 @@ def test_a_loader_that_was_not_prepared_has_no_plan(loader):
         plan_of(loader)
 
 
-def test_an_accelerator_passes_on_that_streams_are_divided_already(monkeypatch):
-    config = DataLoaderConfiguration(shard_iterable_dataset=False)
-    loader = Accelerator(cpu=True, dataloader_config=config).prepare(DataLoader(Stream(5), 2))
-    assert loader.plan.reading == plan.SPLIT_ALREADY
-
-    def upstreams(dataloader, device=None, **options):
-        assert "shard_iterable_dataset" not in options, "functions that users put in its place do not know it"
-        return prepare_data_loader(dataloader, device, **options)
-
-    monkeypatch.setattr("accelerate.accelerator.prepare_data_loader", upstreams)
-    assert Accelerator(cpu=True).prepare(DataLoader(Stream(5), 2)).plan.reading == plan.DISPATCHED
-
-
 def test_the_table_is_that_of_the_guide():
     loader = prepare_data_loader(DataLoader(Rows(10), 2, shuffle=True), num_processes=2, process_index=0)
     assert str(loader.plan) == TABLE
@@ -194,21 +175,6 @@ shard  ranks  samples  duplicates  batches  reads
 def mesh(names, shape):
     ranks = torch.arange(torch.Size(shape).numel()).view(shape)
     return SimpleNamespace(mesh=ranks, mesh_dim_names=names)
-
-
-@pytest.mark.parametrize(
-    ("names", "shape", "shards", "indices"),
-    [
-        (("dp_shard", "tp"), (2, 2), 2, [0, 0, 1, 1]),
-        (("tp", "dp_shard"), (2, 2), 2, [0, 1, 0, 1]),
-        (("dp_replicate", "dp_shard", "cp"), (2, 2, 2), 4, [0, 0, 1, 1, 2, 2, 3, 3]),
-        (("sp",), (2,), 1, [0, 0]),
-    ],
-)
-def test_ranks_of_one_replica_share_a_shard(names, shape, shards, indices):
-    layouts = ShardLayout.of_all(len(indices), mesh(names, shape))
-    assert {layout.num_shards for layout in layouts} == {shards}
-    assert [layout.shard_index for layout in layouts] == indices
 
 
 def test_a_mesh_that_does_not_tell_is_refused():

@@ -135,29 +135,6 @@ def test_a_state_of_torchdata_alone_can_be_loaded():
 
 @needs_torchdata
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("dispatch", [None, False], ids=["dispatched", "sharded"])
-@pytest.mark.parametrize("workers", [0, 1, 2])
-def test_repeated_resume_of_a_stateful_stream_loses_no_sample(workers, dispatch):
-    def make():
-        loader = DataLoader(Stream(40), 4, num_workers=workers)
-        return prepare_data_loader(loader, dispatch_batches=dispatch, put_on_device=True, use_stateful_dataloader=True)
-
-    want, got, state = [batch.tolist() for batch in make()], [], None
-    for stop in (2, 1, 3, 1, 99):
-        loader = make()
-        if state is not None:
-            loader.load_state_dict(state)
-        for number, batch in enumerate(loader, 1):
-            got.append(batch.tolist())
-            if number == stop:
-                state = through_json(loader)
-                break
-    assert got == want
-    assert next(iter(loader)).tolist() == want[0], "the next epoch begins at its first batch"
-
-
-@needs_torchdata
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("workers", [0, 2])
 def test_torchdata_state_of_a_stream_without_position_can_be_resumed_twice(workers):
     from torchdata.stateful_dataloader import StatefulDataLoader

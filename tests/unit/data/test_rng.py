@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from accelerate.data import generators
+from cases import cases
 
 CPU = torch.device("cpu")
 
@@ -23,14 +24,12 @@ def draw():
     return random.random(), np.random.rand(), torch.rand(1).item()
 
 
-@pytest.mark.parametrize(
-    ("states", "restored", "told"),
-    [
-        ({}, [0, 1, 2], None),
-        ({"torch_cuda_manual_seed": [torch.zeros(1)]}, [0, 1, 2], None),  # of a device that is not in use
-        ({"numpy_random_seed": ("MT19937", "nonsense")}, [0, 2], "numpy in states.pkl could not be restored.*Error"),
-        ({"torch_manual_seed": None}, [0, 1], r"torch \(CPU\) in states.pkl could not be restored: KeyError"),
-    ],
+@cases(
+    "states, restored, told",
+    ({}, [0, 1, 2], None),
+    ({"torch_cuda_manual_seed": [torch.zeros(1)]}, [0, 1, 2], None),  # of a device that is not in use
+    ({"numpy_random_seed": ("MT19937", "nonsense")}, [0, 2], "numpy in states.pkl could not be restored.*Error"),
+    ({"torch_manual_seed": None}, [0, 1], r"torch \(CPU\) in states.pkl could not be restored: KeyError"),
 )
 def test_all_that_can_come_back_do_and_the_others_are_named(caplog, states, restored, told):
     states = {**generators.collect(CPU), **states}

@@ -13,24 +13,10 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 from accelerate.data.build import prepare_data_loader
 from accelerate.data.samplers import (
     BatchSamplerShard,
-    ReplayableRandomSampler,
     SeedableRandomSampler,
     SkipBatchSampler,
     batches_from,
 )
-
-
-@pytest.mark.parametrize("options", [{}, {"num_samples": 5}, {"replacement": True, "num_samples": 70}])
-def test_adopted_sampler_draws_what_the_plain_one_draws(options):
-    torch.manual_seed(3)
-    plain = RandomSampler(range(40), **options)
-    want, after = [list(plain), list(plain)], torch.rand(1)
-    torch.manual_seed(3)
-    adopted = RandomSampler(range(40), **options)
-    ReplayableRandomSampler.adopt(adopted)
-    assert [list(adopted), list(adopted)] == want
-    assert torch.rand(1) == after and adopted.generator is None
-
 
 # -- an epoch's order as a tensor: the draws are torch's ------------------------------------------------------------------
 
@@ -47,18 +33,12 @@ def sampler_and_torchs_orders(kind, options):
         return SequentialSampler(DATA), [list(DATA)] * 2, None
     if kind == "seed and epoch":
         draws = [RandomSampler(DATA, generator=seeded(3 + epoch), **options) for epoch in range(2)]
-        return (
-            SeedableRandomSampler(DATA, data_seed=3, **options),
-            list(map(list, draws)),
-            draws[1].generator.get_state(),
-        )
+        sampler = SeedableRandomSampler(DATA, data_seed=3, **options)
+        return sampler, list(map(list, draws)), draws[1].generator.get_state()
     if kind == "own generator":
         draws = RandomSampler(DATA, generator=seeded(3), **options)
-        return (
-            RandomSampler(DATA, generator=seeded(3), **options),
-            [list(draws), list(draws)],
-            draws.generator.get_state(),
-        )
+        sampler = RandomSampler(DATA, generator=seeded(3), **options)
+        return sampler, [list(draws), list(draws)], draws.generator.get_state()
     torch.manual_seed(3)
     draws = RandomSampler(DATA, **options)
     orders = [list(draws), list(draws)]
@@ -88,9 +68,8 @@ def test_a_share_that_is_sliced_is_the_one_that_a_walk_finds(kind, options, spli
             assert all(type(index) is int for batch in sliced for index in batch)
             assert start or extra or len(parts[0]) == len(sliced)
         if state is not None:
-            assert torch.equal(
-                torch.get_rng_state() if sampler.generator is None else sampler.generator.get_state(), state
-            )
+            reached = torch.get_rng_state() if sampler.generator is None else sampler.generator.get_state()
+            assert torch.equal(reached, state)
 
 
 @pytest.mark.parametrize("options", [{}, {"num_samples": 95}, {"replacement": True, "num_samples": 70}], ids=str)

@@ -100,13 +100,9 @@ def test_classes_of_ones_own_keep_their_iteration(world, stream, workers):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_the_state_of_every_batch_continues_after_it(workers, stream):
     def build():
-        return prepare_data_loader(
-            DataLoader(dataset(stream), 4, num_workers=workers),
-            num_processes=2,
-            process_index=1,
-            use_stateful_dataloader=True,
-            dispatch_batches=False,
-        )
+        loader = DataLoader(dataset(stream), 4, num_workers=workers)
+        options = {"use_stateful_dataloader": True, "dispatch_batches": False}
+        return prepare_data_loader(loader, num_processes=2, process_index=1, **options)
 
     loader = build()
     for number, _ in enumerate(loader, 1):

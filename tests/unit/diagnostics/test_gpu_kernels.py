@@ -8,6 +8,7 @@ from accelerate.devices.specs import device_spec
 from accelerate.diagnostics.activations import measure
 from accelerate.diagnostics.estimator import Layout, memory
 from accelerate.diagnostics.gpu_kernels import as_on_gpus
+from cases import cases
 
 BATCH, SEQUENCE = 4, 512
 
@@ -28,15 +29,13 @@ def tokens(batch, sequence):
     return {"input_ids": some, "labels": some.clone()}
 
 
-@pytest.mark.parametrize(
-    ("model", "sizes", "precision", "again", "measured_mib"),
-    [
-        (llama, {}, "no", False, 2031.5),  # fewer heads of keys: no fused kernel in float32
-        (llama, {}, "bf16", True, 1219.4),  # the optimizer's step has the peak
-        (llama, {"dp_shard": 2, "fsdp": True}, "bf16", False, 933.1),
-        (gpt2, {}, "bf16", False, 1901.6),  # dropout, and a power that autocast computes in float32
-        (gpt2, {"dp_shard": 2, "fsdp": True}, "no", True, 985.8),
-    ],
+@cases(
+    "model, sizes, precision, again, measured_mib",
+    (llama, {}, "no", False, 2031.5),  # fewer heads of keys: no fused kernel in float32
+    (llama, {}, "bf16", True, 1219.4),  # the optimizer's step has the peak
+    (llama, {"dp_shard": 2, "fsdp": True}, "bf16", False, 933.1),
+    (gpt2, {}, "bf16", False, 1901.6),  # dropout, and a power that autocast computes in float32
+    (gpt2, {"dp_shard": 2, "fsdp": True}, "no", True, 985.8),
 )
 def test_peaks_are_those_that_an_h200_had(model, sizes, precision, again, measured_mib):
     transformers = pytest.importorskip("transformers", minversion="5.0")  # models of before compute otherwise
@@ -56,9 +55,5 @@ def test_functions_are_as_before_after_it():
     with pytest.raises(KeyError), as_on_gpus():
         assert functional.dropout is not before[1]
         raise KeyError
-    assert before == (
-        functional.scaled_dot_product_attention,
-        functional.dropout,
-        functional.layer_norm,
-        torch.Tensor.__pow__,
-    )
+    attention = functional.scaled_dot_product_attention
+    assert before == (attention, functional.dropout, functional.layer_norm, torch.Tensor.__pow__)

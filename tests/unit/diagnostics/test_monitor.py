@@ -14,19 +14,10 @@ from accelerate.diagnostics.threads import oldest_open
 from cases import cases
 
 # As torch 2.13 writes them: gloo leaves the state alone, NCCL's entries say how far the GPU has come.
-GLOO = {
-    "profiling_name": "gloo:all_reduce",
-    "collective_seq_id": 1,
-    "is_p2p": False,
-    "state": "scheduled",
-    "record_id": 6,
-}
-NCCL = {
-    "profiling_name": "nccl:_all_gather_base",
-    "collective_seq_id": 41,
-    "p2p_seq_id": 3,
-    "input_dtypes": ["BFloat16"],
-}
+GLOO = {"profiling_name": "gloo:all_reduce", "collective_seq_id": 1, "is_p2p": False}
+GLOO |= {"state": "scheduled", "record_id": 6}
+NCCL = {"profiling_name": "nccl:_all_gather_base", "collective_seq_id": 41, "p2p_seq_id": 3}
+NCCL |= {"input_dtypes": ["BFloat16"]}
 NCCL |= {"input_sizes": [[8, 4096]], "is_p2p": False, "retired": False, "state": "started", "record_id": 7}
 
 

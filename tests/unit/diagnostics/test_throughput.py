@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode as get_curre
 from accelerate import Accelerator
 from accelerate.diagnostics.throughput import NAMED, PARTS, ThroughputRow, scored
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.parallel.consistency import checksum
+from accelerate.strategies.consistency import checksum
+from cases import cases
 
 
 def rows(*owns, spread=0.0):
@@ -21,16 +22,14 @@ def rows(*owns, spread=0.0):
     return [ThroughputRow(rank, own, *nothing, (1.0,), own, spread) for rank, own in enumerate(owns)]
 
 
-@pytest.mark.parametrize(
-    ("owns", "spread", "named"),
-    [
-        ((1.0, 1.3), 0.0, 1),
-        ((1.3, 1.0), 0.05, 0),
-        ((1.0, 1.02, 0.98, 1.3), 0.02, 3),
-        ((1.0, 1.05), 0.0, None),  # less than three times 3 %
-        ((1.0, 1.3), 0.2, None),  # chance explains it
-        ((1.0,), 0.0, None),
-    ],
+@cases(
+    "owns, spread, named",
+    ((1.0, 1.3), 0.0, 1),
+    ((1.3, 1.0), 0.05, 0),
+    ((1.0, 1.02, 0.98, 1.3), 0.02, 3),
+    ((1.0, 1.05), 0.0, None),  # less than three times 3 %
+    ((1.0, 1.3), 0.2, None),  # chance explains it
+    ((1.0,), 0.0, None),
 )
 def test_a_rank_is_named_by_what_chance_does_not_explain(owns, spread, named):
     scores = [row.score for row in scored(rows(*owns, spread=spread))]
@@ -192,13 +191,11 @@ def test_without_the_variable_nothing_is_watched(monkeypatch):
         Accelerator(cpu=True)
 
 
-@pytest.mark.parametrize(
-    ("modules", "model_last", "words"),
-    [
-        ("", False, "ACCELERATE_CHECK_MODULES=true"),
-        ("1", False, "output: '0' (Linear)"),
-        ("1", True, "output: '0' (Linear)"),
-    ],
+@cases(
+    "modules, model_last, words",
+    ("", False, "ACCELERATE_CHECK_MODULES=true"),
+    ("1", False, "output: '0' (Linear)"),
+    ("1", True, "output: '0' (Linear)"),
 )
 @pytest.mark.filterwarnings("ignore:.*already prepared")
 def test_a_loss_that_is_no_number_is_named_with_its_batch(monkeypatch, modules, model_last, words):

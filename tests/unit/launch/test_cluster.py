@@ -30,11 +30,6 @@ BATCH = seen("""
     SLURM_LOCALID=0 SLURM_NNODES=2 SLURM_NODEID=0 SLURM_NODELIST=n[1-2] SLURM_NTASKS=4 SLURM_PROCID=0
     SLURM_TASKS_PER_NODE=3,1 SLURMD_NODENAME=n1
 """)
-# Seen: the shell of salloc on the first node (LaunchParameters=use_interactive_step), `salloc -N2 -n4`.
-INTERACTIVE = BATCH | seen("""
-    SLURM_PTY_PORT=33541 SLURM_STEP_ID=4294967290 SLURM_STEP_NODELIST=n1 SLURM_STEP_NUM_NODES=1
-    SLURM_STEP_NUM_TASKS=1 SLURM_STEP_TASKS_PER_NODE=1
-""")
 # Seen: Open MPI 4.1, `mpirun -n 2`, less the directories.
 MPIRUN = seen("""
     OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=2 OMPI_COMM_WORLD_NODE_RANK=1 OMPI_COMM_WORLD_RANK=1
@@ -111,14 +106,6 @@ def test_what_else_srun_says():
     assert find({**SRUN, "MASTER_ADDR": "n1-ib", "MASTER_PORT": "6000"}).port == 6000
     assert find(TASKS).task == Ranks(4, 5, 0, 1, "Slurm") and find(ONE_NODE).task == Ranks(4, 5, 4, 5, "Slurm")
     assert find({**BATCH, "MASTER_ADDR": "n1"}).address is None
-
-
-def test_without_srun_a_launch_uses_one_node_and_says_so():
-    for environ in (BATCH, INTERACTIVE):
-        found = find(environ)
-        assert where(found) == ("Slurm", 1, 0, None, None)
-        assert "the allocation has 2 nodes, and this launch uses one" in found.notes[0]
-        assert "srun --ntasks-per-node=1 accelerate launch" in found.notes[0]
 
 
 @cases(

@@ -145,33 +145,27 @@ def test_bounded_in_memory(load, text, message):
 
 def test_what_is_meant_well_and_what_is_no_file(load, place):
     assert load("a: &a {b: 1}\nc: *a\nd: {<<: *a, e: 2}")["d"] == {"b": 1, "e": 2}
+    assert load("a: &a {b: 1}\nd: {<<: *a, b: 2}")["d"] == {"b": 2}, "a merged key is no duplicate"
     for path, message in ((place, "cannot be read: Is a directory"), (place / "x", "cannot be read: No such file")):
         with pytest.raises(LaunchError, match=message):
             config_file.load_mapping(path)
 
 
-@pytest.mark.parametrize(
-    ("name", "data", "message"),
-    [
-        (
-            "a.yaml",
-            "num_processes: 2\nuse_cpu: true\nnum_processes: 4\n",
-            "'num_processes' is in line 1 and in line 3",
-        ),
-        (
-            "b.yaml",
-            "fsdp_config:\n  fsdp_version: 1\n  fsdp_version: 2\n",
-            "'fsdp_version' is in line 2 and in line 3",
-        ),
-        ("c.json", '{"num_processes": 2,\n"num_processes": 4}', "'num_processes' is there twice .lines with it: 1, 2"),
-    ],
+@cases(
+    "name, data, message",
+    (
+        "a.yaml",
+        "num_processes: 2\nuse_cpu: true\nnum_processes: 4\n",
+        "'num_processes' is in line 1 and in line 3",
+    ),
+    (
+        "b.yaml",
+        "fsdp_config:\n  fsdp_version: 1\n  fsdp_version: 2\n",
+        "'fsdp_version' is in line 2 and in line 3",
+    ),
+    ("c.json", '{"num_processes": 2,\n"num_processes": 4}', "'num_processes' is there twice .lines with it: 1, 2"),
 )
 def test_a_key_that_is_there_twice_is_refused(tmp_path, name, data, message):
     (tmp_path / name).write_text(data)
     with pytest.raises(LaunchError, match=message):
         config_file.load_mapping(tmp_path / name)
-
-
-def test_merged_keys_of_yaml_are_no_duplicates(tmp_path):
-    (tmp_path / "a.yaml").write_text("base: &base {x: 1}\nother: {<<: *base, x: 2}\n")
-    assert config_file.load_mapping(tmp_path / "a.yaml")["other"] == {"x": 2}

@@ -24,11 +24,7 @@ def driver(count, status=0):
         pointer._obj.value = count
         return 0
 
-    return SimpleNamespace(
-        nvmlInit_v2=lambda: status,
-        nvmlShutdown=lambda: 0,
-        nvmlDeviceGetCount_v2=fill,
-    )
+    return SimpleNamespace(nvmlInit_v2=lambda: status, nvmlShutdown=lambda: 0, nvmlDeviceGetCount_v2=fill)
 
 
 @pytest.fixture

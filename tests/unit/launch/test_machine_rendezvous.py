@@ -78,19 +78,6 @@ def test_a_late_launcher_does_not_disturb(at, pair, join):
     assert not first.num_nodes_waiting() and first.heartbeat.lost() is None
 
 
-def test_a_failure_is_known_while_its_machine_waits_for_the_next_round(pair):
-    """Processes of this one may be done, and would wait for those of the other machine."""
-    first, second = pair()
-    second.heartbeat.publish(failed="machine 1: rank 1 ended with exit status 9")
-    with ThreadPoolExecutor() as pool:
-        waiting = pool.submit(second.next_rendezvous)
-        until(first.num_nodes_waiting)
-        assert "rank 1 ended" in str(first.heartbeat.failure())
-        first.next_rendezvous()
-        waiting.result(60)
-    assert first.heartbeat.failure() is None and first.round == second.round == 1
-
-
 def test_a_new_launcher_takes_the_number_of_a_lost_one(at, pair, join):
     first, second = pair(heartbeat_timeout=1.0)
     former = second.members[1]

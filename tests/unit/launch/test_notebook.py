@@ -22,6 +22,8 @@ from accelerate.runtime import failure, storage
 from accelerate.runtime.failure import PREEMPTED
 from cases import cases
 
+forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+
 
 def train(rate, steps=1):
     pass
@@ -143,39 +145,28 @@ def test_signals_and_a_run_that_has_saved_itself(start):
             start(SignalException("x", number))
 
 
-forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-
-
-@forks
-def test_no_rank_runs_before_all_are_forked(tmp_path):
-    worker = Worker(lambda: (tmp_path / "ran").touch())
-    process = multiprocessing.get_context("fork").Process(target=worker)
-    process.start()
-    process.join(0.5)
-    assert process.is_alive() and not (tmp_path / "ran").exists()
-    worker.may_run.set()
-    process.join(30)
-    assert process.exitcode == 0 and (tmp_path / "ran").exists()
-
-
 @forks
 @cases(
-    "code, status, text",
-    (None, 0, None),
-    (3, 3, "SystemExit: 3"),
-    ("x", 1, "SystemExit: x"),
-    (PREEMPTED, PREEMPTED, None),
+    "function, status, text",
+    (os.getpid, 0, None),
+    (sys.exit, 0, None),
+    (functools.partial(sys.exit, 3), 3, "SystemExit: 3"),
+    (functools.partial(sys.exit, "x"), 1, "SystemExit: x"),
+    (functools.partial(sys.exit, PREEMPTED), PREEMPTED, None),
 )
-def test_ends_with_and_without_a_fault(tmp_path, monkeypatch, code, status, text):
+def test_ends_with_and_without_a_fault(tmp_path, monkeypatch, function, status, text):
     error_file = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(error_file))
-    worker = Worker(functools.partial(sys.exit, code))
+    worker = Worker(function)
     worker.may_run.set()
     process = multiprocessing.get_context("fork").Process(target=worker)
     process.start()
     process.join(60)
     assert process.exitcode == status and error_file.exists() is (text is not None)
     assert text is None or text in json.loads(error_file.read_text())["accelerate"]["traceback"]
+
+
+forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
 
 @forks

@@ -91,9 +91,8 @@ def test_what_matches_nothing_does_no_harm():
     options = {"special_dtypes": {"stranger.*": "int8"}, "no_split_module_classes": ["Stranger", nn.BatchNorm1d]}
     assert infer_auto_device_map(Net(), budgets, **options) == {"": 0}
     waiting = [("linear1", nn.Linear(3, 4))]
-    assert (
-        fallback_allocate(waiting, {"linear1": 64}, 64, tied_parameters=[["linear1.w.*", "x.*"], []])[0] == "linear1"
-    )
+    tied = [["linear1.w.*", "x.*"], []]
+    assert fallback_allocate(waiting, {"linear1": 64}, 64, tied_parameters=tied)[0] == "linear1"
 
 
 def test_fallback_allocate_counts_what_is_tied():

@@ -40,13 +40,8 @@ def test_whole_model_in_one_place(name, dtype, prefetch, references):
             _check(reference, way, {}, prefetch, offload_buffers=offload_buffers)
 
 
-_QUICK = settings(
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-    phases=[Phase.generate, Phase.shrink],
-)
+_PHASES = {"suppress_health_check": list(HealthCheck), "phases": [Phase.generate, Phase.shrink]}
+_QUICK = settings(deadline=None, derandomize=True, database=None, **_PHASES)
 
 
 @pytest.mark.parametrize("count", [25, pytest.param(600, marks=pytest.mark.slow)])

@@ -1,10 +1,8 @@
 """Where modules go: what holds for every model, what is mended in comparison with 1.15.0, and what it costs."""
 
 import logging
-import sys
 import warnings
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,22 +11,13 @@ from torch import nn
 import placement_samples as samples
 from accelerate.offload.device_map import (
     check_device_map,
-    clean_device_map,
-    fallback_allocate,
-    get_balanced_memory,
     get_max_memory,
     infer_auto_device_map,
 )
 from accelerate.offload.planner import make_plan
 from accelerate.offload.tensors import (
-    check_tied_parameters_on_same_device,
     compute_module_sizes,
     device_of,
-    find_tied_parameters,
-    get_max_layer_size,
-    get_module_leaves,
-    get_module_size_with_ties,
-    retie_parameters,
 )
 
 
@@ -104,24 +93,6 @@ def test_a_module_that_is_in_two_places_has_one_device():
     assert (device_map["y.a"], device_map["y.b"]) == (device_map["x.a"], device_map["x.b"]) == ("cpu", "disk")
 
 
-def test_a_tied_parameter_that_a_split_module_holds_twice_has_a_device():
-    shared, other = _bytes(8), _bytes(1)
-    inner = _Weights(own=_bytes(5), other=other)
-    model = nn.ModuleDict({"a": _Weights(x=shared), "b": _Weights(x=shared, other=other, again=shared, inner=inner)})
-    for budget in range(2, 40):
-        device_map = _placed(model, {"cpu": budget})
-        check_device_map(model, device_map)
-        assert device_of("b.again", device_map) == device_of("b.x", device_map)
-
-
-def test_ties_of_tied_modules_are_followed_where_a_tie_would_break():
-    one, two = _bytes(10), _bytes(10)
-    model = nn.ModuleDict({"a": _Weights(u=one, w=10), "between": _Weights(w=100)})
-    model.update({"b": _Weights(u=one, v=two, w=10), "c": _Weights(v=two, w=60)})
-    device_map = _placed(model, {0: 0, 1: 60, 2: 200, "cpu": 0})
-    assert device_map["a"] == device_map["b"] == device_map["c"] == 2
-
-
 def test_a_name_inside_another_name_is_no_tie():
     shared = _bytes(10)
     model = nn.ModuleDict(
@@ -140,80 +111,3 @@ def test_the_reserve_is_that_of_what_still_waits():
 
 
 # --- cost ---
-
-
-def _operations(call):
-    """Count the bytecode operations of a call: a measure of its cost that is the same each time."""
-    count = 0
-
-    def trace(frame, event, argument):
-        nonlocal count
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        count += event == "opcode"
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        call()
-    finally:
-        sys.settrace(before)
-    return count
-
-
-class _Block(nn.Module):
-    def __init__(self, count=9):
-        super().__init__()
-        for number in range(count):
-            self.add_module(f"l{number}", nn.Linear(4, 4 + number % 3, device="meta"))
-
-
-def _blocks(count):
-    return nn.ModuleDict({"layers": nn.ModuleList(_Block() for _ in range(count // 9)), "head": nn.Linear(4, 99)})
-
-
-def _shrinking(count):
-    # Each time a layer is placed, another one is the largest.
-    return nn.Sequential(*(nn.Linear(1, 2 * count - number, device="meta") for number in range(count)))
-
-
-def _tied_stacks(count):
-    model = nn.ModuleDict({name: nn.ModuleList(_Block() for _ in range(count // 18)) for name in ("one", "two")})
-    for one, two in zip(model["one"].children(), model["two"].children(), strict=True):
-        for first, second in zip(one.children(), two.children(), strict=True):
-            second.weight = first.weight
-    return model
-
-
-def _calls(model):
-    """Everything that has to do with a placement, by name."""
-    sizes, tied = compute_module_sizes(model), find_tied_parameters(model)
-    total, children = sizes[""], list(model.named_children())
-    names = [name for name, _ in model.named_modules() if name]
-    leaves = [(name, model.get_submodule(name)) for name in get_module_leaves(dict.fromkeys(names, 0))]
-    scattered = {name: number % 2 for number, name in enumerate(names)}
-    budgets = {0: total // 3, 1: total // 4, "cpu": total // 4}
-    others = [name for group in tied for name in group[1:]]
-    return {
-        "sizes": lambda: compute_module_sizes(model),
-        "device map": lambda: infer_auto_device_map(model, budgets),
-        "fallback": lambda: infer_auto_device_map(model, {0: 300, "cpu": total // 2}, fallback_allocation=True),
-        "balanced": lambda: get_balanced_memory(model, budgets),
-        "largest layer": lambda: get_max_layer_size(children, sizes, []),
-        "find tied": lambda: find_tied_parameters(model),
-        "check": lambda: check_device_map(model, scattered),
-        "clean": lambda: clean_device_map(dict(scattered)),
-        "check tied": lambda: check_tied_parameters_on_same_device(tied, {"": 0}),
-        "tie again": lambda: retie_parameters(model, tied),
-        "size with ties": lambda: get_module_size_with_ties(others, 0, sizes, leaves),
-        "deeper": lambda: fallback_allocate(children, sizes, -1, [], tied),
-    }
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("make", [_blocks, _shrinking, _tied_stacks])
-def test_four_times_the_modules_are_four_times_the_work(make, caplog, capsys):
-    caplog.set_level(logging.CRITICAL)
-    small, large = _calls(make(144)), _calls(make(4 * 144))
-    grown = {name: _operations(large[name]) / _operations(small[name]) for name in small}
-    assert all(factor < 4.4 for factor in grown.values()), grown

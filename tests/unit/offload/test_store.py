@@ -13,7 +13,6 @@ from safetensors.torch import save_file
 from torch import nn
 
 from accelerate.big_modeling import disk_offload, dispatch_model
-from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from accelerate.offload.loading import load_offloaded_weights, quantize_and_offload_8bit
 from accelerate.offload.store import (
     OffloadedWeightsLoader,
@@ -318,13 +317,3 @@ def test_other_tensors_are_written_in_the_dtype_wanted(tmp_path):
     assert dtypes == {"0.bias": "float16", "1.running_mean": "float32", "1.num_batches_tracked": "int64"}
     assert model[0].bias.is_meta and model[0].bias.dtype is torch.float16 and model[0].bias.requires_grad
     assert model[1].running_mean.is_meta and model[1].num_batches_tracked.is_meta
-
-
-def test_hooks_hand_the_scales_to_the_weight():
-    state = {"weight": torch.ones(2, 2, dtype=torch.int8), "SCB": torch.full((2,), 3.0)}
-    layer = nn.Linear(2, 2, bias=False)
-    layer.weight = nn.Parameter(torch.zeros(2, 2, dtype=torch.int8), requires_grad=False)
-    hook = AlignDevicesHook("cpu", offload=True, weights_map=OffloadedWeightsLoader(state_dict=state))
-    add_hook_to_module(layer, hook)
-    hook.pre_forward(layer)
-    assert torch.equal(layer.weight, state["weight"]) and torch.equal(layer.weight.SCB, state["SCB"])

@@ -116,9 +116,8 @@ def test_an_accelerator_gets_torchs_own(torch_calls, strategy):
             with pytest.raises(ValueError, match="whole"):
                 call(q, q, q, attn_mask=torch.ones(4, 4, dtype=torch.bool))
     assert F.scaled_dot_product_attention is PLAIN and region.active is None
-    assert (
-        torch.equal(ids, torch.arange(16).reshape(2, 8)) and view._base is not None and gone.tolist() == [4, 5, 6, 7]
-    )
+    assert torch.equal(ids, torch.arange(16).reshape(2, 8))
+    assert view._base is not None and gone.tolist() == [4, 5, 6, 7]
     shapes = [(2, 8), (8,), (8,), (1, 8)]
     # Putting back is ours, so torch keeps no copies.
     assert torch_calls[:2] == [strategy, ("enter", accelerator.torch_device_mesh, shapes, [1, 0, 0, 1], [True] * 4)]
@@ -289,9 +288,7 @@ def test_hooks_act_inside_alone_and_once():
     outer = nn.ModuleList([model])
     models.attach(outer, region)
     models.attach(outer, region)
-    assert (
-        len(outer._forward_pre_hooks) == len(model._forward_pre_hooks) == len(model.self_attn._forward_pre_hooks) == 1
-    )
+    assert [len(module._forward_pre_hooks) for module in (outer, model, model.self_attn)] == [1, 1, 1]
     assert model.self_attn(1, "mask") == ("mask", {})
     region.active = Active(8, torch.tensor([[4, 5, 6, 7]]))
     assert model.self_attn(1, "mask") == (None, {"is_causal": True})
@@ -413,9 +410,8 @@ def test_prepare_asks_the_configuration():
 
 def test_settings_without_use_here():
     with pytest.raises(ValueError, match="flash_attention_2"):
-        sequence.prepare(
-            ulysses(DeepSpeedSequenceParallelConfig(sp_attn_implementation="flash_attention_2")), "sp", ()
-        )
+        config = DeepSpeedSequenceParallelConfig(sp_attn_implementation="flash_attention_2")
+        sequence.prepare(ulysses(config), "sp", ())
     with pytest.warns(UserWarning, match="sp_seq_length=64 has no effect"):
         sequence.prepare(ulysses(DeepSpeedSequenceParallelConfig(sp_seq_length=64)), "sp", ())
     with warnings.catch_warnings():

@@ -12,6 +12,7 @@ from torch import nn
 
 from accelerate.precision import amp
 from accelerate.precision.amp import apply_downcast, precision
+from cases import cases
 
 
 class Named(nn.Module):
@@ -75,14 +76,12 @@ def test_float16_weights_are_refused_by_name():
     amp.check_weights(nn.Linear(1, 1).half(), None)
 
 
-@pytest.mark.parametrize(
-    ("flag", "device", "name", "works"),
-    [
-        ("true", "xla", "bf16", True),
-        ("1", "cpu", "bf16", False),
-        ("1", "xla", "no", False),
-        (None, "xla", "bf16", None),
-    ],
+@cases(
+    "flag, device, name, works",
+    ("true", "xla", "bf16", True),
+    ("1", "cpu", "bf16", False),
+    ("1", "xla", "no", False),
+    (None, "xla", "bf16", None),
 )
 def test_downcast_reaches_torch_xla_or_is_said_to_have_no_effect(monkeypatch, recwarn, flag, device, name, works):
     monkeypatch.setenv("XLA_USE_BF16", "1")

@@ -8,6 +8,7 @@ import torch
 from accelerate.config.enums import FP8BackendType
 from accelerate.config.low_bit import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from accelerate.precision import fp8
+from cases import cases
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 NO, TE, AO, MSAMP = FP8BackendType.NO, FP8BackendType.TE, FP8BackendType.AO, FP8BackendType.MSAMP
@@ -97,28 +98,26 @@ def test_the_general_recipe_names_its_library(installed, capability):
         fp8.setup(accelerator(CUDA), handlers(fp8_recipe_handler=bare(FP8RecipeKwargs, backend="MSAMP")))
 
 
-@pytest.mark.parametrize(
-    ("there", "device", "given", "error", "said"),
-    [
-        ((), CPU, {}, ImportError, "neither is installed"),
-        ((AO,), CUDA, {"msamp": MSAMPRecipeKwargs()}, NotImplementedError, "MSAMPRecipeKwargs.*Use AORecipeKwargs"),
-        (
-            (AO,),
-            CPU,
-            {"ao": bare(AORecipeKwargs), "msamp": MSAMPRecipeKwargs()},
-            ValueError,
-            "AORecipeKwargs and MSAMPRecipeKwargs",
-        ),
-        ((TE,), CPU, {}, ValueError, r"Transformer Engine.*'cpu'.*pip install torchao"),
-        (
-            (TE,),
-            CPU,
-            {"te": bare(TERecipeKwargs)},
-            ValueError,
-            "Transformer Engine does not compute in 8 bits on 'cpu'",
-        ),
-        ((TE, AO), torch.device("mps"), {}, ValueError, "'mps'"),
-    ],
+@cases(
+    "there, device, given, error, said",
+    ((), CPU, {}, ImportError, "neither is installed"),
+    ((AO,), CUDA, {"msamp": MSAMPRecipeKwargs()}, NotImplementedError, "MSAMPRecipeKwargs.*Use AORecipeKwargs"),
+    (
+        (AO,),
+        CPU,
+        {"ao": bare(AORecipeKwargs), "msamp": MSAMPRecipeKwargs()},
+        ValueError,
+        "AORecipeKwargs and MSAMPRecipeKwargs",
+    ),
+    ((TE,), CPU, {}, ValueError, r"Transformer Engine.*'cpu'.*pip install torchao"),
+    (
+        (TE,),
+        CPU,
+        {"te": bare(TERecipeKwargs)},
+        ValueError,
+        "Transformer Engine does not compute in 8 bits on 'cpu'",
+    ),
+    ((TE, AO), torch.device("mps"), {}, ValueError, "'mps'"),
 )
 def test_refusals(installed, there, device, given, error, said):
     installed(*there)

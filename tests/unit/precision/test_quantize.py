@@ -15,6 +15,7 @@ from accelerate.config.low_bit import BnbQuantizationConfig
 from accelerate.hooks import remove_hook_from_submodules
 from accelerate.precision import quantize as bnb
 from accelerate.utils.modeling import get_state_dict_offloaded_model
+from cases import cases
 
 
 @pytest.fixture
@@ -119,15 +120,13 @@ def test_loading_puts_weights_into_the_replaced_layers(library, tmp_path):
     assert bnb.get_parameter_device(model) == torch.device("cpu")
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "text"),
-    [
-        ({"weights_location": None}, RuntimeError, "weights_location"),
-        ({"device_map": "foo"}, ValueError, "'foo'"),
-        ({"device_map": {"0": "cpu", "1": "cpu"}}, ValueError, "2.weight"),
-        ({"device_map": {"0": "cpu", "1": "disk", "2": "cpu"}}, ValueError, "'1' to disk.*offload_folder"),
-        ({"max_memory": {"cpu": 10, "disk": 999}, "device_map": "auto", "offload_folder": "o"}, ValueError, "to disk"),
-    ],
+@cases(
+    "options, error, text",
+    ({"weights_location": None}, RuntimeError, "weights_location"),
+    ({"device_map": "foo"}, ValueError, "'foo'"),
+    ({"device_map": {"0": "cpu", "1": "cpu"}}, ValueError, "2.weight"),
+    ({"device_map": {"0": "cpu", "1": "disk", "2": "cpu"}}, ValueError, "'1' to disk.*offload_folder"),
+    ({"max_memory": {"cpu": 10, "disk": 999}, "device_map": "auto", "offload_folder": "o"}, ValueError, "to disk"),
 )
 def test_wrong_arguments_leave_the_model_as_it_was(library, options, error, text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

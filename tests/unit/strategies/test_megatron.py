@@ -7,6 +7,7 @@ import torch.distributed as dist
 import megatron_fake
 from accelerate import Accelerator
 from accelerate.utils import GradScalerKwargs, MegatronLMDummyScheduler, MegatronLMPlugin
+from cases import cases
 
 transformers = pytest.importorskip("transformers")
 
@@ -46,45 +47,43 @@ def prepared(model, mixed_precision="no", handlers=(), scheduler=None, kind=torc
     return accelerator, accelerator.prepare(model, optimizer, *given)
 
 
-@pytest.mark.parametrize(
-    ("plugin", "wanted"),
-    [
-        ({}, {MODEL: {**NONE_RECOMPUTED, "attention_dropout": 0.0, "fp16": None}, OPTIMIZER: {"clip_grad": 1.0}}),
-        (
-            {"attention_dropout": 0.1, "hidden_dropout": 0.2},
-            {MODEL: {"attention_dropout": 0.1, "hidden_dropout": 0.2}},
-        ),
-        ({"recompute_activations": True}, {MODEL: {**NONE_RECOMPUTED, "recompute_granularity": "selective"}}),
-        (
-            {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2},
-            {MODEL: {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2}},
-        ),
-        ({"recompute_granularity": "full"}, {MODEL: {"recompute_method": "uniform", "recompute_num_layers": 1}}),
-        (
-            {"other_megatron_args": {"recompute_granularity": "selective", "distribute_saved_activations": True}},
-            {MODEL: {"recompute_granularity": "selective", "distribute_saved_activations": True}},
-        ),
-        (
-            {"use_distributed_optimizer": True, "other_megatron_args": OVERLAP},
-            {
-                REPLICAS: {**OVERLAP, "use_distributed_optimizer": True, "grad_reduce_in_fp32": True},
-                OPTIMIZER: {"overlap_param_gather": True, "use_distributed_optimizer": True},
-            },
-        ),
-        ({"other_megatron_args": {"bucket_size": 9}}, {REPLICAS: {"bucket_size": 9}}),
-        (OFFLOAD, {OPTIMIZER: {**OFFLOAD, "optimizer_offload_fraction": 1.0}}),
-        (
-            {**OFFLOAD, "other_megatron_args": {"optimizer_offload_fraction": 0.5}},
-            {OPTIMIZER: {"optimizer_offload_fraction": 0.5}},
-        ),
-        ({"use_precision_aware_optimizer": True}, {OPTIMIZER: {"use_precision_aware_optimizer": True}}),
-        ({"gradient_clipping": 0.5}, {OPTIMIZER: {"clip_grad": 0.5}}),
-        ({"attention_softmax_in_fp32": False}, {MODEL: {"attention_softmax_in_fp32": False}}),
-        ({"decoder_last_pipeline_num_layers": 1}, {MODEL: {"num_layers_in_last_pipeline_stage": 1}}),
-        ({"calculate_per_token_loss": False}, {MODEL: {"calculate_per_token_loss": False}}),
-        ({"custom_loss_function": print}, {MODEL: {"calculate_per_token_loss": False}}),
-        ({"other_megatron_args": {"bias_dropout_fusion": True}}, {MODEL: {"bias_dropout_fusion": True}}),
-    ],
+@cases(
+    "plugin, wanted",
+    ({}, {MODEL: {**NONE_RECOMPUTED, "attention_dropout": 0.0, "fp16": None}, OPTIMIZER: {"clip_grad": 1.0}}),
+    (
+        {"attention_dropout": 0.1, "hidden_dropout": 0.2},
+        {MODEL: {"attention_dropout": 0.1, "hidden_dropout": 0.2}},
+    ),
+    ({"recompute_activations": True}, {MODEL: {**NONE_RECOMPUTED, "recompute_granularity": "selective"}}),
+    (
+        {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2},
+        {MODEL: {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2}},
+    ),
+    ({"recompute_granularity": "full"}, {MODEL: {"recompute_method": "uniform", "recompute_num_layers": 1}}),
+    (
+        {"other_megatron_args": {"recompute_granularity": "selective", "distribute_saved_activations": True}},
+        {MODEL: {"recompute_granularity": "selective", "distribute_saved_activations": True}},
+    ),
+    (
+        {"use_distributed_optimizer": True, "other_megatron_args": OVERLAP},
+        {
+            REPLICAS: {**OVERLAP, "use_distributed_optimizer": True, "grad_reduce_in_fp32": True},
+            OPTIMIZER: {"overlap_param_gather": True, "use_distributed_optimizer": True},
+        },
+    ),
+    ({"other_megatron_args": {"bucket_size": 9}}, {REPLICAS: {"bucket_size": 9}}),
+    (OFFLOAD, {OPTIMIZER: {**OFFLOAD, "optimizer_offload_fraction": 1.0}}),
+    (
+        {**OFFLOAD, "other_megatron_args": {"optimizer_offload_fraction": 0.5}},
+        {OPTIMIZER: {"optimizer_offload_fraction": 0.5}},
+    ),
+    ({"use_precision_aware_optimizer": True}, {OPTIMIZER: {"use_precision_aware_optimizer": True}}),
+    ({"gradient_clipping": 0.5}, {OPTIMIZER: {"clip_grad": 0.5}}),
+    ({"attention_softmax_in_fp32": False}, {MODEL: {"attention_softmax_in_fp32": False}}),
+    ({"decoder_last_pipeline_num_layers": 1}, {MODEL: {"num_layers_in_last_pipeline_stage": 1}}),
+    ({"calculate_per_token_loss": False}, {MODEL: {"calculate_per_token_loss": False}}),
+    ({"custom_loss_function": print}, {MODEL: {"calculate_per_token_loss": False}}),
+    ({"other_megatron_args": {"bias_dropout_fusion": True}}, {MODEL: {"bias_dropout_fusion": True}}),
 )
 def test_settings_reach_core(plugin, wanted, alone, monkeypatch):
     core = megatron_fake.install(monkeypatch)
@@ -99,9 +98,8 @@ def test_fp16_is_scaled_by_core(alone, monkeypatch):
     wanted = {"fp16": True, "initial_loss_scale": 1024.0, "loss_scale_window": 50, "hysteresis": 4}
     assert wanted.items() <= core.told[OPTIMIZER].items() and accelerator.scaler is None
     assert (core.told[MODEL]["fp16"], core.told[MODEL]["params_dtype"]) == (True, torch.float16)
-    assert isinstance(
-        engine.module.module, megatron_fake.Wrapper
-    )  # core's Float16Module inside its DistributedDataParallel
+    # Core's Float16Module is inside its DistributedDataParallel.
+    assert isinstance(engine.module.module, megatron_fake.Wrapper)
     assert not accelerator.optimizer_step_was_skipped
     optimizer.optimizer.step_was_skipped = True
     assert accelerator.optimizer_step_was_skipped
@@ -132,18 +130,9 @@ def test_schedules_and_groups_reach_core(alone, monkeypatch):
     _, (engine, *_) = prepared(llama(), scheduler=schedule, weight_decay_incr_style="linear", **options)
     told = core.told["OptimizerParamScheduler"]
     assert told.pop("optimizer") is engine.optimizer
-    assert told == {
-        "init_lr": 0.0,
-        "max_lr": 0.5,
-        "min_lr": 0.01,
-        "lr_warmup_steps": 2,
-        "lr_decay_steps": 20,
-        "lr_decay_style": "cosine",
-        "start_wd": 0.1,
-        "end_wd": 0.2,
-        "wd_incr_steps": 20,
-        "wd_incr_style": "linear",
-    }
+    rates = {"init_lr": 0.0, "max_lr": 0.5, "min_lr": 0.01, "lr_warmup_steps": 2, "lr_decay_steps": 20}
+    decays = {"start_wd": 0.1, "end_wd": 0.2, "wd_incr_steps": 20, "wd_incr_style": "linear"}
+    assert told == {**rates, "lr_decay_style": "cosine", **decays}
     (group,) = engine.optimizer.param_groups
     assert (group["lr"], group["max_lr"], group["weight_decay"], group["wd_mult"]) == (0.5, 0.5, 0.25, 1.0)
 

@@ -10,7 +10,7 @@ from accelerate import Accelerator, ParallelismConfig
 from accelerate.checkpoint.model_io import io_of
 from accelerate.config.strategies import is_fsdp1
 from accelerate.modules.optimizer_remap import MovedParameters
-from accelerate.parallel.shard import is_sharded
+from accelerate.strategies.shard import is_sharded
 from accelerate.strategies.sharded_io import model_of
 from accelerate.utils import GradientAccumulationPlugin
 from sharded_samples import batch, loss, net, sharding

@@ -1,6 +1,7 @@
 """Programs run alike in a process that the warm server forks and in a new interpreter."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -73,6 +74,14 @@ def test_signal_to_the_stand_in_ends_its_process(number):
     client.send_signal(number)
     assert client.wait(30) == -number
     assert client.stdout.read() == "", "the pipe ends when the child has ended"
+
+
+def test_process_sees_the_disks_of_the_stand_in(tmp_path):
+    mount = ["unshare", "--mount", "sh", "-c", f'mount -t tmpfs tmpfs "{tmp_path}" && exec "$@"', "sh"]
+    if not shutil.which("unshare") or subprocess.run([*mount, "true"], capture_output=True).returncode:
+        pytest.skip("this user may not mount file systems")
+    program = f"import os, sys; print('torch' in sys.modules, os.path.ismount({str(tmp_path)!r}))"
+    assert subprocess.check_output([*mount, sys.executable, "-c", program], text=True) == "True True\n"
 
 
 def test_an_ignored_signal_stays_ignored():

@@ -11,6 +11,7 @@ from accelerate import Accelerator, ParallelismConfig, comm
 from accelerate.state import AcceleratorState
 from accelerate.training.pipeline import Holdings, _Batch, _only_loss, _place
 from accelerate.utils import FullyShardedDataParallelPlugin, is_torch_version
+from cases import cases
 from sharded_samples import fake_group
 
 OLD = pytest.mark.skipif(is_torch_version("<", "2.10"), reason="pipelines train with torch 2.10 or newer")
@@ -27,12 +28,10 @@ def _two():
     return ParallelismConfig(pp_size=2)
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"fsdp_plugin": lambda: FullyShardedDataParallelPlugin(fsdp_version=1)}, "trains alone"),
-        ({"mixed_precision": lambda: "fp16"}, "gradient scaler"),
-    ],
+@cases(
+    "options, text",
+    ({"fsdp_plugin": lambda: FullyShardedDataParallelPlugin(fsdp_version=1)}, "trains alone"),
+    ({"mixed_precision": lambda: "fp16"}, "gradient scaler"),
 )
 def test_settings_that_no_pipeline_has(options, text):
     made = {name: make() for name, make in options.items()}
@@ -63,17 +62,15 @@ def test_stages_of_transformers_are_refused_for_training():
     assert accelerator.prepare_model(model, evaluation_mode=True) is model
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"schedule": "GPipes"}, "choose one of GPipe, 1F1B"),
-        ({"microbatches": 0}, "microbatches=0.*at least 2"),
-        ({"microbatches": 3, "schedule": "Interleaved1F1B"}, "a multiple of 2"),
-        ({"microbatches": 2, "schedule": "ZBVZeroBubble"}, "at least 3"),
-        ({"model": nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))}, "'1' of Sequential normalises over the batch"),
-        ({"model": nn.Linear(2, 2, device="meta")}, "'weight' of Linear is on the meta device"),
-        ({"model": nn.Linear(2, 2).requires_grad_(False)}, "no trainable parameter"),
-    ],
+@cases(
+    "options, text",
+    ({"schedule": "GPipes"}, "choose one of GPipe, 1F1B"),
+    ({"microbatches": 0}, "microbatches=0.*at least 2"),
+    ({"microbatches": 3, "schedule": "Interleaved1F1B"}, "a multiple of 2"),
+    ({"microbatches": 2, "schedule": "ZBVZeroBubble"}, "at least 3"),
+    ({"model": nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))}, "'1' of Sequential normalises over the batch"),
+    ({"model": nn.Linear(2, 2, device="meta")}, "'weight' of Linear is on the meta device"),
+    ({"model": nn.Linear(2, 2).requires_grad_(False)}, "no trainable parameter"),
 )
 @OLD
 def test_arguments(options, text):

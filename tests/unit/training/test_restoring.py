@@ -180,23 +180,9 @@ def test_a_load_beside_saves_to_its_place_takes_one_of_them(saved):
     assert torch.equal(other.plain.weight, first.plain.weight)
 
 
-def test_a_save_that_is_published_while_objects_take_theirs_does_not_count(saved):
-    folder, first, other = saved
-    expected = first.plain.weight.detach().clone(), first.optimizer.state_dict()["state"][0]["exp_avg"].clone()
-    first.steps(1)
-    take = other.counter.load_state_dict
-    other.counter.load_state_dict = lambda state: (take(state), first.accelerator.save_state(folder))
-    other.accelerator.load_state(folder)
-    state = other.optimizer.state_dict()["state"][0]
-    assert other.counter.count == state["step"] == 3
-    assert torch.equal(other.plain.weight, expected[0]) and torch.equal(state["exp_avg"], expected[1])
-
-
 def test_the_newest_is_searched_again_where_a_run_prunes_beside_the_load(tmp_path, caplog):
-    first, other = (
-        Run(project_config=numbered(tmp_path, total_limit=1)),
-        Run(seed=2, project_config=numbered(tmp_path)),
-    )
+    first = Run(project_config=numbered(tmp_path, total_limit=1))
+    other = Run(seed=2, project_config=numbered(tmp_path))
     first.steps(1)
     first.accelerator.save_state()
 
@@ -274,23 +260,6 @@ def test_nothing_to_load(tmp_path):
     assert Run().accelerator.load_state(tmp_path / "none", latest=True, missing_ok=True) is None
     with pytest.raises(ValueError, match="no such folder"):
         run.accelerator.load_state(tmp_path / "none")
-
-
-@pytest.mark.parametrize("how", ["argument", "configuration"])
-def test_what_is_saved_in_the_background_is_the_state_of_the_call(tmp_path, how):
-    options = {} if how == "argument" else {"async_save": True}
-    run = Run(project_config=numbered(tmp_path, **options))
-    expected = []
-    for _ in range(3):
-        run.steps(1)
-        expected.append((run.plain.weight.detach().clone(), run.counter.count))
-        run.accelerator.save_state(**({"blocking": False} if how == "argument" else {}))
-        run.steps(1)  # at once, in place
-    run.accelerator.wait_for_checkpoint()
-    for number, (weights, count) in enumerate(expected):
-        fresh = Run(seed=9)
-        fresh.accelerator.load_state(tmp_path / "checkpoints" / f"checkpoint_{number}")
-        assert fresh.counter.count == count and torch.equal(fresh.plain.weight, weights)
 
 
 @pytest.mark.parametrize("next_call", ["save_state", "load_state", "wait_for_checkpoint", "end_training"])

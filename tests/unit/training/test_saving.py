@@ -1,6 +1,5 @@
 """Checkpoints of a run, weights of a model, and what an Accelerator registers for them."""
 
-import errno
 import os
 import traceback
 from pathlib import Path
@@ -16,7 +15,6 @@ from accelerate import Accelerator
 from accelerate.checkpoint.storage import LocalStorage
 from accelerate.config.project import ProjectConfiguration
 from accelerate.offload.loading import load_checkpoint_in_model
-from accelerate.training import saving
 
 
 def numbered(folder, **kwargs):
@@ -169,24 +167,6 @@ def test_a_model_needs_a_folder_and_values(tmp_path):
         accelerator.save_model(nn.Linear(1, 1), tmp_path / "file")
     with pytest.raises(RuntimeError, match="meta device.*'weight'"):
         accelerator.save_model(nn.Linear(1, 1, device="meta"), tmp_path)
-
-
-def test_a_save_that_failed_when_its_checkpoint_was_there_can_be_tried_again(tmp_path, monkeypatch):
-    run = Accelerator(cpu=True, project_config=numbered(tmp_path))
-
-    def fail(folder, limit, keep):
-        raise OSError(errno.EIO, "Input/output error")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(saving, "prune", fail)
-        with pytest.raises(OSError, match="Input/output"):
-            run.save_state()
-    assert run.save_iteration == 0 and listed(tmp_path) == ["checkpoint_0"]
-    assert run.save_state().name == "checkpoint_0"
-    assert run.save_state().name == "checkpoint_1"
-    run.project_configuration.iteration = 0
-    with pytest.raises(ValueError, match="would be overwritten"):
-        run.save_state()
 
 
 def test_save_model_is_never_a_mixture(tmp_path, monkeypatch):

@@ -90,13 +90,7 @@ def test_a_run(make):
     accelerator.log(values, step=3, log_kwargs={"local": {"b": 2}, "recording": None})
     first, second = (tracker.events for tracker in accelerator.trackers)
     accelerator.end_training()
-    assert first == [
-        ("made", "project", {"a": 1}),
-        "start",
-        ("config", {"lr": 0.1}),
-        ({"loss": 1}, 3, {}),
-        "finish",
-    ]
+    assert first == [("made", "project", {"a": 1}), "start", ("config", {"lr": 0.1}), ({"loss": 1}, 3, {}), "finish"]
     assert second[0] == ("made", "project", {"logging_dir": "logs"}) and second[3] == ({"loss": 1}, 3, {"b": 2})
     assert (config, values) == ({"lr": 0.1}, {"loss": 1}), "no tracker can change what the caller passed"
 

@@ -10,6 +10,7 @@ import torch
 
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
+from cases import cases
 from transformers_patch import agreement
 
 GPU = torch.device("cuda", 1)
@@ -27,20 +28,18 @@ def silent(**values):
         agreement.check(arguments(**values))
 
 
-@pytest.mark.parametrize(
-    ("state", "asked", "exported", "error", "named"),
-    [
-        ("no", {"bf16": True}, None, ValueError, ["mixed precision 'bf16'", "'no'", "bf16=False"]),
-        ("no", {"fp16": True}, None, ValueError, ["mixed precision 'fp16'", "'no'"]),
-        ("no", {}, "bf16", ValueError, ["'bf16'", "'no'", "ACCELERATE_MIXED_PRECISION"]),
-        ("bf16", {"fp16": True}, None, ValueError, ["'fp16'", "'bf16'", "bf16=True"]),
-        ("bf16", {}, None, ValueError, ["'no'", "'bf16'", "bf16=True"]),
-        ("no", {"deepspeed": "a.json"}, None, RuntimeError, ["`deepspeed='a.json'` asks for DeepSpeed", "'NO'"]),
-        (None, {"deepspeed": "a.json"}, None, RuntimeError, ["`deepspeed='a.json'` asks for DeepSpeed", "'NO'"]),
-        ("no", {"fsdp": "full_shard"}, None, RuntimeError, ["`fsdp='full_shard'` asks for FSDP"]),
-        ("no", {"parallelism_config": "mesh"}, None, ValueError, ["parallelism_config='mesh'", "has None"]),
-        (None, {"use_cpu": False}, None, ValueError, ["use_cpu=False asks for the device 'cuda'", "'cpu'"]),
-    ],
+@cases(
+    "state, asked, exported, error, named",
+    ("no", {"bf16": True}, None, ValueError, ["mixed precision 'bf16'", "'no'", "bf16=False"]),
+    ("no", {"fp16": True}, None, ValueError, ["mixed precision 'fp16'", "'no'"]),
+    ("no", {}, "bf16", ValueError, ["'bf16'", "'no'", "ACCELERATE_MIXED_PRECISION"]),
+    ("bf16", {"fp16": True}, None, ValueError, ["'fp16'", "'bf16'", "bf16=True"]),
+    ("bf16", {}, None, ValueError, ["'no'", "'bf16'", "bf16=True"]),
+    ("no", {"deepspeed": "a.json"}, None, RuntimeError, ["`deepspeed='a.json'` asks for DeepSpeed", "'NO'"]),
+    (None, {"deepspeed": "a.json"}, None, RuntimeError, ["`deepspeed='a.json'` asks for DeepSpeed", "'NO'"]),
+    ("no", {"fsdp": "full_shard"}, None, RuntimeError, ["`fsdp='full_shard'` asks for FSDP"]),
+    ("no", {"parallelism_config": "mesh"}, None, ValueError, ["parallelism_config='mesh'", "has None"]),
+    (None, {"use_cpu": False}, None, ValueError, ["use_cpu=False asks for the device 'cuda'", "'cpu'"]),
 )
 def test_a_disagreement_raises_and_names_both_sides(monkeypatch, state, asked, exported, error, named):
     monkeypatch.setattr(agreement, "_accelerator_type", lambda: "cuda")

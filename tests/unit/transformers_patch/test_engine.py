@@ -23,14 +23,9 @@ class Early(transformers.TrainingArguments):
 
 
 def picture():
-    return [
-        (
-            {name: id(value) for name, value in vars(cls).items()},
-            list(cls.__dataclass_fields__),
-            inspect.signature(cls),
-        )
-        for cls in (transformers.TrainingArguments, transformers.Seq2SeqTrainingArguments, Early)
-    ]
+    classes = (transformers.TrainingArguments, transformers.Seq2SeqTrainingArguments, Early)
+    attributes = [{name: id(value) for name, value in vars(cls).items()} for cls in classes]
+    return attributes, [(list(cls.__dataclass_fields__), inspect.signature(cls)) for cls in classes]
 
 
 def is_kept(build, cls, **options):

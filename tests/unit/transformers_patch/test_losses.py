@@ -9,6 +9,7 @@ import torch
 import transformers
 
 import transformers_patch
+from cases import cases
 from transformers_patch import __main__ as program
 from transformers_patch import engine, registry
 from transformers_patch.errors import UnsupportedVersion
@@ -174,15 +175,13 @@ def trainer(ranks=4, shared=2, average=True, cards=1, **changes):
     return types.SimpleNamespace(**{**known, **changes})
 
 
-@pytest.mark.parametrize(
+@cases(
     "made, training, times",
-    [
-        ({}, True, 2 - 1 / 5),  # two replicas, five micro-batches
-        ({}, False, 2 - 1),
-        ({"average": False}, True, 1 - 1 / 5),
-        ({"ranks": 1, "shared": 1, "cards": 3}, True, 3 - 1 / 5),  # one process that splits its batches
-        ({"loss_is_scaled_for_ga": False}, True, 2 - 1),
-    ],
+    ({}, True, 2 - 1 / 5),  # two replicas, five micro-batches
+    ({}, False, 2 - 1),
+    ({"average": False}, True, 1 - 1 / 5),
+    ({"ranks": 1, "shared": 1, "cards": 3}, True, 3 - 1 / 5),  # one process that splits its batches
+    ({"loss_is_scaled_for_ga": False}, True, 2 - 1),
 )
 def test_what_is_too_much_of_the_auxiliary_loss(made, training, times):
     outputs = {"aux_loss": torch.tensor(2.0)}
@@ -190,17 +189,15 @@ def test_what_is_too_much_of_the_auxiliary_loss(made, training, times):
     assert added.item() == pytest.approx(-0.5 * 2.0 * times)
 
 
-@pytest.mark.parametrize(
+@cases(
     "changes, outputs, items",
-    [
-        ({}, {"loss": torch.tensor(1.0)}, 7),
-        ({}, (torch.tensor(1.0),), 7),
-        ({}, {"aux_loss": torch.tensor(2.0)}, None),  # the Trainer divides all of such a loss itself
-        ({"model_accepts_loss_kwargs": False}, {"aux_loss": torch.tensor(2.0)}, 7),
-        ({"label_smoother": len}, {"aux_loss": torch.tensor(2.0)}, 7),  # the loss is not the model's
-        ({"compute_loss_func": len}, {"aux_loss": torch.tensor(2.0)}, 7),
-        ({"model": Model(None)}, {"aux_loss": torch.tensor(2.0)}, 7),
-    ],
+    ({}, {"loss": torch.tensor(1.0)}, 7),
+    ({}, (torch.tensor(1.0),), 7),
+    ({}, {"aux_loss": torch.tensor(2.0)}, None),  # the Trainer divides all of such a loss itself
+    ({"model_accepts_loss_kwargs": False}, {"aux_loss": torch.tensor(2.0)}, 7),
+    ({"label_smoother": len}, {"aux_loss": torch.tensor(2.0)}, 7),  # the loss is not the model's
+    ({"compute_loss_func": len}, {"aux_loss": torch.tensor(2.0)}, 7),
+    ({"model": Model(None)}, {"aux_loss": torch.tensor(2.0)}, 7),
 )
 def test_where_nothing_is_too_much(changes, outputs, items):
     assert _auxiliary(trainer(**changes), torch.nn.Identity(), {}, outputs, items) is None

@@ -19,21 +19,25 @@ class Line(torch.nn.Module):
         return {"loss": torch.nn.functional.mse_loss(self.layer(x), labels)}
 
 
-def trained(build, **options):
-    arguments = build(
-        TrainingArguments,
-        save_strategy="no",
-        logging_steps=2,
-        max_steps=6,
-        disable_tqdm=True,
-        per_device_train_batch_size=2,
-        **options,
-    )
-    rows = [{"x": [1.0], "labels": [2.0]}] * 16
-    trainer = Trainer(Line(), arguments, train_dataset=rows, callbacks=[ThroughputCallback])
+def trainer_of(build, rows, kind=Trainer, collate=None, **options):
+    arguments = build(TrainingArguments, save_strategy="no", disable_tqdm=True, **options)
+    return kind(Line(), arguments, train_dataset=rows, data_collator=collate, callbacks=[ThroughputCallback])
+
+
+def entries_of(trainer):
+    """Train, and return what was logged of losses."""
     trainer.train()
     assert not {"log", "training_step"} & vars(trainer).keys()
     return [entry for entry in trainer.state.log_history if "loss" in entry]
+
+
+def trained(build, **options):
+    rows = [{"x": [1.0], "labels": [2.0]}] * 16
+    return entries_of(trainer_of(build, rows, max_steps=6, per_device_train_batch_size=2, logging_steps=2, **options))
+
+
+def samples_of_a_step(entry):
+    return entry["throughput/samples_per_second"] * entry["throughput/step_seconds"]
 
 
 def test_without_a_trainer_it_says_so_and_does_nothing(build):
@@ -65,21 +69,9 @@ def test_a_batch_that_is_a_list_of_rows_is_counted(build):
         def compute_loss(self, model, inputs, *args, **options):
             return model(**{name: torch.stack([row[name] for row in inputs]) for name in inputs[0]})["loss"]
 
-    arguments = build(
-        TrainingArguments,
-        save_strategy="no",
-        logging_steps=2,
-        max_steps=4,
-        disable_tqdm=True,
-        remove_unused_columns=False,
-    )
     rows = [{"x": torch.ones(1), "labels": torch.ones(1)}] * 32
-    trainer = OfRows(Line(), arguments, train_dataset=rows, data_collator=list, callbacks=[ThroughputCallback])
-    trainer.train()
-    last = [entry for entry in trainer.state.log_history if "loss" in entry][-1]
-    assert last["throughput/samples_per_second"] * last["throughput/step_seconds"] == pytest.approx(
-        arguments.train_batch_size
-    )
+    trainer = trainer_of(build, rows, OfRows, list, logging_steps=2, max_steps=4, remove_unused_columns=False)
+    assert samples_of_a_step(entries_of(trainer)[-1]) == pytest.approx(trainer.args.train_batch_size)
 
 
 def test_where_the_log_goes_by_epochs_it_has_it_too(build):
@@ -88,25 +80,15 @@ def test_where_the_log_goes_by_epochs_it_has_it_too(build):
 
 
 def test_a_training_that_has_failed_leaves_nothing_behind(build, monkeypatch):
-    arguments = build(TrainingArguments, save_strategy="no", max_steps=4, logging_steps=1, disable_tqdm=True)
-    trainer = Trainer(
-        Line(), arguments, train_dataset=[{"x": [1.0], "labels": [2.0]}] * 64, callbacks=[ThroughputCallback]
-    )
+    trainer = trainer_of(build, [{"x": [1.0], "labels": [2.0]}] * 64, max_steps=4, logging_steps=1)
     monkeypatch.setattr(Line, "forward", lambda self, x, labels: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         trainer.train()
     monkeypatch.undo()
-    trainer.train()
-    entries = [entry for entry in trainer.state.log_history if "loss" in entry]
     # Counted once: a second counter around the first would give twice as many in the same time.
-    last = entries[-1]
-    assert last["throughput/samples_per_second"] * last["throughput/step_seconds"] == pytest.approx(
-        arguments.train_batch_size
-    )
-    assert not {"log", "training_step"} & vars(trainer).keys()
+    assert samples_of_a_step(entries_of(trainer)[-1]) == pytest.approx(trainer.args.train_batch_size)
 
 
 def test_it_is_offered_by_the_package():
-    assert transformers_patch.ThroughputCallback is ThroughputCallback and "ThroughputCallback" in dir(
-        transformers_patch
-    )
+    assert transformers_patch.ThroughputCallback is ThroughputCallback
+    assert "ThroughputCallback" in dir(transformers_patch)

@@ -8,6 +8,7 @@ import pytest
 
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
+from cases import cases
 from transformers_patch import training_args
 from transformers_patch.training_args import Finding, examine, keeps_state
 
@@ -55,21 +56,19 @@ def reset_elsewhere(self):
     AcceleratorState._reset_state(True)
 
 
-@pytest.mark.parametrize(
-    ("changed", "found"),
-    [
-        ({"setup": 3}, "_setup_devices is int, not a cached property"),
-        (
-            {"setup": lambda self, device: AcceleratorState._reset_state("use_configured_state")},
-            "takes (self, device)",
-        ),
-        ({"setup": lambda self: AcceleratorState._reset_state()}, "does not read 'use_configured_state'"),
-        ({"setup": lambda self: None, "prepare": reset_elsewhere}, "the state is reset in prepare"),
-        ({"drop": ["use_cpu", "bf16"]}, "no field use_cpu, bf16"),
-        ({"config": dict}, "AcceleratorConfig"),
-        ({"config": None}, "AcceleratorConfig (None)"),
-        ({"TrainingArguments": None}, "TrainingArguments is None"),
-    ],
+@cases(
+    "changed, found",
+    ({"setup": 3}, "_setup_devices is int, not a cached property"),
+    (
+        {"setup": lambda self, device: AcceleratorState._reset_state("use_configured_state")},
+        "takes (self, device)",
+    ),
+    ({"setup": lambda self: AcceleratorState._reset_state()}, "does not read 'use_configured_state'"),
+    ({"setup": lambda self: None, "prepare": reset_elsewhere}, "the state is reset in prepare"),
+    ({"drop": ["use_cpu", "bf16"]}, "no field use_cpu, bf16"),
+    ({"config": dict}, "AcceleratorConfig"),
+    ({"config": None}, "AcceleratorConfig (None)"),
+    ({"TrainingArguments": None}, "TrainingArguments is None"),
 )
 def test_another_shape_is_described(changed, found):
     problems = examine(module(**changed)).problems

@@ -13,10 +13,10 @@ from accelerate.checkpoint.model_io import tied_again
 from accelerate.checkpoint.state import Entries, Wanted, run_on_all_ranks
 from accelerate.comm.operations import send_to_device
 from accelerate.config.megatron import MegatronLMPlugin
-from accelerate.parallel.mesh import take_from_first
 from accelerate.runtime.run import Run
 from accelerate.strategies.megatron.models import Row, Translation, build
 from accelerate.strategies.megatron.steps import GPTTrainStep, MegatronLMDummyScheduler
+from accelerate.strategies.mesh import take_from_first
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

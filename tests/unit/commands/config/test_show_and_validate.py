@@ -88,10 +88,8 @@ def test_everything_at_once(validate):
     lines += ["main_training_function: main", "main_process_port: 70000", "num_processes: 5", "gpu_ids: 0,0"]
     status, _, err = validate("\n".join(lines))
     assert status == 2
-    assert [line.partition(": ")[0] for line in err.splitlines()] == [
-        *(f"c.yaml:{line}" for line in (2, 3, 4, 6, 7, 8, 9, 11, 12, 13)),
-        "c.yaml",
-    ]
+    places = [f"c.yaml:{line}" for line in (2, 3, 4, 6, 7, 8, 9, 11, 12, 13)]
+    assert [line.partition(": ")[0] for line in err.splitlines()] == [*places, "c.yaml"]
     for part in [
         "use_cpu is true, and distributed_type asks for GPUs; MULTI_CPU",
         "num_proceses is unknown; did you mean num_processes?",

@@ -18,15 +18,6 @@ pytestmark = pytest.mark.cold
 posix = pytest.mark.skipif(os.name != "posix", reason="signals and replaced processes are those of POSIX")
 
 
-@posix
-@pytest.mark.parametrize("streams", ["", "sys.stdout = sys.stderr = None; "])  # a daemon has none
-def test_the_launcher_becomes_the_program(streams):
-    text = "import os, sys; from accelerate.launch import runners; " + streams
-    text += "runners.start([sys.executable, '-c', 'import os; print(os.getpid())'], os.environ, replace=True)"
-    launcher = subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True)
-    assert int(launcher.communicate(timeout=60)[0]) == launcher.pid and launcher.returncode == 0
-
-
 ENDS_BY_ITSELF = "import os, signal; os.kill(os.getppid(), int(os.environ['NUMBER'])); signal.pause()"
 ENDS_WITH_0 = f"import signal, sys\nsignal.signal(int(__import__('os').environ['NUMBER']), lambda *_: sys.exit(0))\n{ENDS_BY_ITSELF}"
 

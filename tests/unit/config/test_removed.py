@@ -1,7 +1,7 @@
 import pytest
 
 from accelerate import PartialState
-from accelerate.runtime.removed import REMOVED
+from accelerate.config.env import REMOVED
 from cases import cases
 
 

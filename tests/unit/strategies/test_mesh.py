@@ -2,8 +2,8 @@ import pytest
 import torch
 from torch import distributed
 
-from accelerate.parallel import mesh as layout
 from accelerate.parallelism_config import ParallelismConfig
+from accelerate.strategies import mesh as layout
 from sharded_samples import fake_group
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from accelerate.parallel import shard
+from accelerate.strategies import shard
 from cases import cases
 from sharded_samples import Block, Machine, batch, fake_group, loss, net, sharding
 

@@ -1,10 +1,12 @@
 """How a model is described to FSDP: which modules become shards, recompute or stay unsharded, and how tied and loaded weights reach them."""
 
+import importlib
 import inspect
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -15,10 +17,15 @@ from accelerate.config.fsdp import FullyShardedDataParallelPlugin, layer_classes
 from accelerate.logging import get_logger
 from accelerate.modules.optimizer_remap import ties
 from accelerate.modules.unwrap import canonical_name
-from accelerate.parallel import shard
 from accelerate.runtime import torch_private
+from accelerate.strategies import shard
 
 logger = get_logger("accelerate.utils.fsdp_utils")  # the public path
+
+
+def public_module() -> ModuleType:
+    """Return `accelerate.utils.fsdp_utils`, in which libraries replace functions and the logger: theirs are used."""
+    return importlib.import_module("accelerate.utils.fsdp_utils")
 
 
 def enable_fsdp_ram_efficient_loading() -> None:

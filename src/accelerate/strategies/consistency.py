@@ -17,10 +17,10 @@ from torch import nn
 from accelerate import comm
 from accelerate.comm.base import Communicator
 from accelerate.modules.unwrap import canonical_name
-from accelerate.parallel import mesh
 from accelerate.precision import four_bit
 from accelerate.runtime.run import Run
 from accelerate.runtime.torch_private import local_part
+from accelerate.strategies import mesh
 
 logger = logging.getLogger(__name__)
 

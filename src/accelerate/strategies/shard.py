@@ -1,7 +1,6 @@
 """Sharding a model in place with torch's `fully_shard`: which modules become units, and where their weights come from."""
 
 import logging
-import operator
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -13,12 +12,12 @@ from torch import nn
 from accelerate.base.versions import is_torch_version
 from accelerate.modules.optimizer_remap import named, remap_optimizers, tie, ties
 from accelerate.modules.unwrap import get_module_children_bottom_up
-from accelerate.parallel import consistency
-from accelerate.parallel.mesh import check_backend, shard_mesh
 from accelerate.precision import four_bit, master, rules
 from accelerate.runtime import torch_private
 from accelerate.runtime.run import Run
-from accelerate.runtime.torch_private import local_part
+from accelerate.runtime.torch_private import box, local_part
+from accelerate.strategies import consistency
+from accelerate.strategies.mesh import check_backend, ranks_of_experts, shard_mesh
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -190,11 +189,8 @@ def _gather_ahead(model: nn.Module, plugin: Any) -> None:
 
 def _experts(accelerator: Run, model: nn.Module) -> list[nn.Module]:
     """Return the modules whose experts `prepare` has spread over ranks."""
-    if getattr(accelerator.parallelism_config, "expert_mesh", None) is None:
-        return []
-    from accelerate.parallel import experts
-
-    return list(experts.modules(model))
+    spread = getattr(accelerator.parallelism_config, "expert_mesh", None) is not None
+    return [module for module in model.modules() if ranks_of_experts(module)] if spread else []
 
 
 def _leave_meta(model: nn.Module, initialise: Callable[[nn.Module], Any] | None) -> None:
@@ -305,15 +301,3 @@ def misfit(name: str, whole: torch.Tensor, own: torch.Tensor) -> list[str]:
     if whole.shape != shape:
         return [f"{name} has the shape {tuple(whole.shape)} instead of {tuple(shape)}"]
     return [f"{name} is zero where a shard is not"] if local_part(own).any() and not whole[box(own)].any() else []
-
-
-def box(tensor: torch.Tensor) -> tuple[slice, ...]:
-    """Return which part of the whole tensor this rank has; torch knows it for every kind of placement."""
-    from torch.distributed.tensor import DTensor
-
-    if not isinstance(tensor, DTensor):
-        return ()
-    shape, offset = torch_private.compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
-    )
-    return tuple(map(slice, offset, map(operator.add, offset, shape)))

@@ -4,6 +4,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from accelerate.config.strategies import traits_of
 from accelerate.parallelism_config import ParallelismConfig
@@ -114,3 +115,10 @@ def take_from_first(tensor: torch.Tensor, device: torch.device, group: Any = Non
     torch.distributed.broadcast(sent, src=first, group=group)
     if sent.data_ptr() != local.data_ptr():
         local.copy_(sent)
+
+
+def ranks_of_experts(module: nn.Module) -> int:
+    """Return over how many ranks the experts of a module are spread; 0 if it has none that are. Any rank, alone."""
+    meshes = [value.device_mesh for value in module._parameters.values() if hasattr(value, "device_mesh")]
+    names = next((mesh.mesh_dim_names for mesh in meshes if "ep" in (mesh.mesh_dim_names or ())), ())
+    return next(mesh.size(names.index("ep")) for mesh in meshes if mesh.mesh_dim_names == names) if names else 0
