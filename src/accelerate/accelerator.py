@@ -41,7 +41,7 @@ from accelerate.config.handlers import (
     ProfileKwargs,
     TorchDynamoPlugin,
 )
-from accelerate.config.low_bit import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
+from accelerate.config.low_bit import AORecipeKwargs, FP8RecipeKwargs, TERecipeKwargs
 from accelerate.config.project import DataLoaderConfiguration, ProjectConfiguration
 from accelerate.config.strategies import traits_of
 from accelerate.data.build import plan_of, prepare_data_loader, skip_first_batches  # noqa: F401 - see `_replaceable`
@@ -231,7 +231,6 @@ class Accelerator(Processes):
     fp8_recipe_handler: FP8RecipeKwargs | None
     ao_recipe_handler: AORecipeKwargs | None
     te_recipe_handler: TERecipeKwargs | None
-    msamp_recipe_handler: MSAMPRecipeKwargs | None
     deepspeed_config: dict[str, Any]  # set when DeepSpeed makes an engine
 
     # Subclasses of libraries set what the constructor sets, and do not call it; these are the attributes that they do not know.
