@@ -42,6 +42,7 @@ class Run(Protocol):
     """
 
     state: Any
+    gradient_state: Any
     distributed_type: DistributedType
     device: torch.device
     device_placement: bool
@@ -78,8 +79,19 @@ class Run(Protocol):
     def prepared(self) -> Prepared:
         """What is prepared and registered."""
 
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is rank 0."""
+
+    @property
+    def split_batches(self) -> bool:
+        """Whether a batch is split across ranks."""
+
     def verify_device_map(self, model: nn.Module) -> bool:
         """Say whether a device map has placed a model on several devices."""
 
     def shard_model(self, model: nn.Module) -> nn.Module:
         """Shard a model in place, with the function that libraries replace."""
+
+    def wait_for_everyone(self) -> None:
+        """Wait for all ranks."""

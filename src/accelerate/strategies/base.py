@@ -72,11 +72,11 @@ class Strategy:
             loss = scaler.scale(loss)
         loss.backward(**kwargs)
 
-    def no_sync(self, accelerator: Run, model: nn.Module) -> contextlib.AbstractContextManager:
+    def no_sync(self, accelerator: Run, model: nn.Module) -> contextlib.AbstractContextManager[None]:
         """Return a context in which backward passes keep gradients on their rank."""
         return contextlib.nullcontext()
 
-    def join(self, joinables: Sequence[Any]) -> contextlib.AbstractContextManager:
+    def join(self, joinables: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
         """Return a context in which ranks may run out of batches at different steps."""
         return contextlib.nullcontext()
 

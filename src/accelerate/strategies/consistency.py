@@ -119,7 +119,8 @@ def checksum(tensor: torch.Tensor, samples: int | None = None) -> torch.Tensor:
         flat = flat[:: max(1, len(flat) // samples)][: 2 * samples]
     # x * (2 * x + 1) maps words onto words, so that no single change is lost, and small ones of opposite signs do not cancel.
     pieces = (piece.view(_BITS[piece.element_size()]) for piece in flat.split(_PIECE if flat.is_cpu else 64 * _PIECE))
-    return sum((piece * (2 * piece + 1)).sum(dtype=torch.int64) for piece in pieces)
+    total: torch.Tensor = sum((piece * (2 * piece + 1)).sum(dtype=torch.int64) for piece in pieces)
+    return total
 
 
 def _first_difference(model: str, mine: dict[str, tuple[str, bool]]) -> ValueError:
@@ -160,8 +161,8 @@ def register_whole_parameters(accelerator: Run, model: nn.Module, parameters: Ma
     """
     if dist.get_world_size() == 1 or any(known is model for known, _ in accelerator.prepared.replicated):
         return
-    sums = [checksum(tensor).to(accelerator.device, non_blocking=True) for tensor in parameters.values()]
-    sums = dict(zip(parameters, torch.stack(sums).tolist() if sums else [], strict=True))
+    checksums = [checksum(tensor).to(accelerator.device, non_blocking=True) for tensor in parameters.values()]
+    sums = dict(zip(parameters, torch.stack(checksums).tolist() if checksums else [], strict=True))
     own: list[str] = []
     if not comm.current().is_same(sorted(sums.items())):
         first = comm.current().broadcast_object_list([sums], 0)[0]

@@ -58,7 +58,7 @@ class DataParallel(Strategy):
                 _warn_of_hooks(accelerator._models)
         super().backward(accelerator, loss, **kwargs)
 
-    def no_sync(self, accelerator: Run, model: nn.Module) -> contextlib.AbstractContextManager:
+    def no_sync(self, accelerator: Run, model: nn.Module) -> contextlib.AbstractContextManager[None]:
         """Return DDP's own context; a model that was never wrapped has nothing to hold back.
 
         With ``static_graph=True`` the first backward pass synchronises, because DDP learns the graph in it.
@@ -67,7 +67,7 @@ class DataParallel(Strategy):
         learns_graph = getattr(model, "static_graph", False) and not model._static_graph_delay_allreduce_enqueued
         return contextlib.nullcontext() if hold is None or learns_graph else hold()
 
-    def join(self, joinables: Sequence[Any]) -> contextlib.AbstractContextManager:
+    def join(self, joinables: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
         """Return torch's Join context over the wrapped models; several are one joinable in it."""
         return joined.join(joinables)
 

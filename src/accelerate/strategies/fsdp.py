@@ -63,7 +63,8 @@ def ensure_weights_retied(
 
     def init_and_retie(module: nn.Module) -> nn.Module:
         param_init_fn(module)
-        for name, parameter in list(module._parameters.items()):
+        parameters: list[tuple[str, Any]] = list(module._parameters.items())
+        for name, parameter in parameters:
             if (group := group_of.get((module, name))) is None:
                 continue
             if group not in shared and parameter.device.type != torch.device(device).type:
@@ -133,13 +134,14 @@ def fsdp2_prepare_auto_wrap_policy(
     if torch_private.is_wrap_policy(policy):
         selected = torch_private.chosen_modules(policy, model)
         return lambda module: module in selected
-    parameters = inspect.signature(policy).parameters
+    chooses: Callable[..., Any] = policy  # type: ignore[assignment]  # the plugin has replaced names
+    parameters = inspect.signature(chooses).parameters
     if "recurse" in parameters:
         size = {"nonwrapped_numel"} & set(parameters)
-        return lambda module: policy(module, recurse=False, **{name: _numel(module) for name in size})
+        return lambda module: chooses(module, recurse=False, **{name: _numel(module) for name in size})
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return lambda module: policy(module=module, recurse=False, nonwrapped_numel=_numel(module))
-    return policy
+        return lambda module: chooses(module=module, recurse=False, nonwrapped_numel=_numel(module))
+    return chooses
 
 
 def _numel(module: nn.Module) -> int:
@@ -165,8 +167,10 @@ def checkpoint_activations(
         options["context_fn"] = partial(create_selective_checkpoint_contexts, kept)
 
     def wrap(module: nn.Module) -> nn.Module:
-        made = torch_private.checkpoint_wrapper(module, **options)
-        return torch_private.offload_wrapper(made) if plugin.activation_checkpointing_offload else made
+        wrapped: nn.Module = torch_private.checkpoint_wrapper(module, **options)
+        if plugin.activation_checkpointing_offload:
+            wrapped = torch_private.offload_wrapper(wrapped)
+        return wrapped
 
     torch_private.apply_activation_checkpointing(model, checkpoint_wrapper_fn=wrap, check_fn=is_part)
 

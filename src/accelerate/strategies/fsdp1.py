@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,7 +53,7 @@ class FSDP1(Sharded):
 
     def wrap_model(self, accelerator: Run, model: nn.Module) -> nn.Module:
         """Put FullyShardedDataParallel around the model and its units."""
-        inner = model._orig_mod if is_compiled_module(model) else model
+        inner: Any = model._orig_mod if is_compiled_module(model) else model
         if is_fsdp1(inner):
             return model
         from torch.distributed.fsdp import FullyShardedDataParallel
@@ -89,12 +89,13 @@ class FSDP1(Sharded):
             )
         return type(model)(wrapped, model.dynamo_ctx) if inner is not model else wrapped
 
-    def no_sync(self, accelerator: Run, model: nn.Module) -> contextlib.AbstractContextManager:
+    def no_sync(self, accelerator: Run, model: nn.Module) -> contextlib.AbstractContextManager[None]:
         """Return FSDP's own context, in which each rank keeps whole gradients."""
-        if not hasattr(model, "no_sync"):  # prepared for evaluation
+        hold: Callable[[], contextlib.AbstractContextManager[None]] | None = getattr(model, "no_sync", None)
+        if hold is None:  # prepared for evaluation
             return contextlib.nullcontext()
         note_memory(accelerator, model)
-        return model.no_sync()
+        return hold()
 
     @contextlib.contextmanager
     def whole_parameters(self, accelerator: Run, model: nn.Module) -> Iterator[nn.Module]:
@@ -121,11 +122,12 @@ class FSDP1(Sharded):
     ) -> torch.Tensor:
         """Clip to the norm of the whole tensors; ValueError for a part of a model's. All ranks."""
         given = {id(p): p for p in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)}
-        roots = []
+        roots: list[Any] = []
         for model in accelerator._models:
-            root = model._orig_mod if is_compiled_module(model) else model
+            root: Any = model._orig_mod if is_compiled_module(model) else model
             own = {id(parameter) for parameter in root.parameters()}
-            if not isinstance(root, loaded_wrappers()) or not own & given.keys():
+            shards = isinstance(root, loaded_wrappers())
+            if not shards or not own & given.keys():
                 continue
             trained = {id(p) for p in root.parameters() if p.requires_grad}
             if not trained <= given.keys():
@@ -136,14 +138,16 @@ class FSDP1(Sharded):
             roots.append(root)
             given = {key: parameter for key, parameter in given.items() if key not in own}
         if len(roots) == 1 and not given:
-            return roots[0].clip_grad_norm_(max_norm, norm_type)
+            norm: torch.Tensor = roots[0].clip_grad_norm_(max_norm, norm_type)
+            return norm
         return _clip_together(roots, list(given.values()), max_norm, norm_type)
 
 
 def _check_replicas(layout: ParallelismConfig, plugin: Any) -> None:
     """Refuse a mesh and a strategy that say different things about replicas."""
     name = (plugin.sharding_strategy or plugin.reshard_after_forward).name
-    replicas, shards = layout.dp_replicate_size, layout.dp_shard_cp_dim_names
+    replicas: int = layout.dp_replicate_size  # type: ignore[assignment]  # no size is None
+    shards = layout.dp_shard_cp_dim_names
     if replicas > 1 and not shards:
         raise ValueError(
             f"dp_replicate_size={replicas} and dp_shard_size=1 shard nothing. Set dp_replicate_size=1 and "
@@ -159,14 +163,14 @@ def _check_replicas(layout: ParallelismConfig, plugin: Any) -> None:
         )
 
 
-def _clip_together(roots: list[Any], others: list[nn.Parameter], max_norm: float, norm_type: float) -> torch.Tensor:
+def _clip_together(roots: list[Any], others: list[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
     """Clip several models, and parameters outside them, to one norm."""
     found = [root.clip_grad_norm_(float("inf"), norm_type) for root in roots]  # infinite: nothing is scaled
     if others:
         found.append(nn.utils.get_total_norm([p.grad for p in others if p.grad is not None], norm_type))
     if not found:
         return torch.zeros(())
-    total = torch.linalg.vector_norm(torch.stack([norm.float() for norm in found]), norm_type)
+    total: torch.Tensor = torch.linalg.vector_norm(torch.stack([norm.float() for norm in found]), norm_type)
     every = [parameter for root in roots for parameter in root.parameters()] + others
     torch.nn.utils.clip_grads_with_norm_(every, max_norm, total)
     return total

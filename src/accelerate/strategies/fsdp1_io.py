@@ -28,7 +28,7 @@ class FSDP1Models(ModelIO):
     def unwrapped(self, model: nn.Module) -> nn.Module:
         """Return the model as it is, out of torch.compile. Not a collective."""
         while is_compiled_module(model):
-            model = model._orig_mod
+            model = model._orig_mod  # type: ignore[assignment]  # a module, but torch has no type for it
         return model
 
     def tied_names(self, model: nn.Module) -> list[list[str]]:

@@ -37,7 +37,8 @@ class JoinedModels(Joinable):
     @property
     def join_device(self) -> torch.device:
         """The device of the exchanges."""
-        return self.models[0].join_device
+        device: torch.device = self.models[0].join_device
+        return device
 
     @property
     def join_process_group(self) -> Any:
@@ -120,7 +121,7 @@ class JoinedModels(Joinable):
         if index not in self.reached:
             return torch.zeros_like(parameter)
         gradient = self.reached[index]
-        return parameter.grad if gradient is None else gradient
+        return parameter.grad if gradient is None else gradient  # type: ignore[return-value]  # see `reached`
 
 
 class _EndedRank(JoinHook):
@@ -145,7 +146,7 @@ def join(joinables: Sequence[Any]) -> Iterator[None]:
     bare = [getattr(item, "_orig_mod", item) for item in joinables]
     models = [item for item in bare if isinstance(item, DistributedDataParallel)]
     if len(models) < 2:
-        with Join(joinables, enable=True, throw_on_early_termination=False):
+        with Join(list(joinables), enable=True, throw_on_early_termination=False):
             yield
         return
     if any(model.static_graph for model in models):

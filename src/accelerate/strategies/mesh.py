@@ -1,6 +1,7 @@
 """The device mesh of a run, and questions to it: which ranks belong together, and where this rank stands among them."""
 
 import math
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 def check_layout(accelerator: Run) -> None:
     """Refuse a layout that nothing would put into effect, and models that were sharded before they came here."""
-    layout = accelerator.parallelism_config
+    layout: ParallelismConfig = accelerator.parallelism_config  # type: ignore[assignment]  # callers have one
     if layout._sp_by_deepspeed:
         raise ValueError(
             f"sp_size={layout.sp_size} with sp_backend='deepspeed' needs deepspeed_plugin=DeepSpeedPlugin(...). Pass it, or set "
@@ -84,7 +85,8 @@ def submesh(mesh: "DeviceMesh | None", name: str) -> "DeviceMesh | None":
     """Return one dimension of a mesh, a flattened one ("dp_shard_cp") included; None where it is not active."""
     if mesh is None:
         return None
-    return torch_private.dimension(mesh, name)
+    part: DeviceMesh | None = torch_private.dimension(mesh, name)
+    return part
 
 
 def rank(mesh: "DeviceMesh | None", name: str) -> int:
@@ -99,9 +101,9 @@ def shard_mesh(config: ParallelismConfig, mesh: "DeviceMesh") -> "DeviceMesh":
     replicas = tuple(config.dp_dim_names[:1]) if config.dp_replicate_enabled else ()
     if len(shards) == 1:
         return mesh[(*replicas, *shards)]
-    if not replicas:
-        return submesh(mesh, "dp_shard_cp")
-    return torch_private.dimension(mesh, (*replicas, "dp_shard_cp"))
+    names: str | tuple[str, ...] = (*replicas, "dp_shard_cp") if replicas else "dp_shard_cp"
+    sharded: DeviceMesh = torch_private.dimension(mesh, names)
+    return sharded
 
 
 @torch.no_grad()
@@ -119,6 +121,7 @@ def take_from_first(tensor: torch.Tensor, device: torch.device, group: Any = Non
 
 def ranks_of_experts(module: nn.Module) -> int:
     """Return over how many ranks the experts of a module are spread; 0 if it has none that are. Any rank, alone."""
-    meshes = [value.device_mesh for value in module._parameters.values() if hasattr(value, "device_mesh")]
+    parameters: Iterable[Any] = module._parameters.values()
+    meshes = [value.device_mesh for value in parameters if hasattr(value, "device_mesh")]
     names = next((mesh.mesh_dim_names for mesh in meshes if "ep" in (mesh.mesh_dim_names or ())), ())
     return next(mesh.size(names.index("ep")) for mesh in meshes if mesh.mesh_dim_names == names) if names else 0

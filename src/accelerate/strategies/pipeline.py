@@ -15,6 +15,7 @@ from accelerate.checkpoint.state import Entries, Layout, Wanted
 from accelerate.config.handlers import GradScalerKwargs
 from accelerate.config.strategies import is_pipeline, traits_of
 from accelerate.modules import norms
+from accelerate.parallelism_config import ParallelismConfig
 from accelerate.runtime.run import Run
 from accelerate.strategies.sharded import FSDP2, Sharded
 from accelerate.strategies.sharded_io import ShardedIO, model_of
@@ -26,7 +27,7 @@ _NOT_OF_STAGES = (
 )
 
 
-def _pipelines(accelerator: Run) -> list[nn.Module]:
+def _pipelines(accelerator: Run) -> list[Any]:
     return [model for model in accelerator._models if is_pipeline(model)]
 
 
@@ -39,7 +40,8 @@ class PipelineParallel(Sharded):
 
     def make_scaler(self, accelerator: Run, handler: GradScalerKwargs | None) -> None:
         """Return no scaler; ValueError for strategies and precisions that no pipeline has. The Accelerator calls it first."""
-        engine, size = traits_of(accelerator.distributed_type), accelerator.parallelism_config.pp_size
+        layout: ParallelismConfig = accelerator.parallelism_config  # type: ignore[assignment]  # pp_size is set
+        engine, size = traits_of(accelerator.distributed_type), layout.pp_size
         other_shards = engine.sharded and not accelerator.is_fsdp2
         if other_shards or engine.deepspeed or engine.xla or not engine.places_batches:
             raise ValueError(
@@ -53,7 +55,7 @@ class PipelineParallel(Sharded):
 
     def check(self, accelerator: Run, objects: Sequence[Any]) -> None:
         """Refuse models that were not divided, optimizers of other parameters, and settings that stages do not have. All ranks."""
-        layout = accelerator.parallelism_config
+        layout: ParallelismConfig = accelerator.parallelism_config  # type: ignore[assignment]  # pp_size is set
         if accelerator.is_fsdp2:
             FSDP2().check(accelerator, ())
             plugin = accelerator.state.fsdp_plugin
@@ -88,11 +90,11 @@ class PipelineParallel(Sharded):
 
     # -- step ----------------------------------------------------------------------------------------------------
 
-    def no_sync(self, accelerator: Run, model: nn.Module) -> contextlib.AbstractContextManager:
+    def no_sync(self, accelerator: Run, model: Any) -> contextlib.AbstractContextManager[None]:
         """Return the pipeline's own context."""
         return model.no_sync() if is_pipeline(model) else contextlib.nullcontext()
 
-    def join(self, joinables: Sequence[Any]) -> contextlib.AbstractContextManager:
+    def join(self, joinables: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
         """Raise NotImplementedError: a stage has nothing to shadow the schedule of others with."""
         raise NotImplementedError("join_uneven_inputs is not possible with pp_size above 1. Use even_batches=True.")
 
@@ -116,13 +118,15 @@ class PipelineModels(ModelIO):
 
     has_all_names = False
 
-    def tied_names(self, model: nn.Module) -> list[list[str]]:
+    def tied_names(self, model: Any) -> list[list[str]]:
         """Return the groups of names that mean one parameter, which a pipeline has once. Not a collective."""
-        return model.holdings.ties
+        ties: list[list[str]] = model.holdings.ties
+        return ties
 
-    def elsewhere(self, model: nn.Module) -> Collection[str]:
+    def elsewhere(self, model: Any) -> Collection[str]:
         """Return the names that other stages have. Not a collective."""
-        return model.holdings.elsewhere
+        names: Collection[str] = model.holdings.elsewhere
+        return names
 
 
 class PipelineIO(ShardedIO):
@@ -137,7 +141,8 @@ class PipelineIO(ShardedIO):
         if not is_pipeline(model):
             yield from super().whole_tensors(accelerator, model, wanted)
             return
-        holdings, own = model.holdings, io_of(model).model_state(model).values
+        holdings: Any = model.holdings
+        own = io_of(model).model_state(model).values
         saved = {*own, *holdings.elsewhere}
         for name, like in holdings.tensors.items():
             if name not in saved or not wanted(name):

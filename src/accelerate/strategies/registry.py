@@ -14,13 +14,15 @@ if TYPE_CHECKING:
 @cache
 def load(name: str) -> Strategy:
     """Return the strategy of a name, imported on first use; ValueError if unknown."""
-    return _imported(_spec(name).strategy)()
+    strategy: Strategy = _imported(_spec(name).strategy)()
+    return strategy
 
 
 @cache
 def load_state_io(name: str) -> "StateIO":
     """Return what a checkpoint has of a strategy, by its name, imported on first use; ValueError if unknown."""
-    return _imported(_spec(name).state_io)()
+    state_io: StateIO = _imported(_spec(name).state_io)()
+    return state_io
 
 
 def _spec(name: str) -> strategies.StrategySpec:

@@ -47,8 +47,9 @@ def roots(model: nn.Module) -> Iterator[nn.Module]:
 
 def mesh_of(accelerator: Run) -> "DeviceMesh":
     """Return the mesh that parameters are sharded over; without a configuration, all ranks. All ranks."""
-    if accelerator.torch_device_mesh is not None:
-        return shard_mesh(accelerator.parallelism_config, accelerator.torch_device_mesh)
+    layout, mesh = accelerator.parallelism_config, accelerator.torch_device_mesh
+    if mesh is not None:
+        return shard_mesh(layout, mesh)  # type: ignore[arg-type]  # the mesh is built from a layout
     from torch.distributed.device_mesh import init_device_mesh
 
     check_backend(accelerator.device)
@@ -120,7 +121,7 @@ def shard(
     quantised = "bitsandbytes" in sys.modules
     if quantised:
         four_bit.require_shardable(model, ignored or (), getattr(plugin.mixed_precision_policy, "param_dtype", None))
-    experts = _experts(accelerator, model)
+    experts: list[Any] = _experts(accelerator, model)  # `fully_shard` adds methods
     if not experts:  # whole models were compared before their experts were split
         consistency.require_same_model(accelerator, model, ignored or (), from_main=plugin.cpu_ram_efficient_loading)
     around = plugin.mixed_precision_policy or MixedPrecisionPolicy()
@@ -146,11 +147,11 @@ def shard(
             f"The auto_wrap_policy chooses no module of {type(model).__name__}, so the whole model is one unit, gathered at "
             "once. Name the class of its repeated layer in transformer_cls_names_to_wrap."
         )
+    layout: Any = accelerator.parallelism_config  # with an `expert_mesh`, where there are experts
     for part in experts:
-        mesh = accelerator.parallelism_config.expert_mesh
-        fully_shard(part, **{**options, "mesh": mesh, "mp_policy": policies.get(part, around)})
-        part.set_gradient_divide_factor(float(accelerator.parallelism_config.data_parallel_size))
-        if accelerator.parallelism_config.expert_mesh["efsdp"].size() > 1:
+        fully_shard(part, **{**options, "mesh": layout.expert_mesh, "mp_policy": policies.get(part, around)})
+        part.set_gradient_divide_factor(float(layout.data_parallel_size))
+        if layout.expert_mesh["efsdp"].size() > 1:
             # Gloo has no reduction that divides by another number than the ranks; over one rank torch divides itself.
             part.set_force_sum_reduction_for_comms(True)
     for part in [*parts, model]:
@@ -200,9 +201,10 @@ def _leave_meta(model: nn.Module, initialise: Callable[[nn.Module], Any] | None)
         tensors = *module.named_parameters(recurse=recurse), *module.named_buffers(recurse=recurse)
         return [name for name, tensor in tensors if tensor.is_meta]
 
-    for module in model.modules() if initialise is not None else ():
-        if on_meta(module, recurse=False):
-            initialise(module)
+    if initialise is not None:
+        for module in model.modules():
+            if on_meta(module, recurse=False):
+                initialise(module)
     if left := on_meta(model, recurse=True):
         raise ValueError(
             f"{len(left)} tensors are on the meta device, {left[0]!r} for one, and nothing says what their values are. Load "

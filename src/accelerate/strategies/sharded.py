@@ -14,6 +14,7 @@ from accelerate.modules import norms
 from accelerate.modules.unwrap import is_compiled_module
 from accelerate.precision import footprint
 from accelerate.runtime import rendezvous, torch_private
+from accelerate.runtime.ranks import ALONE
 from accelerate.runtime.run import Run
 from accelerate.strategies import shard
 from accelerate.strategies.base import Strategy
@@ -40,7 +41,7 @@ class Sharded(Strategy):
             )
         if not torch.distributed.is_initialized():
             kind = accelerator.device.type
-            rendezvous.init_process_group(rendezvous.ALONE, "gloo" if kind == "cpu" else row(kind).backends[0])
+            rendezvous.init_process_group(ALONE, "gloo" if kind == "cpu" else row(kind).backends[0])
         plugin = accelerator.state.fsdp_plugin
         policy = plugin.cpu_offload
         offload = getattr(policy, "offload_params", type(policy).__name__ == "CPUOffloadPolicy")
@@ -114,7 +115,7 @@ class FSDP2(Sharded):
             )
         layout = accelerator.parallelism_config
         split = layout is not None and (layout.tp_enabled or layout.ep_size > 1)
-        if split and accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:
+        if layout is not None and split and accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:
             raise ValueError(
                 f"cpu_ram_efficient_loading=True with tp_size={layout.tp_size} and ep_size={layout.ep_size}: layers are split before they are sharded, and each "
                 "group of ranks needs their weights for that. Set cpu_ram_efficient_loading=False."
@@ -134,9 +135,9 @@ class FSDP2(Sharded):
     @contextlib.contextmanager
     def no_sync(self, accelerator: Run, model: nn.Module) -> Iterator[None]:
         """Keep whole gradients on each rank meanwhile, by `set_requires_gradient_sync`."""
-        inner = model._orig_mod if is_compiled_module(model) else model
+        inner: Any = model._orig_mod if is_compiled_module(model) else model
         # None in a model that was prepared for evaluation; of those that are held already the outer context lets go.
-        held = [root for root in shard.roots(inner) if not getattr(root, "_accelerate_held", False)]
+        held: list[Any] = [root for root in shard.roots(inner) if not getattr(root, "_accelerate_held", False)]
         if held:
             note_memory(accelerator, model)
         for root in held:

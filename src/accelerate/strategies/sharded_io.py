@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -54,7 +54,7 @@ class ShardedIO(StateIO):
     """The states of FSDP: shards as they are, which are not gathered for a checkpoint."""
 
     saves_shards = True
-    save_options = ("use_dcp", "adapter_only")
+    save_options: ClassVar[tuple[str, ...]] = ("use_dcp", "adapter_only")
 
     def layout(self, accelerator: Run, use_dcp: bool = True) -> Layout:
         """Return how a checkpoint keeps the shards."""

@@ -63,7 +63,7 @@ class _Files:
 
     def save(self, state_dict: Any, path: str) -> None:
         """Put a state into the plan, which copies it or writes it before the engine goes on."""
-        self._plan.add_object(os.path.relpath(path, self._plan), state_dict)
+        self._plan.add_object(os.path.relpath(path, self._plan), state_dict)  # type: ignore[union-attr]  # a save has one
 
     def load(self, path: str, map_location: Any = None) -> Any:
         """Read a file; UnpicklingError for objects of other classes."""
@@ -122,7 +122,12 @@ def _plan(engine: Any, folder: str, index: int, optimizer: int, strict: bool, we
     values = _matched(engine, model, strict, written)
     own = _same_layout(engine, written, os.path.join(folder, found.name))
     trains = engine.basic_optimizer is not None
-    if own and trains and (written.shards or not isinstance(engine.optimizer, torch.optim.Optimizer)):
+    if (
+        written is not None
+        and own
+        and trains
+        and (written.shards or not isinstance(engine.optimizer, torch.optim.Optimizer))
+    ):
         written.open_own(engine.global_rank)
         return partial(load, strict and len(values) == len(_shapes(engine)))
     idle = [one for one in engine.module.parameters() if not (trains and one.requires_grad)]
@@ -130,15 +135,15 @@ def _plan(engine: Any, folder: str, index: int, optimizer: int, strict: bool, we
         raise RuntimeError(
             "zero_optimization.offload_param.device is 'nvme', and weights that do not train cannot be loaded there; nothing was loaded. Set it to 'cpu'."
         )
-    raw = None
+    saved: _Optimizer | None = None
     if trains:
         _check_flat(engine)
         found = layouts.required(folder, "optimizer", optimizer, None)
         states = found.open() if written is None else written.optimizer()
         goal = optimizers.Target(_groups(engine), {}, {}, partial(io_of(engine.module).tied_names, engine.module))
         raw, _ = optimizers.matched(goal, states, found)
-        raw = _Optimizer(states, raw["state"], raw["param_groups"])
-    return partial(_put, engine, model, values, raw, written)
+        saved = _Optimizer(states, raw["state"], raw["param_groups"])
+    return partial(_put, engine, model, values, saved, written)
 
 
 def _matched(engine: Any, stored: "CheckpointReader", strict: bool, written: zero.Folder | None) -> dict[str, Any]:
@@ -263,7 +268,7 @@ def _flats(engine: Any) -> Iterator[_Flat]:
         yield _Flat(inner.fp32_partitioned_groups_flat[number], inner.sub_group_to_group_id[number], parts)
 
 
-def _part(engine: Any, parameter: torch.Tensor) -> tuple[int, int, int]:
+def _part(engine: Any, parameter: Any) -> tuple[int, int, int]:
     """Return which part of a parameter this rank has at stage 3."""
     group = parameter.ds_process_group
     return zero.part_of(parameter.ds_numel, torch.distributed.get_rank(group), torch.distributed.get_world_size(group))
@@ -287,7 +292,7 @@ def _put(
     canonical = {canonical_name(name): name for name in values}
     skipped = {id(parameters[canonical[name]]) for name in owned if name in canonical}
     for name, value in values.items():
-        parameter = parameters.get(name)
+        parameter: Any = parameters.get(name)
         if id(parameter) in skipped:
             continue
         if hasattr(parameter, "ds_tensor"):
@@ -324,14 +329,18 @@ def _fill(flat: _Flat, stored: "CheckpointReader", value: Callable[[str], Any], 
 def _put_states(flat: _Flat, optimizer: _Optimizer, kept: dict[str, Any]) -> None:
     """Put the states of a flat tensor's parameters into the optimizer's one state of it."""
     names = [name for name, *_ in flat.parts] or optimizer.groups[flat.group]["params"]
-    first = next((optimizer.states[name] for name in names if name in optimizer.states), {})
+    first: Mapping[str, Any] = next((optimizer.states[name] for name in names if name in optimizer.states), {})
     for key, value in first.items():
         if not isinstance(value, torch.Tensor) or not value.dim():
             kept[key] = optimizer.stored.read(value).clone() if isinstance(value, torch.Tensor) else value
             continue
         if not isinstance(kept.get(key), torch.Tensor):
             kept[key] = torch.zeros_like(flat.tensor)
-        _fill(flat, optimizer.stored, lambda name, key=key: optimizer.states[name][key], kept[key])
+        _fill(flat, optimizer.stored, partial(_state_of, optimizer, key), kept[key])
+
+
+def _state_of(optimizer: _Optimizer, key: str, name: str) -> Any:
+    return optimizer.states[name][key]
 
 
 def _put_counts(engine: Any, written: zero.Folder) -> None:

@@ -6,7 +6,7 @@ import importlib
 import inspect
 import logging
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 _MICRO, _TRAIN, _STEPS = "train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps"
 # The width of the model decides these: where they are in the configuration, and the value for a width.
-_BY_WIDTH = {
+_BY_WIDTH: dict[str, Callable[[int], int]] = {
     "zero_optimization.reduce_bucket_size": lambda width: width * width,
     "zero_optimization.stage3_prefetch_bucket_size": lambda width: int(0.9 * width * width),
     "zero_optimization.stage3_param_persistence_threshold": lambda width: 10 * width,
@@ -123,8 +123,8 @@ def is_schedule(scheduler: Any) -> bool:
 def batch_size(loaders: Sequence[Any], smallest: bool, processes: int) -> int | None:
     """Return the batch size of a process in the loaders that have one; of several the smallest or the largest."""
     # A loader whose batches the main process reads and cuts has the size of whole ones.
-    sizes = [(getattr(loader, "batch_size", None), getattr(loader, "split_batches", False)) for loader in loaders]
-    sizes = [size // processes if cut else size for size, cut in sizes if isinstance(size, int)]
+    declared = [(getattr(loader, "batch_size", None), getattr(loader, "split_batches", False)) for loader in loaders]
+    sizes = [size // processes if cut else size for size, cut in declared if isinstance(size, int)]
     return (min if smallest else max)(sizes) if sizes else None
 
 
@@ -156,7 +156,8 @@ def resolve(
             f"prepare, or set AcceleratorState().deepspeed_plugin.deepspeed_config[{_MICRO!r}]."
         )
     layout = accelerator.parallelism_config
-    replicas = accelerator.num_processes // (layout.sp_size if layout is not None else 1)
+    sharing: int = 1 if layout is None else layout.sp_size  # type: ignore[assignment]  # no size is None
+    replicas = accelerator.num_processes // sharing
     known: dict[str, Any] = {
         _MICRO: micro,
         _TRAIN: micro * config[_STEPS] * replicas,
@@ -260,10 +261,9 @@ class DeepSpeed(Strategy):
         run_on_all_ranks(lambda: check(plugin, model, optimizer, scheduler))
         plugin.set_moe_leaf_modules(model)
         if plugin.zero_stage == 3 and is_transformers_available():
-            from transformers.integrations import is_deepspeed_zero3_enabled
-
+            integrations: Any = importlib.import_module("transformers.integrations")
             # `generate` lets ranks that have ended go on with the others where it knows, also of models that were built whole.
-            if not is_deepspeed_zero3_enabled():
+            if not integrations.is_deepspeed_zero3_enabled():
                 plugin.set_deepspeed_weakref()
         config = resolve(accelerator, plugin, model, optimizer, scheduler, loaders)
         options: dict[str, Any] = {"model": model, "config_params": config}
@@ -281,7 +281,7 @@ class DeepSpeed(Strategy):
             options["mpu"] = ulysses.share(accelerator, model, config["train_micro_batch_size_per_gpu"])
         amp.remember(model)
         if simulated.current() is not None:
-            compared = importlib.import_module("deepspeed.runtime.zero.utils")
+            compared: Any = importlib.import_module("deepspeed.runtime.zero.utils")
             compared.get_lst_from_rank0 = _numbers_of_rank0
             compared.assert_lst_len_same_as_other_ranks = lambda numbers: _numbers_of_rank0([len(numbers)])
         engine, own_optimizer, _, own_scheduler = deepspeed.initialize(**options)
@@ -365,7 +365,7 @@ class DeepSpeed(Strategy):
                 f"clip_grad_norm_(max_norm={max_norm}, norm_type={norm_type}) does not change how DeepSpeed clips: in the backward pass, "
                 f"to gradient_clipping={limit} of its configuration. Set that."
             )
-        return engines[0].get_global_grad_norm()
+        return engines[0].get_global_grad_norm()  # type: ignore[no-any-return]  # a number, as DeepSpeed gives it
 
     # -- end -----------------------------------------------------------------------------------------------------
 
@@ -390,11 +390,12 @@ def _forget(module: nn.Module) -> None:
 
 def _cast_to_bf16(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     """Turn floating tensors among the inputs into bfloat16, as autocast would, because the weights are."""
-    return recursively_apply(
+    cast: tuple[Any, Any] = recursively_apply(
         torch.Tensor.bfloat16,
         (args, kwargs),
         test_type=lambda value: isinstance(value, torch.Tensor) and value.is_floating_point(),
     )
+    return cast
 
 
 def reached(loss: torch.Tensor, engines: Sequence[Any]) -> list[Any]:

@@ -28,7 +28,9 @@ class DeepSpeedIO(StateIO):
             return checkpoint.entries(model, wanted)
         return super().whole_tensors(accelerator, model, wanted)
 
-    def model_state(self, accelerator: Run, model: nn.Module, unwrap: bool) -> dict[str, Any] | None:
+    def model_state(  # type: ignore[override]  # None, as DeepSpeed returns it
+        self, accelerator: Run, model: nn.Module, unwrap: bool
+    ) -> dict[str, Any] | None:
         """Return the whole state dict, an engine's under the names of its module; of stage 3 on rank 0 alone, None elsewhere. All ranks."""
         if not is_engine(model):
             return super().model_state(accelerator, model, unwrap)
@@ -44,9 +46,9 @@ class DeepSpeedIO(StateIO):
         if is_engine(model) and model.basic_optimizer is not None:
             checkpoint.save(model, folder, index, **own)
         else:  # which DeepSpeed does not save
-            state = super().model_state(accelerator, model, True) if not is_engine(model) else None
-            state = state or collected(self.whole_tensors(accelerator, model), model)
-            super().save_model(accelerator, state, folder, index, **options)
+            weights = super().model_state(accelerator, model, True) if not is_engine(model) else None
+            weights = weights or collected(self.whole_tensors(accelerator, model), model)
+            super().save_model(accelerator, weights, folder, index, **options)
 
     def load_model(self, accelerator: Run, model: nn.Module, folder: str, index: int, **options: Any) -> Any:
         """Return what loads the engine's part, its optimizer included. All ranks."""

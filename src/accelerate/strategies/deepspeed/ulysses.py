@@ -30,7 +30,7 @@ def share(accelerator: Run, model: nn.Module, micro_batch: int) -> Any:
     from deepspeed.runtime.sequence_parallel import parallel_state_sp
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 
-    layout = accelerator.parallelism_config
+    layout: Any = accelerator.parallelism_config  # with a size and a handler, as sequences are shared
     size, handler = layout.sp_size, layout.sp_handler
     name = getattr(getattr(model, "config", None), "_attn_implementation", None)
     if name is None:
@@ -173,11 +173,16 @@ class UlyssesSPDataLoaderAdapter:
         pending, progress.parts, progress.part = progress.pending, size, 0
         progress.loops_in_parts = loop = progress.loops_in_parts + 1
         alone = pending is not None and pending.resume_without_skip and loader._origin is None
-        batches = iter(loader)
+        batches: Any = iter(loader)  # a generator
         try:
             while (parts := self._exchanged(next(batches, None))) is not None:
                 ended, number = loader.end_of_dataloader, progress.batches
-                if alone and number == pending.batches + 1 and pending.position.get("parts") == size:
+                if (
+                    alone
+                    and pending is not None
+                    and number == pending.batches + 1
+                    and pending.position.get("parts") == size
+                ):
                     skip = pending.position["part"]  # a checkpoint was saved between the parts of this batch
                 for part in range(skip, size):
                     last = part == size - 1
@@ -199,13 +204,14 @@ class UlyssesSPDataLoaderAdapter:
     def _skipping_parts(self, number: int) -> "UlyssesSPDataLoaderAdapter":
         """A view that leaves out the first parts, for `skip_first_batches`."""
         batches, skip = divmod(number + self.skip, self.sp_world_size)
-        loader = self.dl._skipping(batches) if batches else self.dl
+        loader: Any = self.dl._skipping(batches) if batches else self.dl
         shared = (self.sp_rank, self.sp_group, self.sp_world_size, self.device, self.length)
         return type(self)(loader, *shared, skip)
 
     def _exchanged(self, batch: Any) -> list[dict[str, Any]] | None:
         """Give each rank its part of this rank's batch, and return this rank's parts of all; None at the end. All ranks."""
-        problem, header, sent = None, None, []
+        problem, header = None, None
+        sent: list[torch.Tensor] = []
         if batch is not None:
             try:
                 header, sent = self._cut(batch)
@@ -299,7 +305,7 @@ def adapter(accelerator: Run, loader: PreparedLoader) -> UlyssesSPDataLoaderAdap
     """Return what hands out parts of a prepared loader's batches. After an engine was made."""
     from deepspeed.runtime.sequence_parallel import parallel_state_sp
 
-    layout = accelerator.parallelism_config
+    layout: Any = accelerator.parallelism_config  # with a size and a handler, as sequences are shared
     handler, group = layout.sp_handler, parallel_state_sp.get_sequence_parallel_group()
     length = None if handler.sp_seq_length_is_variable else handler.sp_seq_length
     rank = distributed.get_rank(group)

@@ -2,7 +2,7 @@
 
 import importlib
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -27,7 +27,7 @@ def get_active_deepspeed_plugin(state: AcceleratorState) -> DeepSpeedPlugin:
     Raises:
         ValueError: there is no plugin, or none is selected.
     """
-    plugins = getattr(state, "deepspeed_plugins", None)
+    plugins: DeepSpeedPlugin | dict[str, DeepSpeedPlugin] | None = getattr(state, "deepspeed_plugins", None)
     if plugins is not None and not isinstance(plugins, dict):
         return plugins
     for plugin in (plugins or {}).values():
@@ -61,8 +61,8 @@ def map_pytorch_optim_to_deepspeed(optimizer: torch.optim.Optimizer) -> torch.op
     options = {name: value for name, value in optimizer.defaults.items() if name in usable}
     if part == "adam":
         options["adamw_mode"] = kind == "adamw" or optimizer.defaults.get("decoupled_weight_decay", False)
-    replacement = getattr(importlib.import_module(f"deepspeed.ops.{part}"), name)
-    return replacement(optimizer.param_groups, **options)
+    host_class: type[torch.optim.Optimizer] = getattr(importlib.import_module(f"deepspeed.ops.{part}"), name)
+    return host_class(optimizer.param_groups, **options)
 
 
 class DeepSpeedEngineWrapper:
@@ -93,8 +93,8 @@ class DeepSpeedEngineWrapper:
                 self._norm = clip_grad_norm(self.engine.module.parameters(), float("inf"))
             self.engine.step()  # clips, steps optimizer and scheduler, clears gradients
 
-    def get_global_grad_norm(self) -> float:
-        """Return the gradients' norm over all ranks at the last step."""
+    def get_global_grad_norm(self) -> float | None:
+        """Return the gradients' norm over all ranks at the last step; None before the first."""
         norm = self._norm if self._counts_norm else self.engine.get_global_grad_norm()
         return norm.item() if isinstance(norm, torch.Tensor) else norm
 
@@ -110,7 +110,7 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Do nothing: the engine clears gradients in its step."""
 
-    def step(self) -> None:
+    def step(self) -> None:  # type: ignore[override]  # it takes no closure
         """Update nothing: the engine stepped in `DeepSpeedEngineWrapper.backward`."""
         if self.gradient_state.sync_gradients:
             self._note_end_of_step()
@@ -181,6 +181,6 @@ class DummyScheduler:
         self.kwargs = kwargs
 
 
-def is_engine(model: Any) -> bool:
+def is_engine(model: Any) -> TypeGuard[Any]:
     """Whether this is a prepared engine, not a model that was prepared for evaluation alone."""
     return hasattr(model, "save_checkpoint") and hasattr(model, "zero_optimization_stage")

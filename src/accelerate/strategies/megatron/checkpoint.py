@@ -51,11 +51,12 @@ class MegatronIO(StateIO):
         place = os.path.join(folder.folder, _folder(index))
         os.makedirs(place, exist_ok=True)
         accelerator.wait_for_everyone()
-        accelerator._models[index].save(place)
+        engine: Any = accelerator._models[index]
+        engine.save(place)
         states = {name: torch.as_tensor(value) for name, value in get_cuda_rng_tracker().get_states().items()}
         folder.add_object(f"{_folder(index)}/rng_{accelerator.process_index}_states.pt", states)
 
-    def load_model(self, accelerator: Run, model: nn.Module, folder: str, index: int, **options: Any) -> Any:
+    def load_model(self, accelerator: Run, model: Any, folder: str, index: int, **options: Any) -> Any:
         """Compare an engine with what core wrote, and return what loads that, its optimizer included. All ranks load."""
         from megatron.core.dist_checkpointing import load_common_state_dict
 

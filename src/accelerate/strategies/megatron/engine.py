@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from accelerate.base.nested import send_to_device
 from accelerate.checkpoint.model_io import tied_again
 from accelerate.checkpoint.state import Entries, Wanted, run_on_all_ranks
-from accelerate.comm.operations import send_to_device
 from accelerate.config.megatron import MegatronLMPlugin
 from accelerate.runtime.run import Run
 from accelerate.strategies.megatron.models import Row, Translation, build
@@ -33,6 +33,13 @@ class MegatronEngine(nn.Module):
         optimizer: Of torch, for parameters of the model; None for evaluation alone.
         scheduler: A `MegatronLMDummyScheduler`, a torch scheduler of the optimizer, or None.
     """
+
+    source: nn.Module
+    # Of Megatron core, a library without types.
+    core: Any
+    module: Any
+    optimizer: Any
+    scheduler: Any
 
     def __init__(self, accelerator: Run, model: nn.Module, optimizer: Any, scheduler: Any) -> None:
         from megatron.core import parallel_state
@@ -76,7 +83,8 @@ class MegatronEngine(nn.Module):
     @torch.no_grad()
     def _load_weights(self, given: Mapping[str, torch.Tensor], trained: Mapping[str, int | None]) -> None:
         """Take this rank's parts of the weights that rank 0 has, and note who trains them. All ranks."""
-        own, ranks = self._own, self.plugin.tp_degree
+        own = self._own
+        ranks: int = self.plugin.tp_degree  # type: ignore[assignment]  # no degree is None
         for row in self.translation.rows:
             theirs = [given[one].detach().to(self.device) for one in row.theirs]
             for one in theirs:
@@ -214,6 +222,7 @@ class MegatronEngine(nn.Module):
         """Yield the wanted entries of the transformers model's state dict, each whole. All ranks, in step."""
         self._settle()
         own, again = self._own, tied_again(self.source)
+        stages: int = self.plugin.pp_degree  # type: ignore[assignment]  # no degree is None
         for row in self.translation.rows:
             if row.core not in self._stage_of or not any(wanted(one) and one not in again for one in row.theirs):
                 continue
@@ -224,7 +233,7 @@ class MegatronEngine(nn.Module):
             else:
                 parts = [torch.empty(shape, dtype=dtype, device=self.device) for shape in shapes]
             for name, value in zip(row.theirs, parts, strict=True):
-                if self.plugin.pp_degree > 1:
+                if stages > 1:
                     dist.broadcast(value, stage, group=self._pipeline)
                 if wanted(name):
                     yield name, value
@@ -237,9 +246,10 @@ class MegatronEngine(nn.Module):
     def _whole(self, parameter: nn.Parameter) -> torch.Tensor:
         """Return a parameter of this stage without its division over the ranks of a layer, which all call this."""
         value, cut = parameter.detach(), _cut(parameter)
-        if cut is None or self.plugin.tp_degree == 1:
+        ranks: int = self.plugin.tp_degree  # type: ignore[assignment]  # no degree is None
+        if cut is None or ranks == 1:
             return value
-        parts = [torch.empty_like(value) for _ in range(self.plugin.tp_degree)]
+        parts = [torch.empty_like(value) for _ in range(ranks)]
         dist.all_gather(parts, value.contiguous(), group=self.groups.get_tensor_model_parallel_group())
         return torch.cat(parts, cut)
 
@@ -338,6 +348,6 @@ def _groups_of(rows: list[Row], given: Mapping[str, nn.Parameter], optimizer: An
     return found
 
 
-def _cut(parameter: nn.Parameter) -> int | None:
+def _cut(parameter: Any) -> int | None:
     """Return the dimension along which the ranks of a layer have parts of a parameter; None for a whole one."""
     return parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None

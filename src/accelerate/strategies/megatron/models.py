@@ -128,12 +128,14 @@ def _rotary(config: Any) -> dict[str, Any]:
 class Norm:
     """Builds torch's norm of a configuration; core's own needs Apex where sequences are shared."""
 
-    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> nn.Module:
+    def __new__(  # type: ignore[misc]  # core calls a class
+        cls, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any
+    ) -> nn.Module:
         """Return it, its parameters marked as those whose gradients the ranks of a layer add up."""
         kind = nn.RMSNorm if config.normalization == "RMSNorm" else nn.LayerNorm
         made = kind(hidden_size, eps=eps)
         for parameter in made.parameters():
-            parameter.sequence_parallel = config.sequence_parallel
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # core's mark
         return made
 
 
@@ -157,7 +159,9 @@ class Translation:
 
     def __init__(self, plugin: MegatronLMPlugin, model: nn.Module) -> None:
         plugin.set_network_size_args(model)
-        config, arguments = model.config, plugin.core_arguments()
+        config: Any = model.config
+        arguments = plugin.core_arguments()
+        ranks: int = plugin.tp_degree  # type: ignore[assignment]  # no degree is None
         if config.model_type not in _FAMILIES:
             raise unknown_model(config.model_type)
         column, required, options = _FAMILIES[config.model_type]
@@ -170,7 +174,7 @@ class Translation:
         if config.model_type == "llama":
             options = options | _rotary(config)
         # Rows of the vocabulary: many numbers of ranks divide them, so that another one reads a checkpoint.
-        unit = math.lcm(128, plugin.tp_degree)
+        unit = math.lcm(128, ranks)
         sizes = {
             "ffn_hidden_size": arguments["ffn_hidden_size"] or 4 * arguments["hidden_size"],
             "vocab_size": math.ceil(arguments["orig_vocab_size"] / unit) * unit,
@@ -179,23 +183,23 @@ class Translation:
         }
         self.plugin, self.arguments = plugin, _USUAL | options | arguments | sizes
         self.shapes = {name: one.shape for name, one in model.state_dict().items()}
-        self.rows = self._rows(column)
+        self.rows = self._rows(column, ranks)
         known = {name for row in self.rows for name in row.theirs}
         if others := sorted(self.shapes.keys() ^ known):
             raise ValueError(
                 f"{type(model).__name__} is no plain decoder with a head: {others[:5]}. Pass the ...ForCausalLM or ...LMHeadModel."
             )
 
-    def _rows(self, column: int) -> list[Row]:
+    def _rows(self, column: int, ranks: int) -> list[Row]:
         """Return a row for each of core's parameters, of all stages."""
         names, rows = [(row[0], row[column].split()) for row in _AROUND], []
         for layer in range(self.arguments["num_layers"]):
-            core, theirs = (_PREFIXES[place].format(layer) for place in (0, column))
-            names += [(core + row[0], [theirs + one for one in row[column].split()]) for row in _INSIDE]
+            core_layer, their_layer = (_PREFIXES[place].format(layer) for place in (0, column))
+            names += [(core_layer + row[0], [their_layer + one for one in row[column].split()]) for row in _INSIDE]
         groups = self.arguments.get("num_query_groups") or self.arguments["num_attention_heads"]
         for core, theirs in names:
             attention, inside = core.endswith("linear_qkv"), core.startswith("decoder.layers.")
-            blocks = groups if attention else self.plugin.tp_degree if len(theirs) > 1 else 1
+            blocks = groups if attention else ranks if len(theirs) > 1 else 1
             pieces = 3 if attention and len(theirs) == 1 else 1
             for end in ("weight", "bias"):
                 sources = tuple(f"{one}.{end}" for one in theirs)
@@ -203,7 +207,7 @@ class Translation:
                     rows.append(Row(f"{core}.{end}", sources, blocks, pieces, transposed=inside and column == 2))
         return rows
 
-    def build(self, dtype: torch.dtype) -> nn.Module:
+    def build(self, dtype: torch.dtype) -> Any:
         """Return this rank's part of the model, with weights of chance. After core's groups were made."""
         from megatron.core import parallel_state
         from megatron.core.models.gpt import GPTModel

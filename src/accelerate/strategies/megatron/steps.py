@@ -91,7 +91,7 @@ class AbstractTrainStep(ABC):
         """Return a function from a data iterator to the tensors of a micro-batch."""
 
     @abstractmethod
-    def get_forward_step_func(self) -> Callable[[Any, torch.nn.Module], tuple[Any, Callable]]:
+    def get_forward_step_func(self) -> Callable[[Any, torch.nn.Module], tuple[Any, Callable[..., Any]]]:
         """Return a function from a data iterator and a model to its output and the function that turns it to a loss."""
 
     @abstractmethod
@@ -107,13 +107,13 @@ class BertTrainStep(AbstractTrainStep):
     def __init__(self, accelerator: Any, args: Any) -> None:
         raise unknown_model("bert")
 
-    def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> Callable:
+    def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> Any:
         """Return a function from a data iterator to a micro-batch."""
 
-    def get_loss_func(self, accelerator: Any, pretraining_flag: bool, num_labels: int) -> Callable:
+    def get_loss_func(self, accelerator: Any, pretraining_flag: bool, num_labels: int) -> Any:  # type: ignore[override]
         """Return the loss of masked words and sentence order, or of a classification."""
 
-    def get_forward_step_func(self, pretraining_flag: bool, bert_binary_head: bool) -> Callable:
+    def get_forward_step_func(self, pretraining_flag: bool, bert_binary_head: bool) -> Any:  # type: ignore[override]
         """Return the forward step."""
 
 
@@ -158,10 +158,10 @@ class GPTTrainStep(AbstractTrainStep):
 
         return plugin.custom_loss_function or loss_of_tokens
 
-    def get_forward_step_func(self) -> Callable[[Any, torch.nn.Module], tuple[Any, Callable]]:
+    def get_forward_step_func(self) -> Callable[[Any, torch.nn.Module], tuple[Any, Callable[..., Any]]]:
         """Return the function that runs a stage on a micro-batch."""
 
-        def forward_step(data_iterator: Any, model: torch.nn.Module) -> tuple[Any, Callable]:
+        def forward_step(data_iterator: Any, model: torch.nn.Module) -> tuple[Any, Callable[..., Any]]:
             tokens, labels, loss_mask, attention_mask, position_ids = self.get_batch(data_iterator)
             return model(tokens, position_ids, attention_mask, labels=labels), partial(self.loss_func, loss_mask)
 
@@ -194,10 +194,10 @@ class T5TrainStep(BertTrainStep):
     def __init__(self, accelerator: Any, args: Any) -> None:
         raise unknown_model("t5")
 
-    def get_loss_func(self, accelerator: Any) -> Callable:
+    def get_loss_func(self, accelerator: Any) -> Any:  # type: ignore[override]
         """Return the loss of the next token."""
 
-    def get_forward_step_func(self) -> Callable:
+    def get_forward_step_func(self) -> Any:  # type: ignore[override]
         """Return the forward step."""
 
     @staticmethod
@@ -228,7 +228,7 @@ class MegatronLMOptimizerWrapper(AcceleratedOptimizer):
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Do nothing: the engine clears gradients before its step."""
 
-    def step(self, closure: Callable | None = None) -> None:
+    def step(self, closure: Callable[..., Any] | None = None) -> None:  # type: ignore[override]  # it runs no closure
         """Update nothing: the engine stepped when the model was called."""
         self._note_end_of_step()
 
