@@ -15,9 +15,12 @@ from accelerate.config.options.schema import Chapter, Feature, Option
 OPTIONS: list[Option] = [*general.OPTIONS, *engines.OPTIONS]
 BY_NAME: dict[str, Option] = {option.name: option for option in OPTIONS}
 
+# Strategies that the launcher can be asked for; FSDP's two have one switch.
+_SWITCHED = list({spec.switch: spec for spec in strategies.SPECS if spec.switch}.values())
+
 # What the launcher can be asked to run.
 FEATURES: dict[str, Feature] = {
-    **{spec.feature: Feature(spec.title, spec.switch) for spec in strategies.engines().values()},
+    **{spec.feature: Feature(spec.title, spec.switch) for spec in _SWITCHED},
     "parallelism": Feature("Parallelism along several dimensions", "use_parallelism_config"),
     "fp8": Feature("FP8 training", "mixed_precision", wanted="fp8"),
     "tpu": Feature("Training on TPUs", "tpu"),
@@ -32,18 +35,18 @@ SWITCH_OF_DISTRIBUTED_TYPE: dict[str, str | None] = {
     "MULTI_CPU": None,
     **dict.fromkeys(("MULTI_GPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA"), "multi_gpu"),
     **dict.fromkeys(("MULTI_XPU", "MULTI_HPU", "MULTI_NEURON"), "multi_gpu"),
-    **{kind.value: spec.switch for spec in strategies.engines().values() for kind in spec.kinds},
+    **{kind.value: spec.switch for spec in _SWITCHED for kind in spec.kinds},
     "XLA": "tpu",
 }
 
 # At most one of these is chosen; `--cpu` goes with all but the first two.
-PARADIGMS = ["multi_gpu", "tpu", *(spec.switch for spec in strategies.engines().values())]
+PARADIGMS = ["multi_gpu", "tpu", *(spec.switch for spec in _SWITCHED)]
 NEEDS_DEVICES = ("multi_gpu", "tpu")
 
 # The mappings of a configuration file, and the feature that reads each of them (None: every run).
 SECTIONS: dict[str, str | None] = {
     "dynamo_config": None,
-    **{spec.section: spec.feature for spec in strategies.engines().values()},
+    **{spec.section: spec.feature for spec in _SWITCHED if spec.section},
     "fp8_config": "fp8",
     "mpirun_config": "mpi",
     "parallelism_config": "parallelism",
