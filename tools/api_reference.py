@@ -71,7 +71,11 @@ SECTIONS: dict[str, dict[str, str]] = {
         "accelerate.logging": "get_logger",
         "accelerate": "is_rich_available",
     },
-    "A strategy of your own": {"accelerate.strategies.base": "Strategy"},
+    "A strategy of your own": {
+        "accelerate.config.strategies": "StrategySpec register",
+        "accelerate.strategies.base": "Strategy",
+        "accelerate.strategies.state_io": "StateIO",
+    },
     "A device of your own": {"accelerate.devices": "Device register"},
 }
 HEAD = """\

@@ -56,7 +56,7 @@ class LocalSGD:
         strategy = resolve(accelerator.state)
         if enabled and strategy.name not in ("single", "ddp"):
             raise NotImplementedError(
-                f"LocalSGD averages replicas, and with the strategy {strategy.name!r} a rank has no replica of its own. "
+                f"LocalSGD averages replicas, and with the strategy {strategy.name!r} a rank does not hold a full replica. "
                 "Use plain data parallelism, or enabled=False."
             )
         if enabled and (local_sgd_steps is None or local_sgd_steps < 1):

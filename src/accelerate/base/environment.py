@@ -108,7 +108,7 @@ def parse_flag_from_env(key: str, default: bool = False) -> bool:
 
 
 def parse_choice_from_env(key: str, default: str = "no") -> str:
-    """Return a variable as it is, or the default where it is not set, or empty.
+    """Return a variable unchanged, or the default if it is unset or empty.
 
     Example:
         >>> from accelerate.utils import parse_choice_from_env
@@ -157,7 +157,7 @@ def patch_environment(**kwargs: Any) -> Iterator[None]:
 def clear_environment() -> Iterator[None]:
     """Run a `with` block without any environment variable; all of them are back afterwards, changes are dropped.
 
-    Not safe beside threads: their C code may read a variable while it is gone.
+    Not safe with other threads: their C code may read a variable while it is gone.
 
     Example:
         >>> import os
@@ -258,7 +258,7 @@ def convert_dict_to_env_variables(current_env: Mapping[str, Any]) -> list[str]:
     """Turn variables into the lines (NAME=value) of an environment file, such as DeepSpeed's `.deepspeed_env`.
 
     A name that is no plain identifier, an empty value, or a value that could end the line or start another command is
-    left out with a warning.
+    skipped with a warning.
 
     Example:
         >>> from accelerate.utils import convert_dict_to_env_variables

@@ -252,7 +252,7 @@ def numbered(state: Mapping[str, Any]) -> dict[str, Any]:
 def renamed(state: Mapping[str, Any], names: Mapping[Any, Any]) -> dict[str, Any]:
     """Return an optimizer's state keyed in another way: by names, or by numbers.
 
-    Some optimizers keep what belongs to no parameter beside the parameters' states; its keys stay.
+    Some optimizers keep values that belong to no parameter next to the parameters' states. Their keys stay.
     """
     groups = [{**group, "params": [names.get(key, key) for key in group["params"]]} for group in state["param_groups"]]
     return {"state": {names.get(key, key): value for key, value in state["state"].items()}, "param_groups": groups}

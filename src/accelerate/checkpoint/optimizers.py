@@ -58,7 +58,7 @@ class Target:
         parameters: a tensor by name for each of them, with the shards that this rank has. It is no copy.
         states: what the optimizer has for each name already, where it says more than the parameter does.
         find_ties: returns groups of names that mean one parameter; asked when a name is not found.
-        flat: its parameters are flat ones, which have an order of their own.
+        flat: its parameters are flat parameters, whose order differs from that of the model.
         over: `CheckpointReader.finish` reads, later, over the tensors that the optimizer has.
         elsewhere: names in the model that other stages of a pipeline have, whose optimizers read them.
     """

@@ -2,7 +2,7 @@
 
 The launcher's features and options, the plugins that choose a strategy, its abilities, its wrappers and its classes are read from
 here. A strategy of this package is one row of `SPECS`. A strategy of another package is a `StrategySpec` under the entry-point
-group `accelerate.backends`; nothing else has to change.
+group `accelerate.backends`; nothing else has to change. Put that record into a module that imports nothing heavy, too.
 
 This module imports nothing heavy, because the command line reads it. Classes are named by strings, and imported on first use.
 """
@@ -70,12 +70,13 @@ class StrategySpec:
         feature: The launcher's feature; its options have no effect without `switch`.
         section: The mapping of a configuration file that holds its options.
         options: Rows for the launcher's option table, of a strategy of another package.
-        runner: The module of `launch.runners` that starts its processes where its `starts` says so.
-        plugin: The attribute of the state that keeps its plugin.
+        runner: The module of `launch.runners` that starts its processes if its `starts` returns True.
+        plugin: The attribute of the state that keeps its plugin; only for strategies of this package.
         plugin_class: ``"module:Class"`` of the plugin, which reads the launcher's settings.
         has_model: Says of a model that `model_io` gives and takes its state, whichever run asks.
         model_io: ``"module:Class"`` of the `checkpoint.model_io.ModelIO` of such models.
-        wrappers: Module and class of each wrapper that keeps the model under ``.module``.
+        wrappers: Module and class of each wrapper that keeps the model under ``.module``. A strategy that wraps models lists its
+            wrapper here, so that optimizer states have the names of the model inside.
     """
 
     name: str
@@ -233,13 +234,19 @@ def register(spec: StrategySpec, before: str | None = None) -> None:
         before: Name of the strategy it goes in front of; None puts it first.
 
     Raises:
-        ValueError: ``before`` names no strategy; the message lists the known ones.
+        ValueError: ``before`` names no strategy, and the message lists the known ones; or the record has a plugin, which only
+            the constructor of the Accelerator takes.
     """
+    if spec.plugin:
+        raise ValueError(
+            f"The strategy {spec.name!r} has plugin={spec.plugin!r}, which no Accelerator takes. Read its settings from variables."
+        )
     names = [known.name for known in SPECS]
     if before is not None and before not in names:
         raise ValueError(f"before={before!r} is no registered strategy. Known: {names}.")
     SPECS.insert(0 if before is None else names.index(before), spec)
     wrappers.cache_clear()
+    traits_of.cache_clear()
 
 
 @cache

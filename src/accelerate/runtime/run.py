@@ -38,6 +38,7 @@ class Run(Protocol):
         _schedulers: Prepared schedulers.
         _dataloaders: Prepared loaders.
         _custom_objects: Those of ``register_for_checkpointing``.
+        _strategy: The `strategies.base.Strategy` of the run.
         _cp_context: Makes the context in which a sequence is shared by ranks; None without such a strategy.
     """
 
@@ -66,6 +67,7 @@ class Run(Protocol):
     _dataloaders: list[Any]
     _custom_objects: list[Any]
     _cp_context: Any
+    _strategy: Any
 
     @property
     def parallelism_config(self) -> ParallelismConfig | None:

@@ -29,7 +29,8 @@ class Strategy:
     A third party derives from it, and registers a `config.strategies.StrategySpec` under the entry-point group ``accelerate.backends``.
     """
 
-    name: ClassVar[str]
+    # That of its record; set where it is loaded.
+    name: str
     # The Accelerator's method that prepares all objects of one call, where they become one engine.
     prepares_together: ClassVar[str] = ""
     # Whether backward passes talk to other ranks, so that `no_sync` has something to hold back.
@@ -102,5 +103,3 @@ class Strategy:
 
 class SingleProcess(Strategy):
     """The behaviour of one process, which is the contract's default: nothing to synchronise."""
-
-    name = "single"

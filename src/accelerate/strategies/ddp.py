@@ -23,7 +23,6 @@ _HOOKS = "hooks of parameters"
 class DataParallel(Strategy):
     """torch's DistributedDataParallel, with gloo, NCCL or a vendor's backend."""
 
-    name = "ddp"
     synchronises = True
 
     def needs_wrapper(self, accelerator: Run, model: nn.Module) -> bool:
@@ -85,8 +84,6 @@ def _warn_of_hooks(models: Sequence[nn.Module]) -> None:
 
 class XLA(Strategy):
     """torch_xla's data parallelism: replicas without a wrapper, one all-reduce before each step."""
-
-    name = "xla"
 
     def clip_grad_norm(self, accelerator: Run, parameters: Any, max_norm: float, norm_type: float) -> torch.Tensor:
         """Reduce the gradients first, so that the norm is that of the global batch."""

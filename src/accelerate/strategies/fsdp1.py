@@ -36,8 +36,6 @@ _HANDED_ON = ("auto_wrap_policy", "sync_module_states", *_PREFETCHES, "use_orig_
 class FSDP1(Sharded):
     """Torch's wrapper FullyShardedDataParallel, with every option of the plugin."""
 
-    name = "fsdp1"
-
     def check(self, accelerator: Run, objects: Sequence[Any]) -> None:
         """Refuse dimensions of the mesh that flat parameters cannot have, and optimizers whose states torch cannot gather from them."""
         for found in filter(low_bit.makes, map(inner_optimizer, objects)):

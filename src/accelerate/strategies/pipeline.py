@@ -34,8 +34,6 @@ def _pipelines(accelerator: Run) -> list[Any]:
 class PipelineParallel(Sharded):
     """Stages that `training.pipeline` has made; a checkpoint has each rank's own tensors, under the names of the whole model."""
 
-    name = "pipeline"
-
     # -- prepare -------------------------------------------------------------------------------------------------
 
     def make_scaler(self, accelerator: Run, handler: GradScalerKwargs | None) -> None:

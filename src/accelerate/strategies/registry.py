@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 def load(name: str) -> Strategy:
     """Return the strategy of a name, imported on first use; ValueError if unknown."""
     strategy: Strategy = _imported(_spec(name).strategy)()
+    strategy.name = name
     return strategy
 
 

@@ -71,7 +71,6 @@ class Sharded(Strategy):
 class TensorParallel(Sharded):
     """Layers that `parallel.tensor` has split; there are no replicas, so no gradients to average."""
 
-    name = "tensor_parallel"
     synchronises = False
 
     def check(self, accelerator: Run, objects: Sequence[Any]) -> None:
@@ -103,8 +102,6 @@ def _say_once(accelerator: Run, message: str) -> None:
 
 class FSDP2(Sharded):
     """Shards along the first dimension, as DTensors, over the data-parallel dimensions of the mesh."""
-
-    name = "fsdp2"
 
     def check(self, accelerator: Run, objects: Sequence[Any]) -> None:
         """Refuse weights that one rank alone has where layers are split first, from those of every rank."""

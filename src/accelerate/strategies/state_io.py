@@ -13,7 +13,7 @@ from torch import nn
 from accelerate.checkpoint import layouts, optimizers, save
 from accelerate.checkpoint.model_io import inner_optimizer, plain_state, tied_again
 from accelerate.checkpoint.state import Entries, Wanted
-from accelerate.modules.unwrap import canonical_names, extract_model_from_parallel
+from accelerate.modules.unwrap import canonical_names
 from accelerate.runtime.run import Run
 
 
@@ -36,14 +36,16 @@ class StateIO:
 
         A value is to be read before the next one is asked for: it may be the model's memory, or freed then.
         """
-        state, again = _unwrapped(model).state_dict(), tied_again(model)
+        inner = accelerator._strategy.unwrap_model(model, keep_torch_compile=False)
+        state, again = inner.state_dict(), tied_again(model)
         for name, value in zip(canonical_names(state), state.values(), strict=True):
             if wanted(name) and name not in again:
                 yield name, value
 
     def model_state(self, accelerator: Run, model: nn.Module, unwrap: bool) -> dict[str, Any]:
         """Return the full state dict, with `unwrap` under the names of the user's model. All ranks."""
-        return (_unwrapped(model) if unwrap else model).state_dict()
+        inner = accelerator._strategy.unwrap_model(model, keep_torch_compile=False) if unwrap else model
+        return inner.state_dict()
 
     def save_model(self, accelerator: Run, state: dict[str, Any], folder: str, index: int, **options: Any) -> None:
         """Write a state from `model_state` (empty with `saves_shards`) into a `SavePlan`. All ranks.
@@ -58,7 +60,8 @@ class StateIO:
         Returns a state dict for the user's module; or a pair of what takes a state in its place, with ``parameters``,
         ``buffers`` and ``load_state_dict``, and the state; or None where the weights are loaded already.
         """
-        return layouts.read_full_model(model, folder, index, **options)
+        inner = accelerator._strategy.unwrap_model(model, keep_torch_compile=False)
+        return layouts.read_full_model(inner, folder, index, **options)
 
     def save_optimizer(self, accelerator: Run, optimizer: Any, folder: str, index: int, **options: Any) -> None:
         """Write an optimizer's state into a checkpoint folder. All ranks."""
@@ -71,7 +74,3 @@ class StateIO:
     def checkpointed_schedulers(self, accelerator: Run) -> list[Any]:
         """Return the schedulers whose state is saved with a checkpoint."""
         return list(accelerator._schedulers)
-
-
-def _unwrapped(model: nn.Module) -> nn.Module:
-    return extract_model_from_parallel(model, keep_torch_compile=False)

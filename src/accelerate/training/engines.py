@@ -83,7 +83,8 @@ def _built(accelerator: TrainingRun, objects: Sequence[Any], kind: str) -> tuple
 
 def _sorted(accelerator: TrainingRun, objects: Sequence[Any], engine: str) -> tuple[list[Any], dict[str, int]]:
     """Prepare loaders and what was prepared before; return all in order, and where a new model, optimizer and scheduler are."""
-    made, new = list(objects), dict[str, int]()
+    made = list(objects)
+    new: dict[str, int] = {}
     for position, item in enumerate(objects):
         kind = "scheduler" if is_schedule(item) else kind_of(item)
         if kind == "loader":

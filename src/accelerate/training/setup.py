@@ -91,9 +91,10 @@ def plugins(deepspeed: Any, fsdp: Any, megatron: Any, dynamo: Any, dynamo_backen
         "megatron_lm_plugin": megatron,
         "dynamo_plugin": dynamo,
     }
-    classes = [*(spec.plugin_class for spec in engines().values()), "accelerate.config.handlers:TorchDynamoPlugin"]
-    for (name, value), address in zip(given.items(), classes, strict=True):
-        module, _, kind = address.partition(":")
+    classes = {spec.plugin.replace("plugins", "plugin"): spec.plugin_class for spec in engines().values()}
+    classes["dynamo_plugin"] = "accelerate.config.handlers:TorchDynamoPlugin"
+    for name, value in given.items():
+        module, _, kind = classes[name].partition(":")
         for plugin in value.values() if isinstance(value, dict) else [value]:
             if plugin is not None and not isinstance(plugin, getattr(importlib.import_module(module), kind)):
                 raise TypeError(f"{name}={plugin!r} is a {type(plugin).__name__}; pass a {kind}.")

@@ -16,7 +16,6 @@ from accelerate.strategies.base import Strategy
 class Averaging(Strategy):
     """Averages what gradients are there at the end of a window."""
 
-    name = "averaging"
     synchronises = True
 
     def wrap_model(self, accelerator, model):

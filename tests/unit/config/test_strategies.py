@@ -35,3 +35,8 @@ def test_a_strategy_goes_before_one_that_exists(monkeypatch):
     strategies.register(strategies.StrategySpec("mine", "m:C"), before="ddp")
     names = [spec.name for spec in strategies.SPECS]
     assert names.index("mine") + 1 == names.index("ddp")
+
+
+def test_a_registered_strategy_has_no_plugin():
+    with pytest.raises(ValueError, match="'mine' has plugin='mine_plugin'.*variables"):
+        strategies.register(strategies.StrategySpec("mine", "m:C", plugin="mine_plugin"))

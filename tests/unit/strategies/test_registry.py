@@ -6,9 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate import ParallelismConfig
+from accelerate import Accelerator, ParallelismConfig
+from accelerate.config import strategies
 from accelerate.config.enums import DistributedType
 from accelerate.strategies import registry
+from accelerate.strategies.base import Strategy
+from accelerate.strategies.state_io import StateIO
 from cases import cases
 
 
@@ -30,6 +33,47 @@ def test_a_state_finds_its_strategy(kind, settings, name):
 def test_an_unknown_name_lists_the_known_ones():
     with pytest.raises(ValueError, match="single.*ddp"):
         registry.load("horovod")
+
+
+class Wrapped(nn.Module):
+    """A wrapper that only the strategy of another package knows."""
+
+    def __init__(self, inside):
+        super().__init__()
+        self.inside = inside
+
+    def forward(self, batch):
+        return self.inside(batch)
+
+
+class Wrapping(Strategy):
+    """The strategy of another package, which puts a wrapper of its own around models."""
+
+    def wrap_model(self, accelerator, model):
+        return Wrapped(model)
+
+    def unwrap_model(self, model, keep_fp32_wrapper=True, keep_torch_compile=True):
+        return model.inside if isinstance(model, Wrapped) else model
+
+
+def test_states_have_the_names_of_the_model_inside_a_third_partys_wrapper(monkeypatch, tmp_path):
+    monkeypatch.setattr(strategies, "SPECS", list(strategies.SPECS))
+    monkeypatch.setattr(registry, "_imported", lambda address: Wrapping if address == "m:Wrapping" else StateIO)
+    strategies.register(strategies.StrategySpec("wrapping", "m:Wrapping", matches=lambda state: True))
+    accelerator = Accelerator(cpu=True)
+    try:
+        model = accelerator.prepare(nn.Linear(2, 1))
+        assert isinstance(model, Wrapped) and accelerator._strategy.name == "wrapping"
+        assert list(accelerator.get_state_dict(model)) == ["weight", "bias"]
+        assert [name for bucket in accelerator.stream_weights(model) for name in bucket] == ["weight", "bias"]
+        accelerator.save_state(tmp_path / "checkpoint")
+        kept = model.inside.weight.detach().clone()
+        nn.init.zeros_(model.inside.weight)
+        accelerator.load_state(tmp_path / "checkpoint")
+        assert torch.equal(model.inside.weight, kept)
+    finally:
+        for cached in (registry.load, registry.load_state_io, strategies.wrappers, strategies.traits_of):
+            cached.cache_clear()
 
 
 def test_clipping_takes_one_parameter_or_many():

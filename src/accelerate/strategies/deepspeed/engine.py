@@ -225,7 +225,6 @@ class DeepSpeed(Strategy):
     Source: https://arxiv.org/abs/1910.02054
     """
 
-    name = "deepspeed"
     prepares_together = "_prepare_deepspeed"
 
     # -- prepare -------------------------------------------------------------------------------------------------

@@ -29,7 +29,6 @@ class MegatronLM(Strategy):
     Source: https://arxiv.org/abs/1909.08053, https://arxiv.org/abs/2104.04473
     """
 
-    name = "megatron"
     prepares_together = "_prepare_megatron_lm"
 
     # -- prepare -------------------------------------------------------------------------------------------------
