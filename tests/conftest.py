@@ -3,6 +3,7 @@
 import gc
 import os
 import shutil
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import warm
+from warm import server
 
 
 @pytest.hookimpl(tryfirst=True)  # xdist reads the marks in its own
@@ -51,9 +53,18 @@ def pytest_configure(config: pytest.Config) -> None:
         import hosted
 
         hosted.install()
-    warm.start(
-        replace=not getattr(config.option, "numprocesses", None)
-    )  # workers of xdist are started with `sys.executable`
+    workers = getattr(config.option, "numprocesses", None)
+    warm.start(replace=not workers)
+    if workers and warm.worker():
+        config.option.tx = [f"popen//python={warm.worker()}"] * workers
+
+
+def pytest_collection_finish() -> None:
+    """Let forks of this process be quick: imports leave a million objects and half a gigabyte."""
+    gc.collect()
+    gc.freeze()
+    if sys.platform.startswith("linux"):
+        server.use_huge_pages()
 
 
 def pytest_unconfigure() -> None:

@@ -24,7 +24,7 @@ _ONE_THREAD["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # of pyarrow's 
 SERVERS = {"torch": _ONE_THREAD, "transformers": {**_ONE_THREAD, "HF_HUB_OFFLINE": "1"}}
 # The folder of the stand-in of this test run: processes of pytest-xdist inherit the variable.
 FOLDER = "WARM_FOLDER"
-REAL = sys.executable
+REAL = os.environ.get("WARM_REAL", sys.executable)
 _client: dict = {"__name__": "client"}
 exec(compile((HERE / "client.py").read_text(), str(HERE / "client.py"), "exec"), _client)
 _servers: list[tuple[subprocess.Popen, socket.socket]] = []
@@ -35,13 +35,18 @@ def start(replace: bool = True) -> None:
     if os.environ.get("WARM") == "0" or not sys.platform.startswith("linux"):
         return
     if FOLDER not in os.environ:
-        os.environ[FOLDER] = tempfile.mkdtemp(prefix="warm_")
+        os.environ[FOLDER], os.environ["WARM_REAL"] = tempfile.mkdtemp(prefix="warm_"), REAL
         folder = Path(os.environ[FOLDER])
         _write_client(folder)
         for name in SERVERS:
             _begin(folder, name)
     if replace:
         sys.executable = str(Path(os.environ[FOLDER], "python"))
+
+
+def worker() -> str:
+    """Return the stand-in that starts a worker of pytest-xdist, from the server that has imported most; "" where nothing is warm."""
+    return os.path.join(os.environ[FOLDER], "worker") if FOLDER in os.environ else ""
 
 
 def stop() -> None:
@@ -53,6 +58,7 @@ def stop() -> None:
             sys.stderr.write(Path(os.environ[FOLDER], f"{server.args[2]}.err").read_text())
     if _servers:
         shutil.rmtree(os.environ.pop(FOLDER), ignore_errors=True)
+        del os.environ["WARM_REAL"]
         _servers.clear()
 
 
@@ -86,6 +92,6 @@ def _write_client(folder: Path) -> None:
     text = (HERE / "client.py").read_text()
     before, after = text.split("\n\n# Read when", 1)
     values = "".join(f"\n{name} = {value!r}" for name, value in facts.items())
-    for name in ("python", "python3"):
+    for name in ("python", "python3", "worker"):
         (folder / name).write_text(f"#!{REAL} -IS\n{before}{values}\n\n# Read when{after}")
         (folder / name).chmod(0o755)

@@ -91,7 +91,8 @@ def connect():
     if os.environ.get("WARM") == "0" or fixed(os.environ) != FIXED or spaces() != SPACES:
         return None
     task = parse(sys.argv[1:])
-    name = task and server_for(*task[1:])
+    folder, called = os.path.split(sys.argv[0])
+    name = task and ("transformers" if called == "worker" else server_for(*task[1:]))
     if not name:
         return None
     try:
@@ -99,7 +100,7 @@ def connect():
         files = [fd for fd in files if fd < 3 and is_open(fd) or fd > 2 and is_open(fd) and os.get_inheritable(fd)]
         request = {
             "task": task, "files": files, "variables": dict(os.environ), "folder": os.getcwd(), "parent": os.getppid(),
-            "client": os.getpid(), "executable": sys.argv[0], "umask": os.umask(0),
+            "client": os.getpid(), "executable": os.path.join(folder, called.replace("worker", "python")), "umask": os.umask(0),
             "affinity": list(os.sched_getaffinity(0)),
             "limits": [(name, resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))) for name in LIMITS],
             "blocked": [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])],

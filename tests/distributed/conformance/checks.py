@@ -18,7 +18,7 @@ from distributed.conformance.training import Run, accelerator_for, tensors_apart
 from distributed.scripts.expect import warned
 from distributed.scripts.harness import everywhere, shared_folder
 
-STEPS, FEW = 20, 3
+STEPS, FEW = 8, 3
 # bf16 has 8 bits of mantissa: losses of about 3.5 agree to two digits, clipped AdamW steps of at most RATE to a few of them.
 # Bytes of a bucket of weights, in which several small tensors fit, and the names of which one comes.
 BUCKET, TIED = 2000, {"head.weight", "words.weight"}
@@ -26,7 +26,7 @@ BF16_LOSS, BF16_WEIGHT = 0.05, 4 * FEW * zoo.RATE
 
 
 def equals_one_process(strategy: Strategy) -> list[str]:
-    """Twenty steps with accumulation, clipping and a schedule equal those of one process on the whole batch."""
+    """Eight steps with accumulation, clipping and a schedule equal those of one process on the whole batch."""
     run = Run(strategy, STEPS)
     expected = zoo.reference(STEPS, strategy.groups)
     assert min(expected.norms) > zoo.MAX_NORM, "the norm does not bite"

@@ -13,9 +13,12 @@ def wait_and_kill(folder, draw, kill, runs):
         time.sleep(0.002)
     time.sleep(draw.uniform(0, 0.4))
     if draw.random() < 0.7:
-        while runs() and not any(seen.glob(".saving_*/checkpoint-*")):
-            time.sleep(0.0005)
-        time.sleep(draw.uniform(0, 0.06))
+        delay, amid = draw.uniform(0, 0.06), False
+        while runs() and not amid:
+            while runs() and not any(seen.glob(".saving_*/checkpoint-*")):
+                time.sleep(0.0005)
+            time.sleep(delay)
+            amid, delay = any(seen.glob(".saving_*")), delay / 2  # that save may have ended: sooner in the next one
     in_save = any(seen.glob(".saving_*"))
     kill()
     return in_save
