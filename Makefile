@@ -10,8 +10,8 @@ PEER   := .cache/peer/1.15.0
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 PYTEST := $(BIN)/python -m pytest
-# Tests run in this many processes at a time; 0 runs them in pytest's own.
-WORKERS ?= 2
+# Tests run in this many processes at a time; 0 runs them in pytest's own. One more than two cores, since tests wait for processes.
+WORKERS ?= 3
 # A test that stands still fails after this many seconds, with the stacks of its threads, and the others go on.
 LIMIT_S ?= 300
 # The releases that src/transformers_patch/registry.py says it is tested with, each in an environment of its own.
