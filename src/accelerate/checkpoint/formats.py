@@ -166,7 +166,7 @@ def write_weights(
 
 
 def replace_weights(
-    folder: Path, tensors: Mapping[str, torch.Tensor], pattern: str, limit: int, **options: Any
+    folder: Path, tensors: Mapping[str, torch.Tensor], pattern: str, limit: int = sys.maxsize, **options: Any
 ) -> dict[str, FileEntry]:
     """Write weights aside, and let them replace those of the same pattern; at no moment do old and new files mix.
 

@@ -3,7 +3,6 @@
 import copy
 import itertools
 import logging
-import math
 import os
 import tempfile
 from collections import OrderedDict
@@ -380,7 +379,5 @@ def _write_adapter(inner: Any, adapter: str, tensors: dict[str, torch.Tensor], f
     path = Path(folder, _ADAPTER)
     if path.exists() and path.read_bytes() != text:  # of another adapter, whose weights go
         path.unlink()
-    formats.replace_weights(
-        folder, clean_state_dict_for_safetensors(tensors), "adapter_model{suffix}.safetensors", math.inf
-    )
+    formats.replace_weights(folder, clean_state_dict_for_safetensors(tensors), "adapter_model{suffix}.safetensors")
     formats.write_bytes(path, text)
