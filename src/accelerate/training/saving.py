@@ -206,9 +206,9 @@ def _collect(
     if state_io.saves_shards:
         states = [{} for _ in accelerator._models]
     for index, state in enumerate(states):
-        state_io.save_model(accelerator, state, plan, index, **options)  # type: ignore[arg-type]  # a SavePlan
+        state_io.save_model(accelerator, state, plan, index, **options)
     for index, optimizer in enumerate(accelerator._optimizers):
-        state_io.save_optimizer(accelerator, optimizer, plan, index, save_on_each_node=each_node)  # type: ignore[arg-type]  # a SavePlan
+        state_io.save_optimizer(accelerator, optimizer, plan, index, save_on_each_node=each_node)
     known = names_file(accelerator._optimizers, accelerator._models)
     if known is not None and plan.writes_shared:
         plan.add_bytes(PARAMETER_NAMES, known)
