@@ -47,7 +47,7 @@ def _accept(folder: str) -> list[str]:
     for name in sorted(present | former.keys()):
         known = former.get(name)
         if name not in present:
-            lines.append(manifest.difference(name, known.size, None))
+            lines.append(manifest.difference(name, former[name].size, None))
             continue
         if known is None and not manifest.is_checkpoint_file(name.split("/")[0]):
             continue  # the user's own

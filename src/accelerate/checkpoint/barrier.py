@@ -128,9 +128,11 @@ class SaveBarrier:
         self.in_background = store is not None or self.world_size == 1
         self._group, self._leader = group, 0
         self._site, self._reported, self._failed, self._given_up = "", False, False, False
-        self._origin = store if self.world_size > 1 else None
+        self._origin: Any = store if self.world_size > 1 else None
         # From `begin` on: the keys of all barriers, those of this one and those of its round, by a connection of their own.
-        self._store = self._keys = self._round = None
+        self._store: Any = None
+        self._keys: dist.Store
+        self._round: dist.Store
         self._number, self._round_number, self._ticket, self._problems = -1, -1, 0, 0
         self._connection: Any = None
         self._leaving = self.world_size  # all ranks, or those that called where others never will
@@ -142,7 +144,7 @@ class SaveBarrier:
         hang.watch(self._origin, self.rank, self.world_size)
         self._site = hang.call_site()
         machine, local_rank = socket.gethostname(), self._group.local_rank
-        call = {"kind": self.kind, "location": self.location, "site": self._site, "name": self.name}
+        call: Note = {"kind": self.kind, "location": self.location, "site": self._site, "name": self.name}
         call |= {"scope": machine if self._group.each_node else "", "leads": machine if local_rank == 0 else None}
         usual = self.rank - local_rank  # most launchers give each machine a block of ranks
         if self._origin is None:
@@ -151,8 +153,8 @@ class SaveBarrier:
             leaders = [rank for rank, one in enumerate(calls) if one["leads"] == machine]
         else:
             problem = self._join(call)
-            leaders = [_read(self._store, f"leads/{machine}/{usual}"), _read(self._store, f"leads/{machine}")]
-            leaders = [rank for rank in leaders if rank is not None]
+            stored = [_read(self._store, f"leads/{machine}/{usual}"), _read(self._store, f"leads/{machine}")]
+            leaders = [rank for rank in stored if rank is not None]
         if problem is not None:
             self.leave()
             raise CollectiveMisuse(problem)
@@ -182,8 +184,9 @@ class SaveBarrier:
         if "texts" in outcome or self.rank == root:
             return json.loads(outcome.get("texts", {root: text})[root])
         known = _read(self._store, key.format(root)) if outcome["flags"] else None
-        is_new = known is not None and known[:2] == [self.name, self._round_number]
-        return json.loads(known[2]) if is_new else None
+        if known is None or known[:2] != [self.name, self._round_number]:
+            return None
+        return json.loads(known[2])
 
     def any_of(self, flag: bool, problem: BaseException | None = None) -> bool:
         """Say whether the flag of any rank is true, or raise what `share` raises. All ranks."""
@@ -191,12 +194,14 @@ class SaveBarrier:
 
     def count_of(self, flag: bool, problem: BaseException | None = None) -> int:
         """Return on how many ranks the flag is true, or raise what `share` raises. All ranks."""
-        return self._synchronize(bool(flag), problem)["flags"]
+        count: int = self._synchronize(bool(flag), problem)["flags"]
+        return count
 
     def smallest(self, number: int) -> int:
         """Return the smallest of the numbers of all ranks."""
         if self._store is None:
-            return min(self._gather(number))
+            numbers: list[int] = self._gather(number)
+            return min(numbers)
         key, known = f"{self._round_number + 1}/smallest", ""
         while (known := self._keys.compare_set(key, known, str(number)).decode()) and int(known) > number:
             continue  # seldom more than once: ranks have the same number, as a rule
@@ -269,7 +274,8 @@ class SaveBarrier:
                 self._store.compare_set("round", str(self._number), str(self._number + 1))
                 if self._ticket <= outcome["come"]:
                     self._leaving = outcome["come"]
-                    return outcome["problem"]
+                    problem: str | None = outcome["problem"]
+                    return problem
                 # The others decided while this rank came in. If they have also left, the keys are its own.
                 if not outcome["come"]:
                     with contextlib.suppress(RuntimeError):  # a store that cannot delete
@@ -335,8 +341,9 @@ class SaveBarrier:
         while True:
             time.sleep(min(waited_s / 10, _LONGEST_PAUSE_S))
             # Looked for first: a read of what is not there yet would wake those that wait for it.
-            if self._round.check(["outcome"]) and (known := _read(self._round, "outcome")) is not None:
-                return known
+            outcome: Note | None = _read(self._round, "outcome") if self._round.check(["outcome"]) else None
+            if outcome is not None:
+                return outcome
             waited_s = time.monotonic() - began
             if waited_s < (_DEPUTY * after_s if is_deputy else after_s):
                 continue
@@ -358,7 +365,8 @@ class SaveBarrier:
 
     def _decide(self, outcome: Note) -> Note:
         """Write the outcome of the round, unless another rank has; return what holds."""
-        return json.loads(self._round.compare_set("outcome", "", json.dumps(outcome)))
+        decided: Note = json.loads(self._round.compare_set("outcome", "", json.dumps(outcome)))
+        return decided
 
     def _store_problem(self, error: RuntimeError) -> str:
         call = f"{self.kind}({self.location!r}) at {self._site}: the "

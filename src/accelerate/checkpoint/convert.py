@@ -20,9 +20,10 @@ import torch
 from accelerate.base.constants import FSDP_MODEL_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from accelerate.checkpoint import formats, layouts, manifest, model_io, optimizers, state, zero
 from accelerate.checkpoint.inspect import all_files
-from accelerate.checkpoint.layouts import Found, Kind
+from accelerate.checkpoint.layouts import Found
 from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, FileEntry, Manifest, damaged, problems
 from accelerate.checkpoint.object_store import storage_of
+from accelerate.checkpoint.state import Kind
 from accelerate.checkpoint.storage import CheckpointStatus, CheckpointStorage, LocalStorage
 from accelerate.modules.unwrap import canonical_name
 from accelerate.offload.tensors import convert_file_size_to_int
@@ -96,14 +97,14 @@ def _storable(stored: "CheckpointReader", dtype: torch.dtype | None = None) -> d
         return dtype if dtype is not None and value.is_floating_point() else value.dtype
 
     def read(name: str) -> torch.Tensor:
-        value = stored.read(values[name])
-        if value.dtype is dtype_of(value):
+        value: torch.Tensor = stored.read(values[name])
+        if value.dtype is (wanted := dtype_of(value)):
             return value
         if value.dtype.itemsize == 1:  # torch can do little else with these
             value = value.float()
-        made = value.to(dtype)
+        made = value.to(wanted)
         if not torch.equal(torch.isinf(made), torch.isinf(value)):
-            raise ValueError(f"{name!r} has values that {formats.DTYPE_NAMES[dtype]} cannot hold; use another dtype.")
+            raise ValueError(f"{name!r} has values that {formats.DTYPE_NAMES[wanted]} cannot hold; use another dtype.")
         return made
 
     tensors = {}

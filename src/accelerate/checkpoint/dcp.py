@@ -57,21 +57,22 @@ class CheckpointReader:
     Attributes:
         origin: the folder or file, for messages.
         state: nested; in a folder of shards, each tensor is a placeholder on the meta device; in files, it is mapped.
-        reader: reads the tensors of the state that have a key; None if there is nothing more to read.
+        reader: reads the tensors of the state that have a key, the attribute ``stored_key``.
         aliases: names of tensors that are stored under another name, to that name.
         folder: compares what is read of shards with its digests; None where there are none.
     """
 
     origin: str
     state: Any
-    reader: "dcp.StorageReader | FullTensors | None" = None
-    metadata: Metadata | None = None
+    reader: "dcp.StorageReader | FullTensors"
+    metadata: Metadata
     aliases: Mapping[str, str] = field(default_factory=dict)
     folder: CheckpointFolder | None = None
     _wanted: dict[str, Any] = field(default_factory=dict)
     _over: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     _later: Callable[[], Any] | None = None
     _reading: Any = field(default_factory=threading.Lock)
+    _files: "_HeldFiles" = field(default_factory=lambda: _HeldFiles())
 
     @classmethod
     def in_folder(cls, path: durable.Path, folder: CheckpointFolder | None = None) -> "CheckpointReader":
@@ -80,11 +81,12 @@ class CheckpointReader:
             folder.check([METADATA], below=os.path.basename(path))
         metadata = read_metadata(path, folder)
         reader = dcp.FileSystemReader(path)
-        reader.fs = _HeldFiles()
-        reader.set_up_storage_reader(metadata, True)
         stored = cls(os.fspath(path), None, reader, metadata, folder=folder)
+        reader.fs = stored._files
+        reader.set_up_storage_reader(metadata, True)
         with _damage_named(stored.origin):
-            values, paths = {}, {}
+            values: dict[str, Any] = {}
+            paths: dict[str, Any] = {}
             for key, spec in metadata.state_dict_metadata.items():
                 paths[key] = metadata.planner_data.get(key, (key,))
                 values[key] = None
@@ -103,9 +105,10 @@ class CheckpointReader:
         reader = FullTensors()
         return cls(origin, mapped_leaves(state, reader.add), reader, Metadata(reader.specs), aliases)
 
-    def into(self, value: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+    def into(self, value: Any, memory: torch.Tensor) -> torch.Tensor:
         """Let `fill` read a tensor of the state into memory, plain or this rank's shards, and return that."""
-        return self._wanted.setdefault(value.stored_key, memory)
+        memory = self._wanted.setdefault(value.stored_key, memory)
+        return memory
 
     def allocate(self, value: Any) -> Any:
         """Return a part of the state, of any nesting, in which placeholders are memory that `fill` reads into."""
@@ -116,7 +119,7 @@ class CheckpointReader:
 
         return mapped_leaves(value, in_memory)
 
-    def over(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def over(self, pairs: Iterable[tuple[Any, torch.Tensor]]) -> None:
         """Let `finish` read tensors of the state over what memory has: pairs of a tensor and memory."""
         for value, memory in pairs:
             self._over.setdefault(value.stored_key, []).append(memory)
@@ -153,7 +156,7 @@ class CheckpointReader:
         self._later = partial(self.reader.read_data, plan, planner)
         with _damage_named(self.origin):
             for file in files:
-                self.reader.fs.hold(os.path.join(self.origin, file))
+                self._files.hold(os.path.join(self.origin, file))
 
     def _read_now(self, wanted: dict[str, Any]) -> None:
         plan, planner, _ = self._planned(wanted)
@@ -179,7 +182,8 @@ class CheckpointReader:
         """Return some elements of a tensor of the state, read; of one that ranks have parts of, no more is read."""
         if isinstance(self.reader, FullTensors) and hasattr(value, "stored_key"):
             return self.reader.flat(value.stored_key, start, start + count)
-        return self.read(value).flatten()[start : start + count]
+        tensor: torch.Tensor = self.read(value)
+        return tensor.flatten()[start : start + count]
 
     def read(self, value: Any) -> Any:
         """Return a part of the state, read. Any thread: torch writes several files in as many threads."""
@@ -243,11 +247,13 @@ class FullTensors:
 
     def join(self, read: Callable[[int, int], torch.Tensor], shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return a placeholder for a tensor of which `read` returns the elements from one number to another, flat."""
-        return self.add(torch.empty(shape, dtype=dtype, device="meta"), read)
+        placeholder: torch.Tensor = self.add(torch.empty(shape, dtype=dtype, device="meta"), read)
+        return placeholder
 
     def add(self, value: Any, read: Callable[[int, int], torch.Tensor] | None = None) -> Any:
         """Give a tensor a key, once; other values stay as they are."""
-        if isinstance(value, torch.Tensor) and not hasattr(value, "stored_key"):
+        is_new = isinstance(value, torch.Tensor) and not hasattr(value, "stored_key")
+        if is_new:
             value.stored_key = str(len(self._tensors))
             self._tensors[value.stored_key] = read or value
             chunk = dcp.metadata.ChunkStorageMetadata(torch.Size([0] * value.dim()), value.shape)
@@ -466,17 +472,18 @@ class _SavePlanner(dcp.DefaultSavePlanner):
 
     def create_global_plan(self, all_plans: list[dcp.SavePlan]) -> tuple[list[dcp.SavePlan], Metadata]:
         kept = self._plans
-        if any(plan != _AS_BEFORE for plan in all_plans):
-            pairs = zip(all_plans, kept.every or [None] * len(all_plans), strict=True)
-            every = [before if plan == _AS_BEFORE else plan for plan, before in pairs]
+        if kept.metadata is None or any(plan != _AS_BEFORE for plan in all_plans):
+            every = [kept.every[rank] if plan == _AS_BEFORE else plan for rank, plan in enumerate(all_plans)]
             all_plans, metadata = super().create_global_plan(_shared_out(every))
             kept.every, kept.metadata = every, metadata
         return all_plans, copy.copy(kept.metadata)  # which gets the places of this save
 
     def finish_plan(self, new_plan: dcp.SavePlan) -> dcp.SavePlan:
-        if new_plan.planner_data != _AS_BEFORE.planner_data:  # the writer has put its name for files into it
-            self._plans.own, self._plans.final = self._own, new_plan
-        return super().finish_plan(self._plans.final)
+        kept = self._plans
+        # The writer has put its name for files into a new plan.
+        if kept.final is None or new_plan.planner_data != _AS_BEFORE.planner_data:
+            kept.own, kept.final = self._own, new_plan
+        return super().finish_plan(kept.final)
 
     def lookup_object(self, index: Any) -> Any:
         found = super().lookup_object(index)

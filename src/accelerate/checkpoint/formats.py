@@ -9,9 +9,9 @@ import contextlib
 import copy
 import io
 import json
-import math
 import os
 import re
+import sys
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
@@ -97,7 +97,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     tensor = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     if tensor.numel() == 0:
         return memoryview(b"")
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def refuse_unreadable(path: Path) -> None:
@@ -137,7 +137,7 @@ def write_weights(
     folder: Path,
     tensors: Mapping[str, torch.Tensor],
     pattern: str,
-    limit: float = math.inf,
+    limit: int = sys.maxsize,
     aliases: Mapping[str, str] | None = None,
     read: Callable[[str], torch.Tensor] | None = None,
 ) -> dict[str, FileEntry]:
@@ -147,7 +147,7 @@ def write_weights(
     """
     from huggingface_hub import split_torch_state_dict_into_shards
 
-    split = split_torch_state_dict_into_shards(tensors, filename_pattern=pattern, max_shard_size=limit)
+    split = split_torch_state_dict_into_shards(dict(tensors), filename_pattern=pattern, max_shard_size=limit)
     one = pattern.format(suffix="")
     entries, where = {}, dict(split.tensor_to_filename)
     for file, names in (split.filename_to_tensors or {one: []}).items():
@@ -166,7 +166,7 @@ def write_weights(
 
 
 def replace_weights(
-    folder: Path, tensors: Mapping[str, torch.Tensor], pattern: str, limit: float, **options: Any
+    folder: Path, tensors: Mapping[str, torch.Tensor], pattern: str, limit: int = sys.maxsize, **options: Any
 ) -> dict[str, FileEntry]:
     """Write weights aside, and let them replace those of the same pattern; at no moment do old and new files mix.
 

@@ -70,7 +70,7 @@ def adapter_entries(model: nn.Module, state: Mapping[str, Any], adapter: str | N
     """
     from peft import get_peft_model_state_dict
 
-    inner = extract_model_from_parallel(model, keep_torch_compile=False)
+    inner: Any = extract_model_from_parallel(model, keep_torch_compile=False)
     # Of a wrapper and what it wraps the latter, which comes last.
     inside = {canonical_name(name): name for name, _ in inner.named_modules()}
     steps = {name: canonical_name(name).rpartition(".") for name in state}

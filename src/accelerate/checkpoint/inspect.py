@@ -155,6 +155,8 @@ def header_of(path: str) -> dict[str, TensorEntry]:
 
 def tensors_of_shards(folder: str) -> dict[str, TensorEntry]:
     """Return the tensors of a folder of shards, by name, without reading them; may raise DamagedCheckpoint."""
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
     from accelerate.checkpoint.dcp import read_metadata
     from accelerate.checkpoint.formats import tensor_entry
 
@@ -165,7 +167,7 @@ def tensors_of_shards(folder: str) -> dict[str, TensorEntry]:
     return {
         ".".join(map(str, paths[key][int(together) :])): tensor_entry(value.size, value.properties.dtype)
         for key, value in metadata.state_dict_metadata.items()
-        if hasattr(value, "size")
+        if isinstance(value, TensorStorageMetadata)
     }
 
 

@@ -88,11 +88,13 @@ class Found:
 
         return zero.stored(path, self.kind, folder)
 
-    def read(self, **options: Any) -> tuple[str, dict[str, Any], dict[str, str]]:
+    def read(self, **options: Any) -> tuple[str, dict[str, Any], Mapping[str, str]]:
         """Return where a full layout lies, what it holds, mapped, and the names of tensors stored under another name, to that name."""
-        folder, files, aliases = load.with_manifest(self.folder), self.files(), {}
+        folder, files = load.with_manifest(self.folder), self.files()
         folder.check([self.name, *files, manifest.PARAMETER_NAMES])
-        origin, state = os.path.join(folder, files[0]) if len(files) == 1 else folder, {}
+        origin = os.path.join(folder, files[0]) if len(files) == 1 else folder
+        state: dict[str, Any] = {}
+        aliases: dict[str, str] = {}
         for file in files:
             held = load.read_file(folder, file, mapped=True, **options)
             if not isinstance(held, Mapping):
@@ -113,9 +115,9 @@ class Found:
         durable.require_file(path)
         with open(path, "rb") as file:
             listed = sorted(manifest.weight_map(file.read(), path))
-        for file in listed:
-            if not os.path.isfile(os.path.join(self.folder, file)):
-                raise DamagedCheckpoint(f"{path} lists {file!r}, which is missing.")
+        for name in listed:
+            if not os.path.isfile(os.path.join(self.folder, name)):
+                raise DamagedCheckpoint(f"{path} lists {name!r}, which is missing.")
         return listed
 
     def has(self, file: str) -> bool:
@@ -171,6 +173,7 @@ def _engine(files: Collection[str], kind: Kind, index: int) -> str | None:
 
 def find(folder: Path, kind: Kind, index: int = 0, prefer: Layout | None = None) -> Found | None:
     """Return where a model or optimizer lies, in the preferred layout if there are several. Any rank, alone."""
+    files: Collection[str]
     if isinstance(folder, CheckpointFolder) and folder.listing.files:
         files, name = folder.listing.files, usual_names(kind, index)[0]
     else:
@@ -222,7 +225,8 @@ def unreadable(folder: Path) -> list[str]:
 
 def is_extra(name: str) -> bool:
     """Say whether a name is that of a module's extra state, which may be anything."""
-    return name.rpartition(".")[2] == torch_private.EXTRA_STATE_KEY_SUFFIX
+    suffix: str = torch_private.EXTRA_STATE_KEY_SUFFIX
+    return name.rpartition(".")[2] == suffix
 
 
 def model_values(stored: "CheckpointReader") -> dict[str, Any]:
@@ -301,7 +305,7 @@ def misfits(
     """Return a line for each way in which stored values, as `matched` returns them, are not what a model has."""
     lines = []
     for name, value in found.items():
-        if isinstance(own[name], nn.parameter.UninitializedTensorMixin):
+        if nn.parameter.is_lazy(own[name]):
             continue
         shapes = [tuple(one.size()) if isinstance(one, torch.Tensor) else "no tensor" for one in (value, own[name])]
         if shapes[0] != shapes[1] and not is_extra(name):
@@ -316,7 +320,8 @@ def read_like(own: torch.Tensor, value: torch.Tensor, stored: "CheckpointReader"
         return None
     if is_distributed_tensor(own):
         return stored.into(value, state.empty_on_host_like(own, value.dtype))
-    return stored.allocate(value)
+    memory: torch.Tensor = stored.allocate(value)
+    return memory
 
 
 # -- saving and loading what is spread over ranks ----------------------------------------------------------------------

@@ -320,7 +320,7 @@ class Contents:
     dataloaders: list[tuple[Any, Any, dict[str, Any] | None]] = field(default_factory=list)
     saved_loaders: int = 0
     unclaimed: list[str] = field(default_factory=list)
-    schedule_units: list[list[int]] | None = None
+    schedule_units: list[int] | None = None
     changed_schedules: list[str] = field(default_factory=list)
     random: dict[str, Any] | None = None
     is_new: bool = False
@@ -452,11 +452,9 @@ def _load_by_name(model: Any, state: dict[str, Any], options: dict[str, Any]) ->
         every = *model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)
         for name, tensor in every:
             own[name] = tensor.detach()
-    pairs, plain = [], not options.get("assign")
-    for name, value in state.items():
-        pairs.append((own.get(name), value))
-        plain = plain and type(pairs[-1][0]) is type(value) is torch.Tensor
-    if plain:
+    pairs = [(own[name], value) for name, value in state.items() if name in own]
+    plain = not options.get("assign") and len(pairs) == len(state)
+    if plain and all(type(target) is type(value) is torch.Tensor for target, value in pairs):
         copy_over(pairs)
     else:
         model.load_state_dict(in_memory(state) if options.get("assign") else state, **options)

@@ -109,7 +109,7 @@ def _local(value: Any) -> Any:
         return value.to_local() if hasattr(value, "to_local") else value
 
 
-def _is_even(value: torch.Tensor) -> bool:
+def _is_even(value: Any) -> bool:
     """Say whether a tensor is whole, or its ranks have equal numbers of its rows, in their order."""
     placements = getattr(value, "placements", ())
     shards = [dim for dim, placement in enumerate(placements) if not placement.is_replicate()]
@@ -122,7 +122,8 @@ def _spread_as(value: Any, part: torch.Tensor, shape: torch.Size) -> torch.Tenso
     """Return this rank's part of a tensor of some shape, with the placements of another."""
     if not hasattr(value, "to_local"):
         return part
-    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    return type(value).from_local(
-        part, value.device_mesh, value.placements, run_check=False, shape=shape, stride=tuple(strides)
+    strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    spread: torch.Tensor = type(value).from_local(
+        part, value.device_mesh, value.placements, run_check=False, shape=shape, stride=strides
     )
+    return spread

@@ -277,7 +277,8 @@ class Manifest:
 
         DamagedCheckpoint if a part is not what the manifest says.
         """
-        found, of_ranks = {}, {}
+        found: dict[str, FileEntry] = {}
+        of_ranks: dict[int, list[str]] = {}
         for name in names:
             found[name] = self.files[name]
             of_ranks.setdefault(found[name].rank, []).append(name)
@@ -445,10 +446,10 @@ def _checked(
                 if key in required:
                     raise ValueError(f"{place}there is no {key}")
                 continue
-            inside: Iterable[Any] = (value,)
-            if inner and type(value) is kind:
-                inside = value.values() if kind is dict else value
             fits = type(value) is kind
+            inside: Iterable[Any] = (value,)
+            if inner and fits:
+                inside = value.values() if kind is dict else value
             for one in inside:
                 fits = fits and type(one) is (inner[0] if inner else kind) and (type(one) is not int or one >= 0)
             if not fits:
@@ -476,9 +477,7 @@ def _entries(files: Mapping[str, Any]) -> dict[str, FileEntry]:
                 tensors = _checked(values["tensors"], _TENSOR, _TENSOR)
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
-            values["tensors"] = tensors
-            for key, one in tensors.items():
-                tensors[key] = TensorEntry(tuple(one["shape"]), one["dtype"])
+            values["tensors"] = {key: TensorEntry(tuple(one["shape"]), one["dtype"]) for key, one in tensors.items()}
         found[name] = FileEntry(**values)
     return found
 

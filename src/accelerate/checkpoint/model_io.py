@@ -168,7 +168,8 @@ def io_of(model: nn.Module) -> ModelIO:
 @functools.cache
 def _loaded(address: str) -> ModelIO:
     module, _, name = address.partition(":")
-    return getattr(importlib.import_module(module), name)()
+    model_io: ModelIO = getattr(importlib.import_module(module), name)()
+    return model_io
 
 
 def is_models_memory(state: ModelState, model: nn.Module) -> bool:
@@ -202,10 +203,10 @@ def collected(entries: Entries, model: nn.Module, everywhere: bool = False) -> d
 # -- optimizers ---------------------------------------------------------------------------------------------------------
 
 
-def inner_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return torch's optimizer out of what wraps it."""
-    while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
-        optimizer = optimizer.optimizer
+    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = inner
     return optimizer
 
 

@@ -32,15 +32,9 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from accelerate.checkpoint import folders, manifest
+from accelerate.checkpoint.folders import warned
 from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, Manifest, UnreadableManifest, damaged, files_below
-from accelerate.checkpoint.storage import (
-    ABANDONED_S,
-    CheckpointStorage,
-    FileStat,
-    LocalStorage,
-    refuse_unfinished,
-    warned,
-)
+from accelerate.checkpoint.storage import ABANDONED_S, CheckpointStorage, FileStat, LocalStorage, refuse_unfinished
 from accelerate.runtime.durable import HashedFile, Sink, each, hashed, is_inside
 
 # A reader begins anew when the checkpoint is replaced under its hands; that a third replaces the second meanwhile is no accident.
@@ -114,7 +108,7 @@ class ObjectStore(CheckpointStorage):
             raise UnreadableManifest(f"{url} names the generation {repr(generation)[:80]}, which is none")
         return _Published(listing, generation, text)
 
-    def entries(self) -> list[CheckpointStorage]:
+    def entries(self) -> list["ObjectStore"]:
         """Return the folders that lie here, by name; hidden ones are left out. Those of the checkpoint are among them."""
         folders = {os.path.basename(path): path for path, stored in self._visible().items() if stored is None}
         shown = [name for name in sorted(folders) if not name.startswith(".") and not _GENERATION.fullmatch(name)]
@@ -175,8 +169,9 @@ class ObjectStore(CheckpointStorage):
         if self._listing is None:
             return self.fetch(), None
         for name in self._listing.files:
-            os.makedirs(os.path.dirname(self._path(name)), exist_ok=True)
-            with open(self._path(name), "ab"):
+            path = os.path.join(folder, name)
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            with open(path, "ab"):
                 pass
         return folder, replace(self._listing, mark=manifest.mark(folder))
 
@@ -199,6 +194,8 @@ class ObjectStore(CheckpointStorage):
 
     def _get(self, file: tuple[str, int]) -> str | None:
         """Download a file unless it is there already, one rank of the node at a time."""
+        if self.fetched is None:
+            raise RuntimeError(f"Nothing of {self.location!r} has been fetched here: call fetch first.")
         (name, size), (folder, generation) = file, self.fetched
         path, partial, lock = (os.path.join(root, name) for root in (folder, f"{folder}_partial", f"{folder}_locks"))
         for place in (path, partial, lock):
@@ -215,9 +212,6 @@ class ObjectStore(CheckpointStorage):
                 return manifest.difference(name, size, found)
             os.replace(partial, path)
         return None
-
-    def _path(self, name: str) -> str:
-        return os.path.join(self.fetched[0], name)
 
     def release(self) -> None:
         """Remove what `fetch` made for this process."""
@@ -268,6 +262,8 @@ class ObjectStore(CheckpointStorage):
 
         If it raises OSError, or DamagedCheckpoint for objects that are not whole, what was here before stays.
         """
+        if self._staged is None:
+            raise RuntimeError(f"Nothing is staged for {self.location!r}: call stage first.")
         listing = Manifest.read(self._staged.name)
         self.upload(self._staged.name)
         found = _differences(listing, self._objects.below(str(self.generation)))
@@ -377,7 +373,8 @@ class _Objects:
         try:
             from fsspec.core import url_to_fs
 
-            return url_to_fs(self.location)
+            system_and_path: tuple[Any, str] = url_to_fs(self.location)
+            return system_and_path
         except ImportError as error:
             command = 'pip install "accelerate[object-stores]", and the package of the store, such as s3fs or gcsfs'
             raise ImportError(f"{self.location!r} needs another package: {error}. Run {command}.") from error

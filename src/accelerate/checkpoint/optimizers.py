@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from accelerate.checkpoint import load, low_bit, manifest, model_io, state
-from accelerate.checkpoint.layouts import Found, Layout, Path, find, read_like, required
+from accelerate.checkpoint.layouts import Found, Path, find, read_like, required
 from accelerate.checkpoint.load import CheckpointFolder, Deferred
 from accelerate.checkpoint.manifest import DamagedCheckpoint
 from accelerate.checkpoint.model_io import io_of
-from accelerate.checkpoint.state import is_distributed_tensor, mapped_leaves, run_on_all_ranks
+from accelerate.checkpoint.state import Layout, is_distributed_tensor, mapped_leaves, run_on_all_ranks
 from accelerate.modules.unwrap import match_names
 
 if TYPE_CHECKING:
@@ -37,13 +37,14 @@ def read_names(folder: Path, index: int = 0) -> list[list[str]] | None:
         return None
     try:
         with open(path, encoding="utf-8") as file:
-            groups = json.load(file).get(str(index))
+            groups: Any = json.load(file).get(str(index))
     except (ValueError, AttributeError):
         groups = False
     is_listed = type(groups) is list and {list}.issuperset(map(type, groups))
     if groups is not None and not (is_listed and {str}.issuperset(map(type, itertools.chain(*groups)))):
         raise DamagedCheckpoint(f"{path} does not hold names for optimizer {index}.")
-    return groups
+    names: list[list[str]] | None = groups
+    return names
 
 
 # -- what is stored, and what is needed --------------------------------------------------------------------------------------------------------
@@ -267,7 +268,8 @@ def _fitted(goal: Target, name: str, values: Any, stored: "CheckpointReader") ->
 
     if not isinstance(values, Mapping):
         return mapped_leaves(values, fit)
-    fitted, later = {}, []
+    fitted: dict[Any, Any] = {}
+    later: list[tuple[torch.Tensor, torch.Tensor]] = []
     # In the optimizer's own order: that of shards depends on who wrote them.
     for key in dict.fromkeys((*present, *values)):
         if key not in values:
@@ -334,20 +336,18 @@ def read_full_optimizer(
 
     FileNotFoundError without a state, RuntimeError for that of other parameters, DamagedCheckpoint for bad shards.
     """
-    file = manifest.optimizer_file(index)
-    if os.path.exists(os.path.join(folder, file)):
-        found = Found(os.fspath(folder), file, "full", index, "optimizer")
-    elif (found := find(folder, "optimizer", index)) is not None:
-        file = found.name  # such as a Trainer's
+    found = Found(os.fspath(folder), manifest.optimizer_file(index), "full", index, "optimizer")
+    if not os.path.exists(os.path.join(folder, found.name)):
+        found = find(folder, "optimizer", index) or found  # such as a Trainer's
     model, groups = model_io.owner(optimizer, models)
     goal = None if model is None else target(optimizer, model, groups)
-    if found is None or found.layout == "full":
-        raw = load.read_file(folder, file, f"optimizer {index}", mapped=True, **options)
+    if found.layout == "full":
+        raw: Mapping[str, Any] = load.read_file(folder, found.name, f"optimizer {index}", mapped=True, **options)
         if not is_state(raw) or (not is_named(raw) and _has_own_numbers(raw, goal, folder, index)):
             return raw
     if goal is None:
         raise RuntimeError(
-            f"{file} in {os.fspath(folder)!r} names its parameters, and no prepared model has those of this optimizer. "
+            f"{found.name} in {found.folder!r} names its parameters, and no prepared model has those of this optimizer. "
             "Prepare the model, too."
         )
     return model_io.numbered(read_optimizer(goal, found.open(**options), found))
@@ -355,6 +355,8 @@ def read_full_optimizer(
 
 def _has_own_numbers(raw: Mapping[str, Any], goal: Target | None, folder: Path, index: int) -> bool:
     """Say whether the numbers in a state are the optimizer's own, as far as names tell it."""
-    order = None if goal is None else saved_names(os.fspath(folder), index, raw["param_groups"], goal.order)
+    if goal is None:
+        return True
+    order = saved_names(os.fspath(folder), index, raw["param_groups"], goal.order)
     counts = [len(group["params"]) for group in raw["param_groups"]]
     return order is None or (order == goal.order and counts == list(map(len, goal.groups)))

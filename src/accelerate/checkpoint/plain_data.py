@@ -61,6 +61,7 @@ def _leaves(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
     if kind in _PLAIN or id(value) in seen or (kind in _TENSORS and not vars(value)):
         return
     seen.add(id(value))
+    inside: list[tuple[str, Any]] | None = None
     if isinstance(value, np.generic) or kind is np.ndarray:
         inside = [] if value.dtype.kind in formats.NUMPY_KINDS else None
     elif kind in (datetime.datetime, datetime.time):
@@ -76,8 +77,6 @@ def _leaves(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
         inside += [(f"{path}[{key!r:.80}]", part) for key, part in value.items() if type(part) not in _PLAIN]
         if kind is collections.defaultdict:
             inside.append((f"{path}.default_factory", value.default_factory))
-    else:
-        inside = None
     if inside is None:
         yield path, value
         return

@@ -169,7 +169,7 @@ def plain_names(state_dict: Mapping[str, Any]) -> OrderedDict[str, Any]:
     state = plain(state_dict)
     if hasattr(state_dict, "_metadata"):
         # The entry of a compiled wrapper itself gives way to that of the module inside, which follows it.
-        state._metadata = plain(state_dict._metadata)
+        vars(state)["_metadata"] = plain(state_dict._metadata)
     return state
 
 
@@ -342,7 +342,8 @@ class Save:
             self.attempt(lambda: manifest.write_part(self.plan.folder, self.group.rank, files))
         if uploads:
             self.attempt(lambda: self.storage.upload(self.plan.folder))
-        return self._with_all_ranks(self.barrier.count_of, bool(files))
+        parts: int = self._with_all_ranks(self.barrier.count_of, bool(files))
+        return parts
 
     def _publish(self, files: dict[str, FileEntry], listed: dict[str, FileEntry], parts: int) -> None:
         if not self.storage.shared:  # other nodes have uploaded theirs
@@ -403,7 +404,9 @@ class HostBuffers:
     def copy(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
         """Return a copy of a storage; of an accelerator's it is complete after `synchronize`."""
         size, pinned = storage.nbytes(), storage.device.type == "cuda"
-        memory = self._take((size, pinned), lambda: torch.empty(size, dtype=torch.uint8, pin_memory=pinned))
+        memory: torch.Tensor = self._take(
+            (size, pinned), lambda: torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+        )
         dtype = torch.uint8 if size % 4 else torch.int32  # torch copies single bytes slower
         source = torch.empty(0, dtype=dtype, device=storage.device).set_(storage)
         memory.view(dtype).copy_(source, non_blocking=pinned)
@@ -414,10 +417,9 @@ class HostBuffers:
     def shell(self, value: torch.Tensor) -> torch.Tensor:
         """Return a DTensor or ShardedTensor of the host with a value's knowledge of the whole, and memory that is not filled."""
         spread = [getattr(value, name, None) for name in ("device_mesh", "placements")]
-        return self._take(
-            (type(value), *spread, value.size(), value.dtype, local_part(value).shape),
-            lambda: empty_on_host_like(value),
-        )
+        key = type(value), *spread, value.size(), value.dtype, local_part(value).shape
+        memory: torch.Tensor = self._take(key, lambda: empty_on_host_like(value))
+        return memory
 
     def synchronize(self) -> None:
         """Wait until the copies are complete."""

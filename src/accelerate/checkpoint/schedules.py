@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Sequence
 
+from accelerate.checkpoint.manifest import Manifest
 from accelerate.checkpoint.state import Common
 from accelerate.scheduler import AcceleratedScheduler
 
@@ -27,15 +28,15 @@ def restore(common: Common, folder: str, saved: Sequence[int] | None) -> list[st
     problems = []
     for number, scheduler in enumerate(common.schedulers):
         if isinstance(scheduler, AcceleratedScheduler):
-            recorded = saved is not None and number < len(saved)
-            problem = scheduler.continue_from(saved[number] if recorded else _saved_ranks(folder, scheduler))
+            steps = saved[number] if saved is not None and number < len(saved) else _saved_ranks(folder, scheduler)
+            problem = scheduler.continue_from(steps)
             problems += [f"scheduler {number}: {problem}"] if problem else []
     return problems
 
 
 def _saved_ranks(folder: str, scheduler: AcceleratedScheduler) -> int | None:
     """Return how often a schedule advanced in a checkpoint without this record: once for each process, as upstream counts."""
-    listing = getattr(folder, "listing", None)
+    listing: Manifest | None = getattr(folder, "listing", None)
     if scheduler.split_batches or not scheduler.step_with_optimizer or (listing is not None and listing.mesh):
         return None
     if listing is not None and listing.files:  # a machine's own folder has the files of its ranks only

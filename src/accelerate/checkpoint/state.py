@@ -207,8 +207,10 @@ def empty_on_host_like(value: Any, dtype: torch.dtype | None = None) -> torch.Te
     dtype = dtype or value.dtype
     if not is_sharded_tensor(value):
         return torch.empty_like(value.detach(), dtype=dtype, device="cpu")
-    made = torch.empty_like(value, dtype=dtype)
-    return made if all(shard.tensor.device.type == "cpu" for shard in made.local_shards()) else made.cpu()
+    made: Any = torch.empty_like(value, dtype=dtype)
+    on_host = all(shard.tensor.device.type == "cpu" for shard in made.local_shards())
+    memory: torch.Tensor = made if on_host else made.cpu()
+    return memory
 
 
 def address_of(value: Any) -> int | None:
@@ -222,7 +224,8 @@ def local_tensor(value: Any) -> torch.Tensor:
     if hasattr(value, "local_shards"):  # a ShardedTensor
         shards = value.local_shards()
         value = shards[0].tensor if shards else torch.empty(0, dtype=value.dtype)
-    return value.to_local() if hasattr(value, "to_local") else value
+    local: torch.Tensor = value.to_local() if hasattr(value, "to_local") else value
+    return local
 
 
 def local_part(value: Any) -> torch.Tensor:

@@ -16,10 +16,10 @@ import shutil
 import stat
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, TypeVar
 
 from accelerate.checkpoint import folders, manifest
 from accelerate.checkpoint.folders import warned
@@ -35,6 +35,8 @@ from accelerate.checkpoint.manifest import (
 from accelerate.runtime.durable import STAGING_PREFIX, HashedFile, durable, exchange, sync_folder, sync_tree
 
 logger = logging.getLogger(__name__)
+
+Storage = TypeVar("Storage", bound="CheckpointStorage")
 
 # How long a save waits for another process to release the lock: a save in the background ends by itself, and a worker process of a
 # killed run may outlive it a little.
@@ -109,7 +111,7 @@ class CheckpointStorage(ABC):
         """Return the parts of the manifest that nodes have uploaded, by rank; where staging is not shared."""
         return {}
 
-    def child(self, name: str) -> "CheckpointStorage":
+    def child(self: Storage, name: str) -> Storage:
         """Return the storage of that name inside this one."""
         return type(self)(posixpath.join(self.location, name))
 
@@ -145,7 +147,7 @@ class CheckpointStorage(ABC):
         """
 
     @abstractmethod
-    def entries(self) -> list["CheckpointStorage"]:
+    def entries(self) -> Sequence["CheckpointStorage"]:
         """Return the folders that lie here, by name; hidden ones are left out."""
 
     @abstractmethod
@@ -216,8 +218,8 @@ class CheckpointStorage(ABC):
 
     def checkpoints(self) -> list[tuple[int, "CheckpointStorage"]]:
         """Return the automatically named checkpoints here, whole or not, with their numbers, oldest first."""
-        numbered = [(number_of(entry.name), entry) for entry in self.entries()]
-        return sorted((pair for pair in numbered if pair[0] is not None), key=lambda pair: pair[0])
+        numbered = [(number, entry) for entry in self.entries() if (number := number_of(entry.name)) is not None]
+        return sorted(numbered, key=lambda pair: pair[0])
 
 
 def refuse_unfinished(entries: Collection[str]) -> None:

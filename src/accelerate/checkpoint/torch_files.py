@@ -10,7 +10,7 @@ import os
 import pickle
 import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -166,6 +166,11 @@ def save(obj: Any, f: Path | BinaryIO, save_on_each_node: bool = False, safe_ser
     if safe_serialization:
         from safetensors.torch import save_file
 
+        if not isinstance(f, (str, os.PathLike)):
+            raise TypeError(
+                f"safe_serialization=True needs a path, but got a {type(f).__name__}: safetensors opens the file itself. "
+                "Pass a path, or safe_serialization=False."
+            )
         tensors = obj
         if isinstance(obj, Mapping):
             tensors = clean_state_dict_for_safetensors(obj)
@@ -213,7 +218,7 @@ def load(f: Path | BinaryIO, map_location: Any = None, **kwargs: Any) -> Any:
     return load_each([f], map_location, **kwargs)[0]
 
 
-def load_each(files: Sequence[Path | BinaryIO], map_location: Any = None, **kwargs: Any) -> list[Any]:
+def load_each(files: Iterable[Path | BinaryIO], map_location: Any = None, **kwargs: Any) -> list[Any]:
     """Load several objects as `load` does. What torch may build is the same for all threads, so it is set once for all files."""
     options = {"weights_only": True, "map_location": map_location, **kwargs}
     found = []

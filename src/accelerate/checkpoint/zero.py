@@ -53,9 +53,11 @@ def read_file(path: str, weights_only: bool = True) -> dict[str, Any]:
     """Read a file of DeepSpeed's, whose tensors' memory is the file's. UnpicklingError for objects of other classes."""
     if not weights_only:
         durable.require_file(path)
-        return torch.load(path, "cpu", weights_only=False, mmap=True)
+        state: dict[str, Any] = torch.load(path, "cpu", weights_only=False, mmap=True)
+        return state
     with torch.serialization.safe_globals([(_Record, name) for name in CLASSES]):
-        return load.mapped_file(path)
+        state = load.mapped_file(path)
+    return state
 
 
 def model_files(folder: str) -> list[str]:
@@ -65,14 +67,15 @@ def model_files(folder: str) -> list[str]:
         ValueError: layers are split over ranks, or experts have files of their own.
     """
     paths = glob.glob(os.path.join(glob.escape(folder), "*_model_states.pt"))
-    names = {os.path.basename(path): path for path in paths}
     pattern = r"(?:zero_pp_rank_([0-9]+)_)?mp_rank_00_model_states\.pt"
-    if strange := sorted(name for name in names if not re.fullmatch(pattern, name)):
+    found = {path: re.fullmatch(pattern, os.path.basename(path)) for path in paths}
+    if strange := sorted(os.path.basename(path) for path, match in found.items() if match is None):
         raise ValueError(
             f"{folder!r} has {strange[0]}: its layers or experts are split over ranks, which only DeepSpeed puts together. Load it on as many "
             "ranks, at the same stage."
         )
-    return [names[name] for name in sorted(names, key=lambda name: int(re.fullmatch(pattern, name)[1] or 0))]
+    ranks = [(int(match[1] or 0), path) for path, match in found.items() if match]
+    return [path for _, path in sorted(ranks)]
 
 
 def shard_files(folder: str) -> list[str]:
@@ -138,7 +141,9 @@ class Folder:
                 self.shards[number]
 
     def _stored(self, state: Any, aliases: Mapping[str, str]) -> "CheckpointReader":
-        from accelerate.checkpoint.dcp import CheckpointReader, Metadata
+        from torch.distributed.checkpoint.metadata import Metadata
+
+        from accelerate.checkpoint.dcp import CheckpointReader
 
         state = mapped_leaves(state, self._reader.add)  # what is there as a whole is read in parts, too
         return CheckpointReader(self._folder, state, self._reader, Metadata(self._reader.specs), aliases)
@@ -195,7 +200,8 @@ class Folder:
         """Return a placeholder for a parameter that does not train, of which each rank has an even part."""
 
         def part(rank: int) -> torch.Tensor:
-            return self._models[rank]["frozen_param_fragments"][name].flatten()
+            fragment: torch.Tensor = self._models[rank]["frozen_param_fragments"][name]
+            return fragment.flatten()
 
         size, ranks = shape.numel(), len(self._models)
         parts = [(rank, 0, *part_of(size, rank, ranks)[:2]) for rank in range(ranks)]

@@ -11,6 +11,7 @@ from torch import nn
 
 from accelerate.checkpoint import layouts, state
 from accelerate.checkpoint.model_io import ModelIO, io_of
+from accelerate.checkpoint.save import SavePlan
 from accelerate.checkpoint.state import Entries, Layout, Wanted
 from accelerate.config.handlers import GradScalerKwargs
 from accelerate.config.strategies import is_pipeline, traits_of
@@ -152,13 +153,13 @@ class PipelineIO(ShardedIO):
             dist.broadcast(value, holdings.ranks[holdings.holders[name][0]], group=holdings.group)
             yield name, value
 
-    def save_optimizer(self, accelerator: Run, optimizer: Any, folder: str, index: int, **options: Any) -> None:
+    def save_optimizer(self, accelerator: Run, optimizer: Any, plan: SavePlan, index: int, **options: Any) -> None:
         """Write what this rank has of an optimizer's state, and the groups with the parameters of all stages. All ranks."""
         model, _ = model_of(optimizer, accelerator._models)
         values = io_of(model).optimizer_state(optimizer, model)
         if is_pipeline(model):
             values["param_groups"] = _joined(values["param_groups"], model.holdings)
-        layouts.write(values, folder, "optimizer", index, "sharded")
+        layouts.write(values, plan, "optimizer", index, "sharded")
 
 
 def _joined(groups: list[dict[str, Any]], holdings: Any) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ from torch import nn
 from accelerate.checkpoint import layouts, model_io, optimizers, save, state
 from accelerate.checkpoint.load import Deferred, loads_by_name, uses_torch_load
 from accelerate.checkpoint.model_io import io_of
+from accelerate.checkpoint.save import SavePlan
 from accelerate.checkpoint.state import Entries, Layout, Wanted
 from accelerate.runtime.run import Run
 from accelerate.strategies.fsdp import public_module
@@ -71,11 +72,11 @@ class ShardedIO(StateIO):
         """Return the whole state dict in host memory on rank 0, and an empty one elsewhere. All ranks."""
         return model_io.collected(self.whole_tensors(accelerator, model), model)
 
-    def save_model(self, accelerator: Run, state: dict[str, Any], folder: str, index: int, **options: Any) -> None:
+    def save_model(self, accelerator: Run, state: dict[str, Any], plan: SavePlan, index: int, **options: Any) -> None:
         """Write the shards of a model. All ranks."""
         outer = accelerator._models[index]
         values = io_of(outer).model_state(outer, _getter(options.get("adapter_only", False))).values
-        layouts.write(values, folder, "model", index, self.layout(accelerator, options.get("use_dcp", True)))
+        layouts.write(values, plan, "model", index, self.layout(accelerator, options.get("use_dcp", True)))
 
     def load_model(
         self, accelerator: Run, model: nn.Module, folder: str, index: int, **options: Any
@@ -89,11 +90,11 @@ class ShardedIO(StateIO):
         )
         return ShardedModel(model, own, adapter_only, by_name, finish), state
 
-    def save_optimizer(self, accelerator: Run, optimizer: Any, folder: str, index: int, **options: Any) -> None:
+    def save_optimizer(self, accelerator: Run, optimizer: Any, plan: SavePlan, index: int, **options: Any) -> None:
         """Write the shards of an optimizer's state, by the names of parameters. All ranks."""
         model, _ = model_of(optimizer, accelerator._models)
         state = io_of(model).optimizer_state(optimizer, model)
-        layouts.write(state, folder, "optimizer", index, self.layout(accelerator))
+        layouts.write(state, plan, "optimizer", index, self.layout(accelerator))
 
     def load_optimizer(self, accelerator: Run, optimizer: Any, folder: str, index: int, **options: Any) -> Deferred:
         """Read this rank's shards of an optimizer's state, whichever ranks wrote it. All ranks."""
@@ -121,9 +122,9 @@ class TensorParallelIO(ShardedIO):
         """Return how a checkpoint keeps what is sharded: gathered."""
         return "full"
 
-    def save_model(self, accelerator: Run, state: dict[str, Any], folder: str, index: int, **options: Any) -> None:
+    def save_model(self, accelerator: Run, state: dict[str, Any], plan: SavePlan, index: int, **options: Any) -> None:
         """Write the gathered weights, from rank 0. All ranks."""
-        save.write_model(state, folder, index, **options)
+        save.write_model(state, plan, index, **options)
 
 
 def _getter(adapter_only: bool) -> Callable[..., dict[str, Any]] | None:

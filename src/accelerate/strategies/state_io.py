@@ -12,6 +12,7 @@ from torch import nn
 
 from accelerate.checkpoint import layouts, optimizers, save
 from accelerate.checkpoint.model_io import inner_optimizer, plain_state, tied_again
+from accelerate.checkpoint.save import SavePlan
 from accelerate.checkpoint.state import Entries, Wanted
 from accelerate.modules.unwrap import canonical_names
 from accelerate.runtime.run import Run
@@ -47,12 +48,12 @@ class StateIO:
         inner = accelerator._strategy.unwrap_model(model, keep_torch_compile=False) if unwrap else model
         return inner.state_dict()
 
-    def save_model(self, accelerator: Run, state: dict[str, Any], folder: str, index: int, **options: Any) -> None:
-        """Write a state from `model_state` (empty with `saves_shards`) into a `SavePlan`. All ranks.
+    def save_model(self, accelerator: Run, state: dict[str, Any], plan: SavePlan, index: int, **options: Any) -> None:
+        """Write a state from `model_state` (empty with `saves_shards`) into a plan. All ranks.
 
         `options` are `safe_serialization`, `save_on_each_node`, and those in `save_options` that the user gave.
         """
-        save.write_model(state, folder, index, **options)
+        save.write_model(state, plan, index, **options)
 
     def load_model(self, accelerator: Run, model: nn.Module, folder: str, index: int, **options: Any) -> Any:
         """Read a model's state from a checkpoint folder. All ranks.
@@ -63,9 +64,9 @@ class StateIO:
         inner = accelerator._strategy.unwrap_model(model, keep_torch_compile=False)
         return layouts.read_full_model(inner, folder, index, **options)
 
-    def save_optimizer(self, accelerator: Run, optimizer: Any, folder: str, index: int, **options: Any) -> None:
-        """Write an optimizer's state into a checkpoint folder. All ranks."""
-        save.write_optimizer(plain_state(inner_optimizer(optimizer)), folder, index, **options)
+    def save_optimizer(self, accelerator: Run, optimizer: Any, plan: SavePlan, index: int, **options: Any) -> None:
+        """Write an optimizer's state into a plan. All ranks."""
+        save.write_optimizer(plain_state(inner_optimizer(optimizer)), plan, index, **options)
 
     def load_optimizer(self, accelerator: Run, optimizer: Any, folder: str, index: int, **options: Any) -> Any:
         """Read an optimizer's state from a checkpoint folder. All ranks."""

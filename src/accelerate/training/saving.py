@@ -3,7 +3,6 @@
 import copy
 import itertools
 import logging
-import math
 import os
 import tempfile
 from collections import OrderedDict
@@ -207,9 +206,9 @@ def _collect(
     if state_io.saves_shards:
         states = [{} for _ in accelerator._models]
     for index, state in enumerate(states):
-        state_io.save_model(accelerator, state, plan, index, **options)  # type: ignore[arg-type]  # a SavePlan
+        state_io.save_model(accelerator, state, plan, index, **options)
     for index, optimizer in enumerate(accelerator._optimizers):
-        state_io.save_optimizer(accelerator, optimizer, plan, index, save_on_each_node=each_node)  # type: ignore[arg-type]  # a SavePlan
+        state_io.save_optimizer(accelerator, optimizer, plan, index, save_on_each_node=each_node)
     known = names_file(accelerator._optimizers, accelerator._models)
     if known is not None and plan.writes_shared:
         plan.add_bytes(PARAMETER_NAMES, known)
@@ -380,7 +379,5 @@ def _write_adapter(inner: Any, adapter: str, tensors: dict[str, torch.Tensor], f
     path = Path(folder, _ADAPTER)
     if path.exists() and path.read_bytes() != text:  # of another adapter, whose weights go
         path.unlink()
-    formats.replace_weights(
-        folder, clean_state_dict_for_safetensors(tensors), "adapter_model{suffix}.safetensors", math.inf
-    )
+    formats.replace_weights(folder, clean_state_dict_for_safetensors(tensors), "adapter_model{suffix}.safetensors")
     formats.write_bytes(path, text)

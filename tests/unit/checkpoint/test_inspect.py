@@ -2,9 +2,11 @@
 
 import json
 import os
+import pickle
 
 import pytest
 import torch
+from torch.distributed.checkpoint import metadata
 
 import checkpoint_samples as samples
 from accelerate.checkpoint import inspect, manifest
@@ -58,6 +60,13 @@ def test_details_without_a_manifest(tmp_path):
     assert values["files"]["sub/part.safetensors"] == {"size": 13, "rank": None}
     with pytest.raises(FileNotFoundError, match="epoch_0: name one"):
         inspect.details(storage_of(tmp_path))
+
+
+def test_object_in_shards_that_has_a_size_is_no_tensor(tmp_path):
+    entry = metadata.BytesStorageMetadata()
+    entry.size = torch.Size((1,))
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata.Metadata({"w": entry}, {}, {})))
+    assert inspect.tensors_of_shards(str(tmp_path)) == {}
 
 
 def test_of_a_foreign_checkpoint_files_that_no_reader_can_open_are_named(tmp_path):

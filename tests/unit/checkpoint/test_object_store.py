@@ -460,6 +460,14 @@ def test_an_error_of_the_store_is_told_and_not_that_of_the_writer(s3):
         torch.save(torch.zeros(20 << 20), file)
 
 
+def test_publish_needs_stage_and_bring_needs_fetch():
+    storage = storage_of("memory://run/nothing")
+    with pytest.raises(RuntimeError, match="Nothing is staged for .*nothing.*: call stage first"):
+        storage.publish()
+    with pytest.raises(RuntimeError, match="Nothing of .*nothing.* has been fetched here: call fetch first"):
+        storage.bring({"model.bin": 1})
+
+
 def test_ranks_of_node_download_each_file_once(base, monkeypatch):
     content = {"model.bin": b"weights" * 3000, "other.bin": b"1" * 2000}
     url = f"{base}/checkpoint_0"

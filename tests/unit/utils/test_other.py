@@ -1,5 +1,6 @@
 """Saving, loading, and small helpers."""
 
+import io
 import logging
 import os
 import pickle
@@ -82,3 +83,11 @@ def test_save_warns_once_of_tensors_that_share_memory(tmp_path, caplog):
     assert "Removed shared tensor tied, " in record.message and "Copied shared tensor part, " in record.message
     other.save({"first": weight}, tmp_path / "plain.safetensors", safe_serialization=True)
     assert len(caplog.records) == 1
+
+
+def test_save_refuses_a_binary_file_for_safetensors():
+    PartialState(cpu=True)
+    file = io.BytesIO()
+    with pytest.raises(TypeError, match="safe_serialization=True needs a path.*BytesIO"):
+        other.save({"weight": torch.ones(1)}, file, safe_serialization=True)
+    assert file.getvalue() == b""

@@ -5,6 +5,7 @@ from typing import Any
 from torch import nn
 
 from accelerate.checkpoint.model_io import collected
+from accelerate.checkpoint.save import SavePlan
 from accelerate.checkpoint.state import Entries, Wanted
 from accelerate.runtime.run import Run
 from accelerate.strategies.deepspeed import checkpoint
@@ -39,16 +40,16 @@ class DeepSpeedIO(StateIO):
         everywhere = model.zero_optimization_stage() < 3
         return collected(self.whole_tensors(accelerator, model), model, everywhere) or None
 
-    def save_model(self, accelerator: Run, state: dict[str, Any], folder: Any, index: int, **options: Any) -> None:
-        """Put what the engine has into a `SavePlan`, its optimizer included; the weights of a model without optimizer. All ranks."""
+    def save_model(self, accelerator: Run, state: dict[str, Any], plan: SavePlan, index: int, **options: Any) -> None:
+        """Put what the engine has into a plan, its optimizer included; the weights of a model without optimizer. All ranks."""
         model = accelerator._models[index]
         own = {name: options.pop(name) for name in self.save_options if name in options}
         if is_engine(model) and model.basic_optimizer is not None:
-            checkpoint.save(model, folder, index, **own)
+            checkpoint.save(model, plan, index, **own)
         else:  # which DeepSpeed does not save
             weights = super().model_state(accelerator, model, True) if not is_engine(model) else None
             weights = weights or collected(self.whole_tensors(accelerator, model), model)
-            super().save_model(accelerator, weights, folder, index, **options)
+            super().save_model(accelerator, weights, plan, index, **options)
 
     def load_model(self, accelerator: Run, model: nn.Module, folder: str, index: int, **options: Any) -> Any:
         """Return what loads the engine's part, its optimizer included. All ranks."""
@@ -64,7 +65,7 @@ class DeepSpeedIO(StateIO):
             weights_only=(options.get("load_kwargs") or {}).get("weights_only", True),
         )
 
-    def save_optimizer(self, accelerator: Run, optimizer: Any, folder: str, index: int, **options: Any) -> None:
+    def save_optimizer(self, accelerator: Run, optimizer: Any, plan: SavePlan, index: int, **options: Any) -> None:
         """Nothing: the engine's part has it."""
 
     def load_optimizer(self, accelerator: Run, optimizer: Any, folder: str, index: int, **options: Any) -> Any:

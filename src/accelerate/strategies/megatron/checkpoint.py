@@ -13,6 +13,7 @@ from accelerate.checkpoint import manifest
 from accelerate.checkpoint.dcp import read_metadata
 from accelerate.checkpoint.load import CheckpointFolder, Deferred, refuse_misfit
 from accelerate.checkpoint.model_io import collected
+from accelerate.checkpoint.save import SavePlan
 from accelerate.checkpoint.state import Entries, Wanted
 from accelerate.runtime.run import Run
 from accelerate.strategies.megatron.engine import MegatronEngine
@@ -44,17 +45,17 @@ class MegatronIO(StateIO):
         state = collected(model.entries(bool), model.source, everywhere=True)
         return {name: state[name] for name in model.source.state_dict()}
 
-    def save_model(self, accelerator: Run, state: dict[str, Any], folder: Any, index: int, **options: Any) -> None:
+    def save_model(self, accelerator: Run, state: dict[str, Any], plan: SavePlan, index: int, **options: Any) -> None:
         """Let core write the engine's part into the staged folder, its optimizer included. All ranks."""
         from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-        place = os.path.join(folder.folder, _folder(index))
+        place = os.path.join(plan.folder, _folder(index))
         os.makedirs(place, exist_ok=True)
         accelerator.wait_for_everyone()
         engine: Any = accelerator._models[index]
         engine.save(place)
         states = {name: torch.as_tensor(value) for name, value in get_cuda_rng_tracker().get_states().items()}
-        folder.add_object(f"{_folder(index)}/rng_{accelerator.process_index}_states.pt", states)
+        plan.add_object(f"{_folder(index)}/rng_{accelerator.process_index}_states.pt", states)
 
     def load_model(self, accelerator: Run, model: Any, folder: str, index: int, **options: Any) -> Any:
         """Compare an engine with what core wrote, and return what loads that, its optimizer included. All ranks load."""
@@ -82,7 +83,7 @@ class MegatronIO(StateIO):
             )
         return Deferred(None, partial(_load, model, place, accelerator.process_index, options.get("strict", True)))
 
-    def save_optimizer(self, accelerator: Run, optimizer: Any, folder: str, index: int, **options: Any) -> None:
+    def save_optimizer(self, accelerator: Run, optimizer: Any, plan: SavePlan, index: int, **options: Any) -> None:
         """Nothing: the engine's part has it."""
 
     def load_optimizer(self, accelerator: Run, optimizer: Any, folder: str, index: int, **options: Any) -> Any:
