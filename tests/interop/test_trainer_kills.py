@@ -83,9 +83,8 @@ def test_every_killed_run_goes_on_with_the_same_losses(processes, way, limit, ki
         with open(tmp_path / "log.txt", "ab") as log:
             line = [*command, str(folders[-1]), way, str(limit), *reference]
             process = subprocess.Popen(line, env=environment, stdout=log, stderr=log)
-            in_saves += wait_and_kill(
-                folders[-1], draw, partial(end, process, draw.random() < 0.5), partial(alive, process)
-            )
+            kill = partial(end, process, draw.random() < 0.5)
+            in_saves += wait_and_kill(folders[-1], draw, kill, partial(alive, process), number % 3 != 2)
         killed += process.returncode != 0
         reference = []
     whole = losses(tmp_path / "reference", processes)

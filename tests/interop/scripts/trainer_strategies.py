@@ -450,7 +450,11 @@ def kills(folder, case, draw, count):
         if killed >= count and in_saves:  # one of them in a save, however the machine is loaded
             break
         pair = Pair(runs[-1], words)
-        inside = wait_and_kill(runs[-1], draw, lambda pair=pair: pair.kill(draw.choice([[0], [1], [0, 1]])), pair.runs)
+
+        def kill(pair=pair):
+            pair.kill(draw.choice([[0], [1], [0, 1]]))
+
+        inside = wait_and_kill(runs[-1], draw, kill, pair.runs, killed % 3 != 2)
         if -signal.SIGKILL in pair.codes.values():
             killed += 1
             in_saves += inside
