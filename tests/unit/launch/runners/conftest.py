@@ -29,6 +29,7 @@ def fake_package(tmp_path, monkeypatch):
             file.write_text(text)
 
     yield make
+    monkeypatch.undo()  # a test may have put something else in the place of its package
     for name, module in list(sys.modules.items()):
         if str(tmp_path) in str(getattr(module, "__file__", "")):
             del sys.modules[name]
