@@ -59,11 +59,11 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.tx = [f"popen//python={warm.worker()}"] * workers
 
 
-def pytest_collection_finish() -> None:
-    """Let forks of this process be quick: imports leave a million objects and half a gigabyte."""
-    gc.collect()
-    gc.freeze()
-    if sys.platform.startswith("linux"):
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Let forks of a worker of xdist be quick: its imports leave a million objects and half a gigabyte."""
+    if hasattr(session.config, "workerinput") and sys.platform.startswith("linux"):
+        gc.collect()
+        gc.freeze()
         server.use_huge_pages()
 
 
