@@ -24,7 +24,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "accelerate.optimizer": "AcceleratedOptimizer",
         "accelerate.scheduler": "AcceleratedScheduler",
         "accelerate": "skip_first_batches",
-        "accelerate.training.averages": "Ema",
+        "accelerate.extensions.ema.averages": "Ema",
         "accelerate.data_loader": "TokenBudgetSampler PackingCollator",
     },
     "Strategies": {
@@ -51,8 +51,8 @@ SECTIONS: dict[str, dict[str, str]] = {
         "accelerate.utils": "merge_fsdp_weights save load",
         "accelerate.checkpoint.manifest": "DamagedCheckpoint",
         "accelerate.checkpoint.barrier": "CollectiveMisuse",
-        "accelerate.training.preemption": "Preempted",
-        "accelerate.training.divergence": "ReplicasDiffer",
+        "accelerate.extensions.preemption.watch": "Preempted",
+        "accelerate.extensions.checks.replicas": "ReplicasDiffer",
     },
     "Big models": {
         "accelerate": "init_empty_weights init_on_device load_checkpoint_and_dispatch load_checkpoint_in_model dispatch_model "

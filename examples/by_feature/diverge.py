@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator
-from accelerate.training.divergence import ReplicasDiffer
+from accelerate.extensions.checks.replicas import ReplicasDiffer
 from accelerate.utils import set_seed
 
 

@@ -26,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from accelerate import comm
 from accelerate.base._lazy import front
 from accelerate.base.constants import PROFILE_PATTERN_NAME
+from accelerate.base.table import Report
 from accelerate.checkpoint import torch_files
 from accelerate.checkpoint.save import Background
 from accelerate.comm import operations
@@ -46,8 +47,9 @@ from accelerate.config.project import DataLoaderConfiguration, ProjectConfigurat
 from accelerate.config.strategies import traits_of
 from accelerate.data.build import plan_of, prepare_data_loader, skip_first_batches  # noqa: F401 - see `_replaceable`
 from accelerate.data.plan import DataPlan
-from accelerate.diagnostics import memory
-from accelerate.diagnostics.table import Report
+from accelerate.extensions.ema import averages
+from accelerate.extensions.preemption import watch as preemption
+from accelerate.extensions.reports import memory
 from accelerate.logging import get_logger
 from accelerate.offload.weights import get_state_dict_offloaded_model
 from accelerate.parallelism_config import ParallelismConfig
@@ -60,16 +62,8 @@ from accelerate.strategies import mesh, registry
 from accelerate.strategies.base import Strategy
 from accelerate.trackers.base import GeneralTracker
 from accelerate.trackers.registry import filter_trackers
-from accelerate.training import (
-    averages,
-    gradients,
-    metrics,
-    preemption,
-    restoring,
-    saving,
-    setup,
-)
 from accelerate.training import conditional as conditionals
+from accelerate.training import gradients, metrics, restoring, saving, setup
 from accelerate.training import prepare as preparation
 from accelerate.training.prepared import PreparedObjects
 from accelerate.training.run import PreparationWatcher
@@ -804,7 +798,7 @@ class Accelerator(Processes):
             >>> report = accelerator.precision_report(accelerator.prepare(torch.nn.Linear(2, 1)))
             >>> print(report)  # doctest: +SKIP
         """
-        from accelerate.diagnostics import precision
+        from accelerate.extensions.reports import precision
 
         hook = getattr(self.ddp_handler, "comm_hook", None)
         return precision.precision_report(model, self._optimizers, self.mixed_precision, self.fp8_backend, hook)
@@ -853,7 +847,7 @@ class Accelerator(Processes):
             >>> accelerator.log(report.values(), step=4)
         """
         if self._meter is None:
-            from accelerate.diagnostics.throughput import Meter
+            from accelerate.extensions.reports.throughput import Meter
 
             self._meter = Meter(self)
         self._meter.step(tokens, samples, flops)
@@ -870,7 +864,7 @@ class Accelerator(Processes):
         Raises:
             RuntimeError: Some rank has measured no step; raised on all ranks.
         """
-        from accelerate.diagnostics import throughput
+        from accelerate.extensions.reports import throughput
 
         return throughput.report(self._meter, self._communicator.gather_object, self.process_index, peak_flops)
 

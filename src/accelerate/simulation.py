@@ -32,10 +32,10 @@ from accelerate.accelerator import Accelerator
 from accelerate.base._warn import printable
 from accelerate.comm.torch_dist import TorchCommunicator
 from accelerate.config import env
-from accelerate.diagnostics import memory
 from accelerate.diagnostics.allocations import EXCHANGED, AllocationTracker, label
-from accelerate.diagnostics.collectives import CollectiveRecorder
-from accelerate.diagnostics.throughput import flops_of
+from accelerate.extensions.reports import memory
+from accelerate.extensions.reports.collectives import CollectiveRecorder
+from accelerate.extensions.reports.throughput import flops_of
 from accelerate.runtime import ranks, simulated, torch_private
 from accelerate.simulation_report import Facts, text_of
 from accelerate.strategies.mesh import ranks_of_experts

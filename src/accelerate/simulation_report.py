@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from accelerate.base.table import size_text, table
 from accelerate.data.plan import DataPlan
 from accelerate.devices import specs
-from accelerate.diagnostics.collectives import EVERYONE, Collective
 from accelerate.diagnostics.estimator import Fleet, Transfer, step_time
-from accelerate.diagnostics.table import size_text, table
+from accelerate.extensions.reports.collectives import EVERYONE, Collective
 from accelerate.runtime.run import Run
 from accelerate.runtime.simulated import SimulatedRun
 from accelerate.strategies import mesh as meshes

@@ -395,7 +395,7 @@ class GradientState:
             self.plugin_kwargs = {}
             self._active: list[weakref.ref[Any]] = []
             self.is_xla_gradients_synced = False
-            # Who wants to know of steps and batches: `accelerate.training.preemption.Watch`, in a run that it guards.
+            # Who wants to know of steps and batches: `accelerate.extensions.preemption.watch.Watch`, in a run that it guards.
             self._step_watch: Any = None
         if gradient_accumulation_plugin is not None:
             self.plugin_kwargs = gradient_accumulation_plugin.to_kwargs()

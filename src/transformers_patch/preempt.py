@@ -16,8 +16,8 @@ from transformers import TrainerCallback
 
 from accelerate.checkpoint.barrier import default_store
 from accelerate.diagnostics import hang
+from accelerate.extensions.preemption.watch import Preempted, StopStep
 from accelerate.runtime.failure import LAUNCHER, PREEMPTED
-from accelerate.training.preemption import Preempted, StopStep
 
 _SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)]
 _runs = itertools.count()

@@ -34,7 +34,7 @@ OURS = (
     "accelerate.data",
     "accelerate.runtime",
     "accelerate.diagnostics",
-    "accelerate.training.preemption",
+    "accelerate.extensions.preemption.watch",
     "accelerate.comm",
     "accelerate.utils",
 )

@@ -69,7 +69,7 @@ def test_one_gpu_shards(version, offload):
 def test_one_gpu_says_what_holds_its_memory_and_writes_a_snapshot(tmp_path):
     """The report of an error that ends a program needs no memory of the GPU; a snapshot is written after an error, too."""
     from accelerate import Accelerator, ProfileKwargs
-    from accelerate.diagnostics import memory
+    from accelerate.extensions.reports import memory
 
     accelerator = Accelerator()
     model = torch.nn.Linear(1024, 1024, bias=False)

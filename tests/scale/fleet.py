@@ -41,7 +41,7 @@ def train(rank: int, ranks: int, folder: str, say: Callable[[str], None], releas
     import torch.distributed as dist
 
     from accelerate import Accelerator
-    from accelerate.training.preemption import Preempted
+    from accelerate.extensions.preemption.watch import Preempted
     from accelerate.utils import ProjectConfiguration
 
     def phase(name: str) -> None:
@@ -152,7 +152,12 @@ class Proxy:
 def measure(ranks: int, mode: str = "ddp") -> dict[str, dict[str, float]]:
     """Run a fleet in forks of this process; RuntimeError with what a rank wrote if it does not come to its end."""
     os.environ.update(OMP_NUM_THREADS="1", ACCELERATE_USE_CPU="true", ACCELERATE_DISABLE_NUMA="true")
-    for module in ("accelerate", "accelerate.checkpointing", "accelerate.training.preemption", *_OF_MODE[mode]):
+    for module in (
+        "accelerate",
+        "accelerate.checkpointing",
+        "accelerate.extensions.preemption.watch",
+        *_OF_MODE[mode],
+    ):
         importlib.import_module(module)  # before the forks, which share it
     import torch
 

@@ -14,13 +14,13 @@ from dataclasses import replace
 from typing import Any
 
 from accelerate.base._warn import printable
+from accelerate.base.table import age_text, size_text, table
 from accelerate.checkpoint import inspect
 from accelerate.checkpoint.inspect import Details, Pruning, Summary
 from accelerate.checkpoint.manifest import CHECKPOINTS_FOLDER
 from accelerate.checkpoint.object_store import storage_of
 from accelerate.checkpoint.storage import CheckpointStorage
 from accelerate.commands.utils import brief, make_parser
-from accelerate.diagnostics.table import age_text, size_text, table
 from accelerate.launch.errors import LaunchError, RunError
 
 # What was written to within this time may belong to a run that is saving right now.

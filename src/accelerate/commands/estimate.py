@@ -13,10 +13,10 @@ import re
 from typing import Any
 
 from accelerate.base import _lazy
+from accelerate.base.table import table
 from accelerate.commands.utils import brief, make_parser, or_exit
 from accelerate.diagnostics.estimator import Layout, resting
 from accelerate.diagnostics.inventory import CONFIG, Inventory, inventory_of_model, inventory_of_path
-from accelerate.diagnostics.table import table
 from accelerate.launch.errors import LaunchError, MissingPackageError
 
 __getattr__ = _lazy.aliases(__name__)

@@ -6,10 +6,10 @@ from typing import Any
 
 from accelerate.base import _lazy
 from accelerate.base.constants import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
+from accelerate.base.table import size_text
 from accelerate.checkpoint.manifest import METADATA
 from accelerate.commands.checkpoint import one_line_errors
 from accelerate.commands.utils import make_parser, or_exit
-from accelerate.diagnostics.table import size_text
 from accelerate.launch.errors import LaunchError
 
 __getattr__ = _lazy.aliases(__name__)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from accelerate.base.environment import patch_environment
+from accelerate.base.table import size_text, table
 from accelerate.commands import estimate
 from accelerate.commands.config import config_utils
 from accelerate.commands.utils import brief, make_parser
@@ -30,7 +31,6 @@ from accelerate.diagnostics.estimator import (
     traffic,
 )
 from accelerate.diagnostics.inventory import Profile
-from accelerate.diagnostics.table import size_text, table
 from accelerate.launch.errors import LaunchError
 from accelerate.runtime.ranks import Ranks
 

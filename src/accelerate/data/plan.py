@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader
 
+from accelerate.base.table import table
 from accelerate.data import adapter
 from accelerate.data.adapter import batching_sampler, is_stream, known_length
 from accelerate.data.samplers import Rounds, has_tensor_order
-from accelerate.diagnostics.table import table
 
 # Mesh dimensions along which one model replica is spread: their ranks work together on the same samples.
 SHARED_DATA_DIMS = frozenset({"tp", "cp", "sp", "pp"})

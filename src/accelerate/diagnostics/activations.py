@@ -20,10 +20,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from accelerate.diagnostics import gpu_kernels
 from accelerate.diagnostics.allocations import ACTIVATIONS, GRADIENTS, AllocationTracker, label
-from accelerate.diagnostics.collectives import collective_of
 from accelerate.diagnostics.estimator import Layout
 from accelerate.diagnostics.inventory import Profile, Segment, block_names, inventory_of_model
-from accelerate.diagnostics.throughput import flops_of
+from accelerate.extensions.reports.collectives import collective_of
+from accelerate.extensions.reports.throughput import flops_of
 from accelerate.parallel import experts
 from accelerate.parallel import models as sequence_models
 from accelerate.parallel import sequence as sequences

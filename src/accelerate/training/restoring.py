@@ -23,7 +23,8 @@ from accelerate.checkpoint.manifest import DamagedCheckpoint, Manifest, damaged
 from accelerate.checkpoint.object_store import storage_of
 from accelerate.checkpoint.state import Common
 from accelerate.checkpoint.storage import CheckpointStatus, CheckpointStorage, LocalStorage
-from accelerate.training import averages, gradients
+from accelerate.extensions.ema import averages
+from accelerate.training import gradients
 from accelerate.training.run import TrainingRun
 from accelerate.training.unclaimed import unclaimed_states
 

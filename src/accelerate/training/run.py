@@ -23,7 +23,7 @@ from accelerate.training.prepared import PreparedObjects
 from accelerate.training.window import Window
 
 if TYPE_CHECKING:
-    from accelerate.diagnostics.throughput import Meter
+    from accelerate.extensions.reports.throughput import Meter
     from accelerate.strategies.state_io import StateIO
 
 

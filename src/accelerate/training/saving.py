@@ -33,6 +33,7 @@ from accelerate.checkpoint.object_store import storage_of
 from accelerate.checkpoint.save import Save, SavePlan, plain_names, snapshot, write_common, writes
 from accelerate.checkpoint.state import Common
 from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, prune
+from accelerate.extensions.ema import averages
 from accelerate.modules.unwrap import canonical_name, canonical_names, clean_state_dict_for_safetensors
 from accelerate.offload.placement import has_offloaded_params
 from accelerate.offload.tensors import convert_file_size_to_int
@@ -40,7 +41,6 @@ from accelerate.precision import four_bit, scaling
 from accelerate.runtime.torch_private import local_part
 from accelerate.strategies import shard
 from accelerate.strategies.base import Strategy
-from accelerate.training import averages
 from accelerate.training.run import TrainingRun
 
 logger = logging.getLogger(__name__)

@@ -196,7 +196,7 @@ def replica_check(accelerator: TrainingRun) -> Any:
             f"{CHECK_EVERY}={every} has no effect with pp_size={layout.pp_size}: the ranks of a pipeline have different parameters."
         )
         return None
-    from accelerate.training import divergence
+    from accelerate.extensions.checks import replicas as divergence
 
     return divergence.ReplicaCheck(accelerator, every, parse_flag_from_env(CHECK_MODULES))
 

@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from accelerate import Accelerator, ParallelismConfig
-from accelerate.diagnostics.collectives import CollectiveRecorder
+from accelerate.extensions.reports.collectives import CollectiveRecorder
 
 LENGTH, VOCABULARY = 32, 128
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}

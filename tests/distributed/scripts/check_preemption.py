@@ -17,7 +17,7 @@ from resume_run import READER_SEED, WRITER_SEED, Case, Job, stir
 from torch.utils.data import DataLoader
 
 from accelerate import PartialState
-from accelerate.training import preemption
+from accelerate.extensions.preemption import watch as preemption
 from accelerate.utils import ProjectConfiguration
 from accelerate.utils.imports import is_torchdata_stateful_dataloader_available
 

@@ -22,11 +22,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from accelerate import Accelerator, DataLoaderConfiguration, ParallelismConfig
 from accelerate.checkpoint import dcp as our_dcp
 from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint
-from accelerate.diagnostics import memory
+from accelerate.extensions.checks.replicas import ReplicasDiffer
+from accelerate.extensions.reports import memory
 from accelerate.precision import master
 from accelerate.strategies import shard
 from accelerate.training import saving
-from accelerate.training.divergence import ReplicasDiffer
 from accelerate.utils import (
     FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,

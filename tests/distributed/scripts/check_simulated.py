@@ -10,7 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from accelerate.diagnostics.collectives import CollectiveRecorder
+from accelerate.extensions.reports.collectives import CollectiveRecorder
 from accelerate.state import PartialState
 from distributed.conformance.checks import turned_on
 from distributed.conformance.model import Trace

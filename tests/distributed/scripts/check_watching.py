@@ -10,8 +10,8 @@ from harness import everywhere, fresh_accelerator, learn, rank, world
 from torch import nn
 
 from accelerate import FullyShardedDataParallelPlugin
-from accelerate.diagnostics.throughput import PARTS
-from accelerate.training.divergence import ReplicasDiffer
+from accelerate.extensions.checks.replicas import ReplicasDiffer
+from accelerate.extensions.reports.throughput import PARTS
 
 STEPS = 20
 

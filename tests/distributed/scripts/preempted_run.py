@@ -14,7 +14,7 @@ from pathlib import Path
 
 from resume_run import READER_SEED, WRITER_SEED, Case, Job, Log, stir
 
-from accelerate.training.preemption import Preempted
+from accelerate.extensions.preemption.watch import Preempted
 from accelerate.utils import ProjectConfiguration
 
 

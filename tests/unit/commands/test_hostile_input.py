@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 
 import checkpoint_samples as samples
 from accelerate.base._warn import printable
+from accelerate.base.table import table
 from accelerate.diagnostics.status import RankStatus
-from accelerate.diagnostics.table import table
 from accelerate.launch.errors import Reporter, endings_of, failure_of
 from accelerate.runtime import failure
 from cases import cases

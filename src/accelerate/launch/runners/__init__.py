@@ -141,7 +141,7 @@ def _rendezvous(plan: LaunchPlan) -> list[str]:
 
 def settings_table(settings: Mapping[str, Resolved], every: bool = False) -> str:
     """Return the settings that somebody sets and those that every rank receives, or all, and where each comes from, as a table."""
-    from accelerate.diagnostics.table import table  # a launch needs none
+    from accelerate.base.table import table  # a launch needs none
 
     rows = []
     for name, resolved in settings.items():

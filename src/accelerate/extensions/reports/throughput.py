@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_flop_count, shape_wrapper
 
+from accelerate.base.table import Report
 from accelerate.config.strategies import traits_of
 from accelerate.devices import specs
-from accelerate.diagnostics.table import Report
 from accelerate.modules.unwrap import is_compiled_module
 from accelerate.runtime import torch_private
 from accelerate.runtime.run import Run

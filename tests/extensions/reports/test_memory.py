@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from accelerate.diagnostics import memory
+from accelerate.extensions.reports import memory
 from accelerate.runtime import failure
 
 PROGRAM = """

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode as get_current_dispatch_mode
 
 from accelerate import Accelerator
-from accelerate.diagnostics.throughput import NAMED, PARTS, ThroughputRow, scored
+from accelerate.extensions.reports.throughput import NAMED, PARTS, ThroughputRow, scored
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.strategies.consistency import checksum
 from cases import cases

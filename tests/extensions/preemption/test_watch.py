@@ -25,7 +25,7 @@ from accelerate.config.project import ProjectConfiguration
 from accelerate.data.iterable import uneven_ends
 from accelerate.diagnostics import status
 from accelerate.diagnostics.hang import Watcher
-from accelerate.training import preemption
+from accelerate.extensions.preemption import watch as preemption
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals are those of POSIX")
 

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from accelerate.base.table import Report
 from accelerate.devices.memory import should_reduce_batch_size
 from accelerate.diagnostics.estimator import Layout, resting
 from accelerate.diagnostics.inventory import inventory_of_model
-from accelerate.diagnostics.table import Report
 from accelerate.modules.unwrap import id_tensor_storage
 from accelerate.precision.footprint import pieces, tensors_here, zero_stage
 from accelerate.precision.master import size

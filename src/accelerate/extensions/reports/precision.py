@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from accelerate.base.table import Report
 from accelerate.config.enums import FP8BackendType
-from accelerate.diagnostics.table import Report
 from accelerate.modules.unwrap import extract_model_from_parallel
 from accelerate.precision.amp import autocast_of, precision
 from accelerate.precision.footprint import Piece, engine_updates, pieces, plain_name, short, zero_stage

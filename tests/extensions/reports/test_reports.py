@@ -6,8 +6,8 @@ from torch import nn
 
 from accelerate import Accelerator
 from accelerate.config.enums import FP8BackendType
-from accelerate.diagnostics.memory import cached, memory_report
-from accelerate.diagnostics.precision import precision_report
+from accelerate.extensions.reports.memory import cached, memory_report
+from accelerate.extensions.reports.precision import precision_report
 from precision_table import Net, check, rows
 
 
