@@ -86,7 +86,7 @@ setup(
     keywords="deep learning distributed training pytorch",
     package_dir={"": "src"},
     packages=find_packages("src"),
-    package_data={"accelerate": ["py.typed"], "transformers_patch": ["py.typed"]},
+    package_data={"accelerate": ["py.typed", "extensions/*.pyi"], "transformers_patch": ["py.typed"]},
     python_requires=">=3.10",
     install_requires=[
         "numpy>=1.17",

@@ -17,7 +17,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -26,7 +26,6 @@ from torch.utils.hooks import RemovableHandle
 from accelerate import comm
 from accelerate.base._lazy import front
 from accelerate.base.constants import PROFILE_PATTERN_NAME
-from accelerate.base.table import Report
 from accelerate.checkpoint import torch_files
 from accelerate.checkpoint.save import Background
 from accelerate.comm import operations
@@ -47,9 +46,8 @@ from accelerate.config.project import DataLoaderConfiguration, ProjectConfigurat
 from accelerate.config.strategies import traits_of
 from accelerate.data.build import plan_of, prepare_data_loader, skip_first_batches  # noqa: F401 - see `_replaceable`
 from accelerate.data.plan import DataPlan
-from accelerate.extensions.ema import averages
-from accelerate.extensions.preemption import watch as preemption
-from accelerate.extensions.reports import memory
+from accelerate.devices.memory import memory_snapshot
+from accelerate.extension import Extensions, specs, third_parties
 from accelerate.logging import get_logger
 from accelerate.offload.weights import get_state_dict_offloaded_model
 from accelerate.parallelism_config import ParallelismConfig
@@ -66,7 +64,6 @@ from accelerate.training import conditional as conditionals
 from accelerate.training import gradients, metrics, restoring, saving, setup
 from accelerate.training import prepare as preparation
 from accelerate.training.prepared import PreparedObjects
-from accelerate.training.run import PreparationWatcher
 from accelerate.training.window import Window
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
@@ -83,6 +80,11 @@ _HOMES = {
 __getattr__, __dir__, _ = front(__name__, _HOMES, [])
 
 logger = get_logger(__name__)
+
+if TYPE_CHECKING:  # what extensions add, for type checkers and editors
+    from accelerate.extensions.methods import ExtensionMethods
+else:
+    ExtensionMethods = object
 
 # Differs from `split_batches=False`: nothing was given, since the argument moved into DataLoaderConfiguration.
 _split_batches = object()
@@ -126,7 +128,7 @@ def _from_main_process(method: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-class Accelerator(Processes):
+class Accelerator(Processes, ExtensionMethods):
     """Run an ordinary PyTorch training loop on one process or many, in any precision, without changing the loop.
 
     Every rank constructs it, before models and loaders are prepared.
@@ -241,8 +243,8 @@ class Accelerator(Processes):
     _finished_trackers = _derived(lambda self: [])
     _exact_accumulation = _derived(lambda self: self.gradient_state.plugin_kwargs.get("exact", False))
     _sync_each_batch = _derived(lambda self: self.gradient_state.plugin_kwargs.get("sync_each_batch", False))
-    _cp_context = _meter = None
-    _replica_check: PreparationWatcher | None = None
+    _cp_context = None
+    extensions = _derived(lambda self: Extensions.of(self))
     _loaded_checkpoint: str | None = None
     _unfinished_save: str | None = None
 
@@ -304,11 +306,10 @@ class Accelerator(Processes):
         self.has_fp8_handler = self.fp8_enabled
         self.delayed_fp8_autocast = False
         self.native_amp = precision(self.state.mixed_precision).autocast_dtype is not None
-        # 3. What training needs, signals after which the run saves and leaves, and what is said when memory runs out.
+        # 3. What training needs, and the extensions that this run asks for.
         self._begin(accumulation)
-        preemption.install(self)
-        memory.watch(self)
-        self._replica_check = setup.replica_check(self)
+        _install_third_parties()
+        self.extensions = Extensions.of(self)
 
     def _begin(self, accumulation: GradientAccumulationPlugin) -> None:
         """Set what belongs to gradients, to prepared and registered objects, and to checkpoints: none yet."""
@@ -333,11 +334,6 @@ class Accelerator(Processes):
         # A copied trainer takes part in the same run as the one it was copied from.
         return self
 
-    def __getstate__(self) -> dict[str, Any]:
-        # A copy in another process measures nothing.
-        replaced = {} if self._meter is None else self._meter.replaced
-        return {**self.__dict__, **replaced, "_meter": None}
-
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.prepared = copy.copy(self.prepared)
@@ -352,16 +348,6 @@ class Accelerator(Processes):
     def use_stateful_dataloader(self) -> bool:
         """Whether torchdata's stateful loader is used inside prepared loaders."""
         return getattr(self.dataloader_config, "use_stateful_dataloader", False)
-
-    @property
-    def should_stop(self) -> bool:
-        """Whether a signal of ``ProjectConfiguration.save_on_signal`` came to some rank. Any rank, alone.
-
-        It changes when a prepared optimizer steps, on every rank at the same step. A loop over a prepared loader need not
-        look at it: asked for the next batch, the loader saves a checkpoint and leaves.
-        """
-        watch = self.gradient_state._step_watch
-        return watch is not None and watch.stops
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
@@ -573,28 +559,6 @@ class Accelerator(Processes):
         ready = inputs if isinstance(inputs, tuple) else (inputs,)
         conditionals.declare(self, conditionals.Conditional(module, given, ready))
 
-    def ema(self, model: nn.Module, decay: float = 0.999) -> averages.Ema:
-        """Keep a moving average of a model's weights from now on, as shards where the weights are shards. All ranks.
-
-        Args:
-            model: A prepared model, whose optimizer is prepared too.
-            decay: The share of the average that a step keeps: ``decay * average + (1 - decay) * weight``.
-
-        Returns:
-            The average; ``with average.applied():`` the model has it for its weights.
-
-        Raises:
-            ValueError: The model or its optimizer is not prepared, it has an average already, its weights are of half precision, or
-                the strategy has flat parts (FSDP1, DeepSpeed).
-
-        Example:
-            >>> accelerator, model = Accelerator(cpu=True), torch.nn.Linear(2, 1)
-            >>> model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-            >>> accelerator.ema(model, decay=0.99).decay
-            0.99
-        """
-        return averages.average(self, model, decay)
-
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
         """Prepare one optimizer. All ranks.
 
@@ -782,92 +746,6 @@ class Accelerator(Processes):
         """Do the same as ``free_memory``."""
         return self.free_memory(*objects)
 
-    def precision_report(self, model: nn.Module) -> Report:
-        """Return which copy of a model is in which dtype: weights, computation, gradients, reduction, optimizer. Any rank, alone.
-
-        Gradients and optimizer state are there after the first step.
-
-        Args:
-            model: A prepared model.
-
-        Returns:
-            A report with rows, and with warnings where settings contradict each other; its text is a table.
-
-        Example:
-            >>> accelerator = Accelerator(cpu=True)
-            >>> report = accelerator.precision_report(accelerator.prepare(torch.nn.Linear(2, 1)))
-            >>> print(report)  # doctest: +SKIP
-        """
-        from accelerate.extensions.reports import precision
-
-        hook = getattr(self.ddp_handler, "comm_hook", None)
-        return precision.precision_report(model, self._optimizers, self.mixed_precision, self.fp8_backend, hook)
-
-    def memory_report(self) -> Report:
-        """Return how much memory each rank's parameters, gradients and optimizer states take, and its peak. All ranks.
-
-        Returns:
-            A report with a row per rank; its text is a table.
-
-        Example:
-            >>> accelerator = Accelerator(cpu=True)
-            >>> model = accelerator.prepare(torch.nn.Linear(2, 1))
-            >>> accelerator.memory_report().rows[0].parameters
-            12
-        """
-        held = self._models, self._optimizers
-        return memory.memory_report(*held, self.device, self.gather)
-
-    def throughput(
-        self, tokens: float | None = None, samples: float | None = None, flops: float | None = None
-    ) -> None:
-        """End a step of so many tokens and samples, for `throughput_report`. Any rank, alone; the first call starts to measure.
-
-        Without any number it counts no step, and the next one begins here: after an evaluation, say.
-
-        Args:
-            tokens: How many this rank has trained on since the last call.
-            samples: How many this rank has trained on since the last call.
-            flops: Of the model in them, forward and backward, on this rank. None: `FlopCounterMode` counts those of the next
-                step once, which takes longer and is not measured; other steps have as many for each token (or sample).
-
-        Raises:
-            ValueError: No model was prepared yet.
-
-        Example:
-            >>> accelerator = Accelerator(cpu=True)
-            >>> model = torch.nn.Linear(4, 1)
-            >>> model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-            >>> for batch in torch.ones(4, 8, 4):
-            ...     accelerator.backward(model(batch).sum())
-            ...     optimizer.step()
-            ...     accelerator.throughput(samples=8)
-            >>> report = accelerator.throughput_report()
-            >>> print(report)  # doctest: +SKIP
-            >>> accelerator.log(report.values(), step=4)
-        """
-        if self._meter is None:
-            from accelerate.extensions.reports.throughput import Meter
-
-            self._meter = Meter(self)
-        self._meter.step(tokens, samples, flops)
-
-    def throughput_report(self, peak_flops: float | None = None) -> Report:
-        """Return each rank's rates, MFU and shares of its time since the last report, and which rank is slow. All ranks.
-
-        Args:
-            peak_flops: Of a device, per second; None takes a known GPU's dense bfloat16 figure.
-
-        Returns:
-            A report with a row per rank; its text is a table, `values()` a dict for `log`, `slowest` the rank or None.
-
-        Raises:
-            RuntimeError: Some rank has measured no step; raised on all ranks.
-        """
-        from accelerate.extensions.reports import throughput
-
-        return throughput.report(self._meter, self._communicator.gather_object, self.process_index, peak_flops)
-
     # -- gradients -----------------------------------------------------------------------------------------------
 
     def accumulate(self, *models: nn.Module, num_items: Any = None) -> contextlib.AbstractContextManager[None]:
@@ -975,7 +853,8 @@ class Accelerator(Processes):
             >>> weight = torch.ones(1, requires_grad=True)
             >>> Accelerator(cpu=True).backward(weight.sum())
         """
-        gradients.backward(self, loss, num_items, kwargs)
+        with self.extensions.phase("backward", loss):
+            gradients.backward(self, loss, num_items, kwargs)
 
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
         """Run the backward pass of LOMO optimizers, which update the weights in it.
@@ -1064,7 +943,8 @@ class Accelerator(Processes):
             >>> Accelerator(cpu=True).gather(torch.tensor([1, 2]))
             tensor([1, 2])
         """
-        return operations.gather_with(self._communicator, tensor, differentiable)
+        with self.extensions.phase("gather"):
+            return operations.gather_with(self._communicator, tensor, differentiable)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather predictions and labels of an evaluation loop, without the samples that fill up its last batch. All ranks.
@@ -1079,7 +959,8 @@ class Accelerator(Processes):
             >>> torch.cat([accelerator.gather_for_metrics(batch) for batch in loader])
             tensor([0, 1, 2])
         """
-        return metrics.gather_for_metrics(self, input_data, use_gather_object)
+        with self.extensions.phase("gather"):
+            return metrics.gather_for_metrics(self, input_data, use_gather_object)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Sum or average tensors over all ranks, or take the largest values. All ranks.
@@ -1093,7 +974,8 @@ class Accelerator(Processes):
             >>> Accelerator(cpu=True).reduce(torch.tensor(2.0))
             tensor(2.)
         """
-        return operations.reduce_with(self._communicator, tensor, reduction, scale)
+        with self.extensions.phase("reduce"):
+            return operations.reduce_with(self._communicator, tensor, reduction, scale)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
         """Pad tensors to the largest size that one dimension has on any rank, so that they can be gathered. All ranks.
@@ -1136,19 +1018,6 @@ class Accelerator(Processes):
             self.flag_tensor = torch.tensor(0, device=self.device)
         return raised
 
-    def check_stop(self) -> bool:
-        """Ask all ranks whether a signal of ``ProjectConfiguration.save_on_signal`` came, and wait for the answer. All ranks.
-
-        For code without optimizer steps, such as a long evaluation; ``should_stop`` is the same afterwards. Without
-        ``save_on_signal`` it is False, and nothing is exchanged.
-
-        Example:
-            >>> Accelerator(cpu=True).check_stop()
-            False
-        """
-        watch = self.gradient_state._step_watch
-        return watch is not None and watch.ask()
-
     # -- contexts ------------------------------------------------------------------------------------------------
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> contextlib.AbstractContextManager[None]:
@@ -1184,7 +1053,7 @@ class Accelerator(Processes):
             https://docs.pytorch.org/docs/stable/profiler.html
         """
         handler = profile_handler or self.profile_handler or ProfileKwargs()
-        with memory.snapshot(handler.snapshot_folder, self.device, self.process_index), handler.build() as profiler:
+        with memory_snapshot(handler.snapshot_folder, self.device, self.process_index), handler.build() as profiler:
             yield profiler
         if handler.output_trace_dir is not None:
             name = PROFILE_PATTERN_NAME.format(suffix=self.process_index)
@@ -1255,7 +1124,8 @@ class Accelerator(Processes):
             ...     _ = accelerator.save_state(folder)
             ...     _ = accelerator.load_state(folder)
         """
-        return saving.save_state(self, output_dir, safe_serialization, blocking, **save_model_func_kwargs)
+        with self.extensions.phase("save_state"):
+            return saving.save_state(self, output_dir, safe_serialization, blocking, **save_model_func_kwargs)
 
     def wait_for_checkpoint(self) -> None:
         """Wait until what ``save_state(blocking=False)`` writes is in its place. Any rank, alone.
@@ -1590,11 +1460,21 @@ class Accelerator(Processes):
 
     def end_training(self) -> None:
         """Finish checkpoints and trackers, give signals back to their handlers, leave the process group. All ranks, at the end."""
-        watch = self.gradient_state._step_watch
-        if watch is not None and watch.accelerator() is self:
-            watch.close()
+        for hook in self.extensions.ended:
+            hook()
         try:
             self._background.finish()
         finally:
             metrics.finish(self)
             self.state.destroy_process_group()
+
+
+@functools.cache
+def _install_third_parties() -> None:
+    """Give the Accelerator the methods of other packages' extensions, which may import this module."""
+    for spec in third_parties():
+        spec.install(Accelerator)
+
+
+for _spec in specs():
+    _spec.install(Accelerator)

@@ -9,6 +9,7 @@ import torch
 from accelerate.base import _lazy
 from accelerate.config.strategies import traits_of
 from accelerate.devices.table import DEVICES
+from accelerate.extension import NO_EXTENSIONS
 from accelerate.precision import scaling
 from accelerate.state import AcceleratorState, GradientState
 
@@ -79,8 +80,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     state = _of_inner("state", "The inner optimizer's state.")
     param_groups = _of_inner("param_groups", "The inner optimizer's parameter groups.")
     defaults = _of_inner("defaults", "The inner optimizer's default options.")
-    # Called with the optimizer before a step that ends an accumulation step, in a run that compares its replicas.
-    _before_step: Callable[["AcceleratedOptimizer"], None] | None = None
+    # Those of the Accelerator that prepared it.
+    _extensions = NO_EXTENSIONS
 
     def __init__(self, optimizer: torch.optim.Optimizer, device_placement: bool = True, scaler: Any = None) -> None:
         # torch's own __init__ is left out on purpose: it would build a second set of parameter groups.
@@ -157,8 +158,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         gradient_state = self.gradient_state
         if not gradient_state.sync_gradients:
             return
-        if self._before_step is not None:
-            self._before_step(self)
+        for hook in self._extensions.step_begins:
+            hook(self)
         if self._reduces_on_step and not gradient_state.is_xla_gradients_synced:
             self._reduce_gradients()
         if self.scaler is None:
@@ -170,13 +171,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             gradient_state.is_xla_gradients_synced = False
             # torch_xla 2.9 gives wrong values where tensors are read one by one while updates in place are still pending.
             DEVICES["xla"].namespace().mark_step()
-        if gradient_state._step_watch is not None:
-            gradient_state._step_watch.stepped()
-
-    def _note_end_of_step(self) -> None:
-        """Do what `step` does last, where an engine takes the steps: what waits for the end of one, as a signal does, learns of it."""
-        if self.gradient_state._step_watch is not None:
-            self.gradient_state._step_watch.stepped()
+        for hook in self._extensions.step_ends:
+            hook(self)
 
     def _scaled_step(self, closure: Callable | None) -> None:
         if "_optimizer_patched_step_method" not in self.__dict__:  # the scaler was assigned after construction
@@ -207,8 +203,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         return self._is_overflow
 
     def __getstate__(self) -> dict[str, Any]:
-        # The two step methods refer to bound methods of this very process; they are made again when needed. A copy checks nothing.
-        hidden = ("_optimizer_original_step_method", "_optimizer_patched_step_method", "_before_step")
+        # The two step methods refer to bound methods of this very process; they are made again when needed.
+        hidden = ("_optimizer_original_step_method", "_optimizer_patched_step_method")
         return {key: value for key, value in self.__dict__.items() if key not in hidden}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -33,7 +33,7 @@ from accelerate.base._warn import printable
 from accelerate.comm.torch_dist import TorchCommunicator
 from accelerate.config import env
 from accelerate.diagnostics.allocations import EXCHANGED, AllocationTracker, label
-from accelerate.extensions.reports import memory
+from accelerate.extensions.reports import out_of_memory
 from accelerate.extensions.reports.collectives import CollectiveRecorder
 from accelerate.extensions.reports.throughput import flops_of
 from accelerate.runtime import ranks, simulated, torch_private
@@ -122,7 +122,7 @@ class SimulatedRank(CollectiveRecorder):
 
     def note(self, step: int) -> None:
         """Add what was seen to the facts, as a step of this number, or as a run without steps."""
-        if (accelerator := memory.newest()) is not None:
+        if (accelerator := out_of_memory.newest()) is not None:
             self.name(accelerator.torch_device_mesh)
             label(self.memory, accelerator._models, accelerator._optimizers)
             self.facts.look(
@@ -171,8 +171,8 @@ def _answer_for_others(last: contextlib.ExitStack) -> None:
         (dist, "init_process_group", init_process_group),
         (dist, "broadcast_object_list", broadcast_object_list),
         (TorchCommunicator, "broadcast", lambda self, tensors, src=0: broadcast(self, tensors, self.rank)),
-        (saving, "SAVE", simulation_checkpoints.MeasuredSave),
-        (restoring, "READ", simulation_checkpoints.read),
+        (saving, "Save", simulation_checkpoints.MeasuredSave),
+        (restoring, "_load_found", simulation_checkpoints.read),
     ]
     last.enter_context(torch_private.replaced(*places))
 

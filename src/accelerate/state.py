@@ -395,8 +395,6 @@ class GradientState:
             self.plugin_kwargs = {}
             self._active: list[weakref.ref[Any]] = []
             self.is_xla_gradients_synced = False
-            # Who wants to know of steps and batches: `accelerate.extensions.preemption.watch.Watch`, in a run that it guards.
-            self._step_watch: Any = None
         if gradient_accumulation_plugin is not None:
             self.plugin_kwargs = gradient_accumulation_plugin.to_kwargs()
             if self.num_steps == 1:
@@ -404,7 +402,7 @@ class GradientState:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy follows its process's training, and in another process it is in none of this one's loaders.
-        return _restored_gradient_state, ({**self.__dict__, "_active": [], "_step_watch": None},)
+        return _restored_gradient_state, ({**self.__dict__, "_active": []},)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "GradientState":
         # A copied optimizer or loader trains in the same loop as the one it was copied from.

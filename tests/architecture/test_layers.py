@@ -16,15 +16,16 @@ LAYERS: list[str] = [
     "config parallelism_config",
     "runtime.storage runtime.durable devices",
     "comm",
-    "runtime.slurm runtime.failure runtime.ranks runtime.ports runtime.random runtime.rendezvous "
+    "extension runtime.slurm runtime.failure runtime.ranks runtime.ports runtime.random runtime.rendezvous "
     "runtime.simulated runtime.run diagnostics process state",
     "logging modules precision optimizer scheduler",
     "strategies.mesh strategies.consistency strategies.shard strategies.fsdp",
-    "data offload hooks big_modeling trackers parallel diagnostics.precision diagnostics.throughput precision.quantize",
-    "checkpoint checkpointing utils.fsdp_utils diagnostics.memory diagnostics.inventory diagnostics.activations "
+    "data offload hooks big_modeling trackers parallel precision.quantize",
+    "checkpoint checkpointing utils.fsdp_utils extensions.reports diagnostics.inventory diagnostics.activations "
     "diagnostics.estimator",
     "strategies",
     "training accelerator",
+    "extensions",
     "local_sgd inference simulation simulation_checkpoints simulation_report launch launchers",
     "commands",
     "test_utils",
@@ -104,7 +105,7 @@ def test_private_attributes_of_the_accelerator_are_used_by_the_facade_and_traini
     wrong = [
         f"{name}:{node.lineno} {ast.unparse(node)}"
         for name, path in source.modules().items()
-        if not name.startswith(("accelerate.accelerator", "accelerate.training"))
+        if not name.startswith(("accelerate.accelerator", "accelerate.training", "accelerate.extensions"))
         for node in ast.walk(source.tree(path))
         if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__")
         if ast.unparse(node.value).rpartition(".")[2] == "accelerator" and node.attr not in Run.__annotations__

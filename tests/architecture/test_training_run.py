@@ -1,4 +1,4 @@
-"""`training.run.TrainingRun` lists what functions of `training` use of an Accelerator; mypy reports what it does not list."""
+"""`training.run.TrainingRun` lists what `training` and extensions use of an Accelerator; mypy reports what it does not list."""
 
 import ast
 
@@ -7,7 +7,8 @@ from accelerate.runtime.run import Run
 from accelerate.training.run import TrainingRun
 from architecture import source
 
-TRAINING = [path for name, path in source.modules().items() if name.startswith("accelerate.training.")]
+ROOMS = ("accelerate.training.", "accelerate.extensions.")
+TRAINING = [path for name, path in source.modules().items() if name.startswith(ROOMS)]
 
 
 def members(protocol: type) -> set[str]:
@@ -17,13 +18,13 @@ def members(protocol: type) -> set[str]:
 
 
 def used_attributes() -> set[str]:
-    """Return the attributes that `training` reads, calls or assigns of `accelerator`, `self.accelerator` and the like."""
+    """Return the attributes that these rooms read, call or assign of `accelerator`, `self.accelerator`, `self.run` and the like."""
     return {
         node.attr
         for path in TRAINING
         for node in ast.walk(source.tree(path))
         if isinstance(node, ast.Attribute)
-        if ast.unparse(node.value).rpartition(".")[2].removeprefix("_") == "accelerator"
+        if ast.unparse(node.value).rpartition(".")[2].removeprefix("_") in ("accelerator", "run")
     }
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import ExitStack, closing, nullcontext
 from itertools import chain, count, islice
 from typing import Any
 
 import torch
 
-from accelerate.data import adapter, generators, iterable, resume, workers
+from accelerate.data import adapter, generators, iterable, resume
 from accelerate.data.adapter import is_stateful, is_stream, placer, skipping, variant
 from accelerate.data.agreement import Agreement
 from accelerate.data.iterable import CountingCollate, restores, uncounted
@@ -18,6 +18,7 @@ from accelerate.data.resume import ResumableLoader
 from accelerate.data.samplers import EndAhead, Part, layers
 from accelerate.data.stateful import with_unread_workers
 from accelerate.data.workers import SeededDataset, WorkerDataset
+from accelerate.extension import NO_EXTENSIONS
 from accelerate.process import PartialState
 from accelerate.runtime.random import synchronize_rng_states
 from accelerate.state import GradientState
@@ -60,8 +61,9 @@ class EpochIterator:
         if adapter.knows_end(self.base):
             self.order = EndAhead(adapter.batching_sampler(self.base))
             self.base = adapter.iterating(self.base, self.order)
-        watch = loader.gradient_state._step_watch
-        with nullcontext() if watch is None else workers.masked_start(self.base, watch.numbers):
+        with ExitStack() as contexts:
+            for hook in loader._extensions.starting_workers if self.base.num_workers else ():
+                contexts.enter_context(hook(self.base))
             self.batches = self._opened() if pending is None else self._opened_again()
         if self.base.num_workers and self.base.persistent_workers:
             self.progress.workers_kept = True
@@ -182,6 +184,8 @@ class PreparedLoader(ResumableLoader):
     _notes_nothing = False
     # Compares what the ranks read, where this loader is divided among them.
     _agreement: Agreement | None = None
+    # Those of the Accelerator that prepared it.
+    _extensions = NO_EXTENSIONS
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, gradient_state=GradientState())
@@ -194,9 +198,8 @@ class PreparedLoader(ResumableLoader):
         if replacement is not None:
             yield from replacement
             return
-        watch = self.gradient_state._step_watch
-        if watch is not None:
-            watch.leave_if_due(self)
+        for hook in self._extensions.between_batches:
+            hook(self)
         pending = resume.take_pending_position(self)
         self._progress.extra_samples = 0 if pending is None else pending.extra_samples
         self.begin()
@@ -207,13 +210,21 @@ class PreparedLoader(ResumableLoader):
             if type(base.dataset) is SeededDataset:
                 progress.worker_seed = base.dataset.choose(progress.worker_seed, progress.epoch, base.generator)
             batches = self._iterate(pending)
-            if watch is not None:
-                batches = watch.watched(batches, self)
+            if self._extensions.between_batches:
+                batches = self._with_hooks(batches)
             if self._agreement is not None:
                 yield from self._agreement.compared(batches, progress.epoch, self._drawn_order)
             yield from batches
         finally:
             self.end()
+
+    def _with_hooks(self, batches: Generator[Any, None, None]) -> Iterator[Any]:
+        """Yield batches, and call the extensions before each but the first."""
+        with closing(batches):
+            for batch in batches:
+                yield batch
+                for hook in () if self._progress.at_end else self._extensions.between_batches:
+                    hook(self)
 
     def _begin_epoch(self, pending: Pending | None) -> None:
         """Do what comes before the order of the epoch is drawn."""

@@ -179,11 +179,11 @@ def _registered(accelerator: "TrainingRun") -> Callable[[], None]:
     lists = [*prepared.lists(), prepared.hooks]
     before = [list(registered) for registered in lists]
     loaders = [resume.kept(loader) for loader in accelerator._dataloaders]
-    context, averages, hooks = accelerator._cp_context, len(prepared.averages), len(prepared.hooks)
+    context, hooks, attached = accelerator._cp_context, len(prepared.hooks), accelerator.extensions.attached
 
     def put_back() -> None:
-        for average in prepared.averages[averages:]:
-            average.close()
+        for extension in [each for each in accelerator.extensions.attached if each not in attached]:
+            extension.released()
         for hook in prepared.hooks[hooks:]:
             hook.remove()
         vars(accelerator).update({name: list(former) for name, former in registries.items()})
@@ -194,9 +194,6 @@ def _registered(accelerator: "TrainingRun") -> Callable[[], None]:
         accelerator._cp_context = context  # that of the failed try holds a process group
         gradients.reset(accelerator)
         accelerator.step = step
-        if accelerator._meter is not None:
-            accelerator._meter.close()
-            accelerator._meter = None
 
     return put_back
 

@@ -268,8 +268,10 @@ def register(accelerator: TrainingRun, kind: str, outer: T, *inners: Any, **deta
     outer._is_accelerate_prepared = True  # type: ignore[attr-defined]  # new
     accelerator.prepared.record(kind, outer, inners, settings=settings_of(accelerator), **details)
     _enlist(accelerator, kind, outer)
-    if accelerator._replica_check is not None and isinstance(outer, nn.Module) and not details.get("evaluation"):
-        accelerator._replica_check.watch_model(outer)
+    if kind in ("optimizer", "loader"):
+        outer._extensions = accelerator.extensions  # type: ignore[attr-defined]
+    for hook in accelerator.extensions.registered:
+        hook(kind, outer, details.get("evaluation", False))
     return outer
 
 
@@ -421,8 +423,6 @@ def prepare_optimizer(
     with own_states(accelerator):
         remap_optimizer(optimizer, prepared.histories(accelerator.prepared))
         wrapped = AcceleratedOptimizer(optimizer, device_placement=device_placement, scaler=accelerator.scaler)
-    if accelerator._replica_check is not None:
-        accelerator._replica_check.watch(wrapped)
     return register(accelerator, "optimizer", wrapped, optimizer)
 
 
@@ -527,8 +527,8 @@ def restore_registry(accelerator: TrainingRun) -> None:
 def release(accelerator: TrainingRun, objects: tuple[Any, ...]) -> list[Any]:
     """Let go of everything prepared, so that the next ``prepare`` is a first one, and of the objects given."""
     resolve(accelerator.state).release(accelerator)
-    for average in accelerator.prepared.averages:
-        average.close()
+    for released in accelerator.extensions.released:
+        released()
     accelerator.prepared.clear()
     # New lists, because a copy of the Accelerator may hold the former ones.
     for name in _LISTS.values():
@@ -539,9 +539,6 @@ def release(accelerator: TrainingRun, objects: tuple[Any, ...]) -> list[Any]:
     gradients.reset(accelerator)
     accelerator.step = 0
     accelerator.has_lomo_optimizer = False
-    if accelerator._meter is not None:
-        accelerator._meter.close()
-        accelerator._meter = None
     accelerator.deepspeed_engine_wrapped = None
     accelerator.flag_tensor = None
     if accelerator.scaler is not None:

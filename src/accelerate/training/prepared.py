@@ -58,7 +58,6 @@ class PreparedObjects:
 
     def __init__(self) -> None:
         self.conditional: list[Any] = []
-        self.averages: list[Any] = []
         self.hooks: list[Any] = []
         self.engines: list[Any] = []
         self.logged: set[str] = set()
@@ -102,7 +101,7 @@ class PreparedObjects:
 
     def lists(self) -> list[list[Any]]:
         """Return the lists of what `prepare` and what follows it have put here."""
-        return [self.engines, self.replicated, self.conditional, self.averages]
+        return [self.engines, self.replicated, self.conditional]
 
     def clear(self) -> None:
         """Drop every prepared object: the next ``prepare`` of any object is a first one."""

@@ -23,7 +23,6 @@ from accelerate.checkpoint.manifest import DamagedCheckpoint, Manifest, damaged
 from accelerate.checkpoint.object_store import storage_of
 from accelerate.checkpoint.state import Common
 from accelerate.checkpoint.storage import CheckpointStatus, CheckpointStorage, LocalStorage
-from accelerate.extensions.ema import averages
 from accelerate.training import gradients
 from accelerate.training.run import TrainingRun
 from accelerate.training.unclaimed import unclaimed_states
@@ -51,14 +50,13 @@ def load_state(
     them refuses its state all the same, on any rank, all are given back what they had. Where another save takes its
     place meanwhile, all ranks start over with that one, so that they never mix two.
     """
-    averages.refuse_applied(accelerator, "load_state")
     background = accelerator._background
     problem: Exception | None = background.wait("load_state()") if background.pending else None
     location = tensor_device(model_options.pop("map_location", None), accelerator.device)
     options = {"map_location": location, "load_kwargs": load_kwargs}
     storage = _storage(accelerator, input_dir)
     search = Search(accelerator, storage, latest or input_dir is None)
-    return READ(search, problem, options, model_options, missing_ok)
+    return _load_found(search, problem, options, model_options, missing_ok)
 
 
 def _load_found(
@@ -111,10 +109,6 @@ def _load_found(
     if chosen.following is not None:
         accelerator.project_configuration.iteration = chosen.following
     return Path(chosen.storage.location) if isinstance(chosen.storage, LocalStorage) else chosen.storage.location
-
-
-# What reads the checkpoint that a search finds; `accelerate.simulation` has another.
-READ: Callable[..., Path | str | None] = _load_found
 
 
 def _storage(accelerator: TrainingRun, input_dir: Folder | None) -> CheckpointStorage:
@@ -446,6 +440,8 @@ def _read_contents(
 
     try:
         with noted():
+            for extension_loads in accelerator.extensions.loading:
+                extension_loads(folder)
             _check_custom(folder, common.custom)
             contents = read_common(common, folder, options["load_kwargs"])
             contents.unclaimed = unclaimed_states(accelerator, contents)

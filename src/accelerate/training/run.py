@@ -13,7 +13,7 @@ from accelerate.comm.base import Communicator
 from accelerate.config.enums import FP8BackendType, LoggerType, RNGType
 from accelerate.config.handlers import AutocastKwargs
 from accelerate.config.project import DataLoaderConfiguration
-from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.extension import Extensions
 from accelerate.runtime.run import Run
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.strategies.base import Strategy
@@ -23,32 +23,20 @@ from accelerate.training.prepared import PreparedObjects
 from accelerate.training.window import Window
 
 if TYPE_CHECKING:
-    from accelerate.extensions.reports.throughput import Meter
     from accelerate.strategies.state_io import StateIO
-
-
-class PreparationWatcher(Protocol):
-    """What is told of each model and optimizer that is prepared; `training.divergence.ReplicaCheck` is it."""
-
-    def watch(self, optimizer: AcceleratedOptimizer) -> None:
-        """Watch the steps of a prepared optimizer."""
-
-    def watch_model(self, model: nn.Module) -> None:
-        """Watch a prepared model."""
 
 
 class TrainingRun(Run, Protocol):
     """An Accelerator, as far as `training` knows it.
 
     Attributes:
+        extensions: Those of this run; a hook is called through them.
         step: Micro-batches since the last one that ended a loader.
         deepspeed_config: The configuration that the engine of DeepSpeed has; only there once an engine is prepared.
         _background: The checkpoint that is written in the background.
         _exact_accumulation: Whether a short accumulation step is divided by its real length.
         _finished_trackers: Trackers that `end_training` has finished; they stay in `trackers`.
         _loaded_checkpoint: Location of the checkpoint that was loaded last, which automatic naming keeps.
-        _meter: Measures steps once `throughput` was called.
-        _replica_check: Compares the ranks, if the environment asks for it.
         _scales_loss: Whether losses are divided by the length of an accumulation step here, and not by an engine.
         _sync_each_batch: Whether gradients are exchanged after every micro-batch.
         _unfinished_save: Location of a save that failed, which the next save of that name replaces.
@@ -67,6 +55,7 @@ class TrainingRun(Run, Protocol):
     log_with: list[str | LoggerType | GeneralTracker]
     native_amp: bool
     rng_types: list[str | RNGType]
+    extensions: Extensions
     step: int
     step_scheduler_with_optimizer: bool
     trackers: list[GeneralTracker]
@@ -75,8 +64,6 @@ class TrainingRun(Run, Protocol):
     _finished_trackers: list[GeneralTracker]
     _load_model_state_pre_hook: OrderedDict[int, Callable[..., None]]
     _loaded_checkpoint: str | None
-    _meter: "Meter | None"
-    _replica_check: PreparationWatcher | None
     _save_model_state_pre_hook: OrderedDict[int, Callable[..., None]]
     _scales_loss: bool
     _strategy: Strategy
@@ -138,9 +125,6 @@ class TrainingRun(Run, Protocol):
 
     def autocast(self) -> AbstractContextManager[None]:
         """Return the autocast context of the precision in force."""
-
-    def backward(self, loss: torch.Tensor, *, num_items: Any = None, **kwargs: Any) -> None:
-        """Run the backward pass."""
 
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: nn.Module) -> Any:
         """Adapt a loader to DeepSpeed's sequence parallelism."""

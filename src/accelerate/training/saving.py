@@ -33,7 +33,6 @@ from accelerate.checkpoint.object_store import storage_of
 from accelerate.checkpoint.save import Save, SavePlan, plain_names, snapshot, write_common, writes
 from accelerate.checkpoint.state import Common
 from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, prune
-from accelerate.extensions.ema import averages
 from accelerate.modules.unwrap import canonical_name, canonical_names, clean_state_dict_for_safetensors
 from accelerate.offload.placement import has_offloaded_params
 from accelerate.offload.tensors import convert_file_size_to_int
@@ -48,8 +47,6 @@ logger = logging.getLogger(__name__)
 Folder = str | os.PathLike[str]
 # Without this file PEFT finds no adapter in a folder.
 _ADAPTER = "adapter_config.json"
-# What saves a run's checkpoint; `accelerate.simulation` has another.
-SAVE: type[Save] = Save
 
 
 # -- a run's checkpoint --------------------------------------------------------------------------------------------
@@ -67,7 +64,6 @@ def save_state(
     It is written aside and takes its place when all of it is there. With automatic naming the place is
     ``checkpoints/checkpoint_N`` of the project, and the oldest ones beyond ``total_limit`` are removed afterwards.
     """
-    averages.refuse_applied(accelerator, "save_state")
     background = accelerator._background
     former = background.wait("save_state()") if background.pending else None
     _warn_of_open_window(accelerator)
@@ -77,7 +73,7 @@ def save_state(
     blocking = not project.async_save if blocking is None else blocking
     state_io = accelerator._state_io
     facts = _facts(accelerator, accelerator._strategy)
-    save = SAVE(storage, Group.of(accelerator, storage), facts, *_automatic(accelerator))
+    save = Save(storage, Group.of(accelerator, storage), facts, *_automatic(accelerator))
     if not blocking and not save.barrier.in_background:
         warn_user("save_state(blocking=False) writes at once here: these ranks have no key-value store to meet in.")
         blocking = True
@@ -189,6 +185,8 @@ def _collect(
     accelerator: TrainingRun, plan: SavePlan, each_node: bool, safe_serialization: bool, model_options: dict[str, Any]
 ) -> None:
     """Put everything that this rank saves into a plan."""
+    for extension_saves in accelerator.extensions.saving:
+        extension_saves(plan)
     strategy, state_io = accelerator._strategy, accelerator._state_io
     schedulers = state_io.checkpointed_schedulers(accelerator)
     # Through the method, because libraries replace it. Hooks of strategies that save shards see no weights.

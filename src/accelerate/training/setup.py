@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 from accelerate.base._warn import warn_user
-from accelerate.base.environment import get_int_from_env, parse_flag_from_env
 from accelerate.config import env
 from accelerate.config.enums import RNGType
 from accelerate.config.handlers import (
@@ -25,14 +24,11 @@ from accelerate.config.low_bit import AORecipeKwargs, FP8RecipeKwargs, MSAMPReci
 from accelerate.config.options import BY_NAME
 from accelerate.config.options.schema import to_int
 from accelerate.config.project import DataLoaderConfiguration, ProjectConfiguration
-from accelerate.config.strategies import engines, traits_of
+from accelerate.config.strategies import engines
 from accelerate.runtime import storage
 from accelerate.state import GradientState
 from accelerate.training.prepared import others_alive
-from accelerate.training.run import TrainingRun
 
-# Before each how many-th step the ranks compare what they train, and whether they look at the outputs of modules, too.
-CHECK_EVERY, CHECK_MODULES = "ACCELERATE_CHECK_EVERY", "ACCELERATE_CHECK_MODULES"
 # Which attribute of the Accelerator each kind of handler becomes.
 HANDLERS: dict[type, str] = {
     DistributedDataParallelKwargs: "ddp_handler",
@@ -177,28 +173,6 @@ def mesh(given: Any, make: Callable[..., Any], tensor_parallel: Any) -> Any:
             "the configuration replaces it."
         )
     return given
-
-
-def replica_check(accelerator: TrainingRun) -> Any:
-    """Return what compares the ranks every so many steps, as the environment says; None by default."""
-    every = get_int_from_env([CHECK_EVERY], 0)
-    if not every:
-        return None
-    layout = accelerator.parallelism_config
-    kind = traits_of(accelerator.distributed_type)
-    if kind.deepspeed or kind.megatron:
-        warn_user(
-            f"{CHECK_EVERY}={every} has no effect with {accelerator.distributed_type}, whose engine steps by itself."
-        )
-        return None
-    if layout is not None and layout.pp_enabled:
-        warn_user(
-            f"{CHECK_EVERY}={every} has no effect with pp_size={layout.pp_size}: the ranks of a pipeline have different parameters."
-        )
-        return None
-    from accelerate.extensions.checks import replicas as divergence
-
-    return divergence.ReplicaCheck(accelerator, every, parse_flag_from_env(CHECK_MODULES))
 
 
 def warn_of_other_accumulation(plugin: GradientAccumulationPlugin) -> None:

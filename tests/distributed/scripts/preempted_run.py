@@ -14,6 +14,7 @@ from pathlib import Path
 
 from resume_run import READER_SEED, WRITER_SEED, Case, Job, Log, stir
 
+from accelerate.extensions.preemption import watch
 from accelerate.extensions.preemption.watch import Preempted
 from accelerate.utils import ProjectConfiguration
 
@@ -46,7 +47,7 @@ def main():
         done += name.split("-")[1].isdigit()
         if rank == 0 and done == hold:
             print("holding", flush=True)
-            while not job.accelerator.gradient_state._step_watch.received:
+            while not watch._installed.received:
                 time.sleep(0.001)
 
     try:

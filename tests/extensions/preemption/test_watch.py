@@ -304,7 +304,7 @@ def test_what_starts_processes_for_others_does_not_keep_signals_blocked(tmp_path
 import multiprocessing, signal, time
 import torch
 from torch.utils.data import DataLoader
-from accelerate.data import workers
+from accelerate.extensions.preemption import workers
 
 def wait():
     time.sleep(60)
@@ -361,9 +361,6 @@ def test_the_steps_of_engines_count(engine):
     Accelerator(cpu=True)
     parameter = nn.Parameter(torch.ones(1))
     optimizer, seen = wrapper(torch.optim.SGD([parameter], lr=1.0)), []
-    optimizer.gradient_state._step_watch = SimpleNamespace(stepped=lambda: seen.append(True))
-    try:
-        optimizer.step()
-    finally:
-        optimizer.gradient_state._step_watch = None
-    assert seen == [True] and parameter.item() == 1.0
+    optimizer._extensions = SimpleNamespace(step_begins=(), step_ends=(seen.append,))
+    optimizer.step()
+    assert seen == [optimizer] and parameter.item() == 1.0

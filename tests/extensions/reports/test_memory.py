@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from accelerate.extensions.reports import memory
+from accelerate.extensions.reports import out_of_memory
 from accelerate.runtime import failure
 
 PROGRAM = """
@@ -53,8 +53,8 @@ def test_other_errors_are_not_explained():
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
-    assert memory.explain(ValueError("x")) == memory.explain(RuntimeError("x")) == ""
-    assert memory.explain(KeyboardInterrupt()) == ""
-    text = memory.explain(torch.OutOfMemoryError("CUDA out of memory"))
+    assert out_of_memory.explain(ValueError("x")) == out_of_memory.explain(RuntimeError("x")) == ""
+    assert out_of_memory.explain(KeyboardInterrupt()) == ""
+    text = out_of_memory.explain(torch.OutOfMemoryError("CUDA out of memory"))
     assert text.count("not measured") == 2 and "accumulation_steps" in text  # in the report, and its note
     assert accelerator.num_processes == 1

@@ -142,7 +142,7 @@ def test_compiled_models_are_not_counted_and_copies_are_not_measured(training):
     train(3, samples=1)
     assert accelerator.throughput_report().values()["throughput/flops_per_second"] > 0
     copy = pickle.loads(pickle.dumps(accelerator))
-    assert copy._meter is None
+    assert copy.extensions.attached == []
     copy.backward(copy._models[0](torch.ones(1, 256)).sum())
     pickle.loads(pickle.dumps(accelerator._models[0]))(torch.ones(1, 256))
     accelerator.free_memory()

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from accelerate import Accelerator, GradScalerKwargs
+from accelerate.extensions.ema.averages import Ema
 from accelerate.utils import GradientAccumulationPlugin, find_executable_batch_size
 
 
@@ -269,6 +270,6 @@ def test_a_try_after_one_that_ran_out_of_memory_begins_as_the_first(halves):
 
     train()
     assert failed[0]() is None
-    registries = accelerator._models, accelerator.prepared.averages, accelerator._custom_objects
+    registries = accelerator._models, accelerator.extensions.of_kind(Ema), accelerator._custom_objects
     assert [len(registry) for registry in registries] == [1, 1, 1]
     accelerator.free_memory()  # which ends the measurement

@@ -4,22 +4,25 @@ One all-reduce says whether a loss was not finite, and whether checksums differ:
 checksums of parameters and gradients. Only where they differ do the ranks exchange more, and all of them raise the same error.
 """
 
-import itertools
-from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
+from accelerate.base._warn import warn_user
+from accelerate.base.environment import get_int_from_env, parse_flag_from_env
 from accelerate.comm.check import LISTED, listed
 from accelerate.config.strategies import traits_of
 from accelerate.data.iterable import ends_are_uneven
+from accelerate.extension import Extension
+from accelerate.extensions.checks import CHECK_EVERY, CHECK_MODULES
 from accelerate.modules.unwrap import canonical_name
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.runtime.torch_private import local_part
 from accelerate.strategies.consistency import checksum, differing, extremes, fold
-from accelerate.training.run import TrainingRun
 
 _NEVER = torch.iinfo(torch.int64).max
 
@@ -28,38 +31,63 @@ class ReplicasDiffer(RuntimeError):
     """Parameters, gradients, learning rates or step counters differ between ranks that train the same. All ranks raise it."""
 
 
-class ReplicaCheck:
+class ReplicaCheck(Extension):
     """Compares the ranks of one Accelerator at every `every`-th step; with `modules` it looks at the outputs of modules, too."""
 
-    def __init__(self, accelerator: TrainingRun, every: int, modules: bool) -> None:
-        self.accelerator, self.every, self.modules = accelerator, every, modules
+    def __init__(self, run: Any, every: int, modules: bool) -> None:
+        super().__init__(run)
+        self.every, self.modules = every, modules
         # Backward passes so far, where they were since the last comparison, and the first with a loss that is not finite.
         self._passes = 0
         self._places: list[str] = []
-        self._first = torch.tensor(-1, device=accelerator.device)
+        self._first = torch.tensor(-1, device=run.device)
         self._outputs: dict[str, torch.Tensor] = {}
-        accelerator.backward = partial(self._backward, accelerator.backward)  # type: ignore[method-assign]  # meant
+        self._steps: WeakKeyDictionary[AcceleratedOptimizer, int] = WeakKeyDictionary()
+        self._hooks: list[RemovableHandle] = []
 
-    def watch(self, optimizer: AcceleratedOptimizer) -> None:
-        """Count the steps of a prepared optimizer, and check before them."""
-        optimizer._before_step = partial(self._before_step, itertools.count(1))
+    @classmethod
+    def attach(cls, run: Any) -> "ReplicaCheck | None":
+        """Return the check that the environment asks for; None where an engine or a pipeline makes it meaningless."""
+        every = get_int_from_env([CHECK_EVERY], 0)
+        if not every:
+            return None
+        layout, traits = run.parallelism_config, traits_of(run.distributed_type)
+        if traits.deepspeed or traits.megatron:
+            warn_user(
+                f"{CHECK_EVERY}={every} has no effect with {run.distributed_type}, whose engine steps by itself."
+            )
+            return None
+        if layout is not None and layout.pp_enabled:
+            warn_user(
+                f"{CHECK_EVERY}={every} has no effect with pp_size={layout.pp_size}: the ranks of a pipeline have different parameters."
+            )
+            return None
+        return cls(run, every, parse_flag_from_env(CHECK_MODULES))
 
-    def watch_model(self, model: nn.Module) -> None:
+    def registered(self, kind: str, prepared: Any, evaluation: bool) -> None:
         """Note the outputs of a prepared model's modules, if they are asked for."""
-        for name, module in self.accelerator.unwrap_model(model).named_modules() if self.modules else ():
+        if not self.modules or kind != "model" or evaluation:
+            return
+        for name, module in self.run.unwrap_model(prepared).named_modules():
             note = partial(self._note_output, f"{canonical_name(name)!r} ({type(module).__name__})")
-            self.accelerator.prepared.hooks.append(module.register_forward_hook(note))
+            self._hooks.append(module.register_forward_hook(note))
+
+    def released(self) -> None:
+        """Look at no module of the released models."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
 
     # What is noted in a step, without waiting for the device.
 
-    def _backward(self, method: Callable[..., None], loss: Any, *args: Any, **kwargs: Any) -> None:
+    def phase_begins(self, phase: str, loss: Any) -> None:
+        """Note whether the loss of a backward pass is finite."""
         if isinstance(loss, torch.Tensor):
             self._first = self._earlier(self._first, loss)
-            progress = getattr(self.accelerator.gradient_state.active_dataloader, "_progress", None)
+            progress = getattr(self.run.gradient_state.active_dataloader, "_progress", None)
             batch = f" (batch {progress.batches - 1} of epoch {progress.epoch})" if progress is not None else ""
             self._places.append(f"backward pass {self._passes}{batch}")
             self._passes += 1
-        method(loss, *args, **kwargs)
 
     def _note_output(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         first = output[0] if isinstance(output, (tuple, list)) and output else output
@@ -72,15 +100,17 @@ class ReplicaCheck:
 
     # The comparison.
 
-    def _before_step(self, steps: Iterator[int], optimizer: AcceleratedOptimizer) -> None:
-        if (step := next(steps)) % self.every or ends_are_uneven():
+    def step_begins(self, optimizer: AcceleratedOptimizer) -> None:
+        """Compare the ranks at every N-th step of an optimizer; raise the same error on all of them."""
+        self._steps[optimizer] = step = self._steps.get(optimizer, 0) + 1
+        if step % self.every or ends_are_uneven():
             return
         numbers, sums = self._described(optimizer)
         names = [*numbers, *sums]
         bits = torch.tensor([*numbers.values()], dtype=torch.float64).view(torch.int64).to(self._first.device)
         values = torch.cat([bits, torch.stack([*sums.values()])]) if sums else bits
-        ranks, rank = self.accelerator.num_processes, self.accelerator.process_index
-        communicator, part = self.accelerator._communicator, self._part() if sums else (0, 1)
+        ranks, rank = self.run.num_processes, self.run.process_index
+        communicator, part = self.run._communicator, self._part() if sums else (0, 1)
         first = torch.where(self._first < 0, _NEVER, self._first * ranks + rank)
         folded = torch.stack([first, fold(values[: len(bits)]), fold(values[len(bits) :])])
         highest, lowest = extremes(folded, *part, communicator)
@@ -106,7 +136,7 @@ class ReplicaCheck:
         """Return the first of each kind that differs, with its values and ranks. All ranks."""
         places = [*{names[place].split()[0]: place for place in reversed(differing)}.values()][::-1]
         own = torch.cat([values.new_tensor([self._part()[0]]), values[places]])
-        rows = self.accelerator._communicator.all_gather(own).view(-1, len(own)).tolist()
+        rows = self.run._communicator.all_gather(own).view(-1, len(own)).tolist()
         text = ""
         for column, place in enumerate(places, 1):
             groups: dict[int, dict[int, list[int]]] = {}
@@ -125,10 +155,10 @@ class ReplicaCheck:
         """Return what is compared: numbers that are the same on all ranks, and checksums."""
         numbers, sums, gradients = {}, {}, {}
         # Without a mesh, or without replicas in it, each shard is alone.
-        ranks, sharded = self.accelerator.num_processes, traits_of(self.accelerator.distributed_type).sharded
-        alone = self._part()[1] == ranks or (self.accelerator.torch_device_mesh is None and sharded)
+        ranks, sharded = self.run.num_processes, traits_of(self.run.distributed_type).sharded
+        alone = self._part()[1] == ranks or (self.run.torch_device_mesh is None and sharded)
         compared, zero = ranks > 1 and not alone, torch.zeros_like(self._first)
-        models = [self.accelerator.unwrap_model(model) for model in self.accelerator._models]
+        models = [self.run.unwrap_model(model) for model in self.run._models]
         names = {id(one): canonical_name(name) for model in models for name, one in model.named_parameters()}
         for index, group in enumerate(optimizer.param_groups):
             numbers[f"learning rate of group {index}"] = float(group["lr"])
@@ -146,8 +176,8 @@ class ReplicaCheck:
 
     def _part(self) -> tuple[int, int]:
         """Return which part of the weights this rank has, and of how many; without a mesh all is compared with all ranks."""
-        sharded = traits_of(self.accelerator.distributed_type).sharded
-        mesh, part, parts = self.accelerator.torch_device_mesh, 0, 1
+        sharded = traits_of(self.run.distributed_type).sharded
+        mesh, part, parts = self.run.torch_device_mesh, 0, 1
         for name in () if mesh is None else mesh.mesh_dim_names:
             # Along the other dimensions ranks have the same part.
             if name == "tp" or (sharded and name != "dp_replicate"):
@@ -156,9 +186,9 @@ class ReplicaCheck:
 
     def _not_finite(self, first: int, rank: int) -> FloatingPointError:
         """Return the error for the first rank with a loss that is not finite. All ranks."""
-        place = self._places[first - self._passes] if rank == self.accelerator.process_index else ""
+        place = self._places[first - self._passes] if rank == self.run.process_index else ""
         seen = [name for name, noted in self._outputs.items() if noted.item() == first]
         where = place + (f"; the first module with such an output: {seen[0]}" if seen else "")
-        (where,) = self.accelerator._communicator.broadcast_object_list([where], rank)
+        (where,) = self.run._communicator.broadcast_object_list([where], rank)
         hint = "" if self.modules else " Set ACCELERATE_CHECK_MODULES=true to learn in which module it began."
         return FloatingPointError(f"A loss is NaN or infinite: first on rank {rank}, in its {where}.{hint}")

@@ -9,15 +9,15 @@ from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from accelerate.config.strategies import traits_of
+from accelerate.extension import Extension
 from accelerate.runtime import torch_private
 from accelerate.runtime.torch_private import local_part
-from accelerate.training.run import TrainingRun
 
 # Its name in the state of each parameter.
 KEY = "ema"
 
 
-class Ema:
+class Ema(Extension):
     """An exponential moving average of a model's weights: after each optimizer step ``decay * average + (1 - decay) * weight``.
 
     It begins with the weights after the first step, as torch's `AveragedModel` does. A step that is skipped does not count. Each
@@ -32,16 +32,36 @@ class Ema:
         https://docs.pytorch.org/docs/stable/optim.html#weight-averaging-swa-and-ema
     """
 
-    def __init__(self, model: nn.Module, optimizers: list[torch.optim.Optimizer], decay: float) -> None:
+    def __init__(self, run: Any, model: nn.Module, optimizers: list[torch.optim.Optimizer], decay: float) -> None:
+        super().__init__(run)
         self.decay, self.is_applied = decay, False
         self._model, self._optimizers, self._average = model, optimizers, get_ema_multi_avg_fn(decay)
         self._averaged = {id(parameter) for parameter in model.parameters()}
         self._hooks = [optimizer.register_step_post_hook(self._update) for optimizer in optimizers]
 
     def close(self) -> None:
-        """Average no more; `free_memory` calls it. Any rank, alone."""
+        """Stop averaging; ``free_memory`` calls it. Not a collective."""
         for hook in self._hooks:
             hook.remove()
+        self.run.extensions.remove(self)
+
+    def released(self) -> None:
+        """Stop averaging."""
+        self.close()
+
+    def saving(self, plan: Any) -> None:
+        """Refuse a checkpoint in which weights and averages would have each other's place."""
+        self._refuse_applied("save_state")
+
+    def loading(self, folder: str) -> None:
+        """Refuse a load that would give the model averages for weights."""
+        self._refuse_applied("load_state")
+
+    def _refuse_applied(self, call: str) -> None:
+        if self.is_applied:
+            raise ValueError(
+                f"{call}() was called inside ema.applied(), where the model has averages for weights. Leave it before."
+            )
 
     def has(self, parameters: Collection[int]) -> bool:
         """Say whether it is the average of one of some parameters, which are given by identity."""
@@ -119,17 +139,27 @@ def _reshard(model: nn.Module) -> None:
         unit.reshard()  # type: ignore[operator]  # an FSDPModule
 
 
-def refuse_applied(accelerator: TrainingRun, call: str) -> None:
-    """Raise ValueError inside `Ema.applied`, where weights and averages would take each other's place in a checkpoint."""
-    for one in accelerator.prepared.averages:
-        if one.is_applied:
-            raise ValueError(
-                f"{call}() was called inside ema.applied(), where the model has averages for weights. Leave it before."
-            )
+def ema(accelerator: Any, model: nn.Module, decay: float = 0.999) -> Ema:
+    """Keep a moving average of a model's weights from now on, as shards where the weights are shards. All ranks.
 
+    Args:
+        model: A prepared model, whose optimizer is prepared too.
+        decay: The share of the average that a step keeps: ``decay * average + (1 - decay) * weight``.
 
-def average(accelerator: TrainingRun, model: nn.Module, decay: float) -> Ema:
-    """Return the average of a prepared model's weights from now on; ValueError where that is not possible. All ranks."""
+    Returns:
+        The average; ``with average.applied():`` the model has it for its weights.
+
+    Raises:
+        ValueError: The model or its optimizer is not prepared, it has an average already, its weights are of half precision, or
+            the strategy has flat parts (FSDP1, DeepSpeed).
+
+    Example:
+        >>> from accelerate import Accelerator
+        >>> accelerator, model = Accelerator(cpu=True), torch.nn.Linear(2, 1)
+        >>> model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> accelerator.ema(model, decay=0.99).decay
+        0.99
+    """
     kind, known = accelerator.distributed_type, traits_of(accelerator.distributed_type)
     if known.deepspeed or (known.sharded and not accelerator.is_fsdp2 and accelerator.state.fsdp_plugin is not None):
         raise ValueError(
@@ -149,8 +179,6 @@ def average(accelerator: TrainingRun, model: nn.Module, decay: float) -> Ema:
         raise ValueError(
             f"ema() got weights in {half[0]}, too coarse for an average. Load them in float32, with mixed_precision."
         )
-    if any(one.has(held) for one in accelerator.prepared.averages):
+    if any(average.has(held) for average in accelerator.extensions.of_kind(Ema)):
         raise ValueError("ema() was called before for a part of this model. Keep what it returned then.")
-    ema = Ema(model, [one for one, its in trained.items() if its], decay)
-    accelerator.prepared.averages.append(ema)
-    return ema
+    return accelerator.extensions.add(Ema(accelerator, model, [one for one, its in trained.items() if its], decay))

@@ -7,6 +7,7 @@ whatever else the loop does in it.
 """
 
 import atexit
+import contextlib
 import itertools
 import logging
 import os
@@ -15,8 +16,8 @@ import threading
 import time
 import types
 import weakref
-from collections.abc import Generator, Iterable, Iterator
-from contextlib import closing, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -28,6 +29,8 @@ from accelerate.checkpoint.manifest import CHECKPOINTS_FOLDER, numbered_folder
 from accelerate.checkpoint.object_store import storage_of
 from accelerate.data.iterable import ends_are_uneven
 from accelerate.diagnostics import hang
+from accelerate.extension import Extension
+from accelerate.extensions.preemption.workers import masked_start
 from accelerate.runtime import torch_private
 from accelerate.runtime.failure import PREEMPTED
 from accelerate.training import metrics
@@ -58,6 +61,60 @@ class Preempted(SystemExit):
         self.number = number
 
 
+class Preemption(Extension):
+    """Tells the process's `Watch` of the steps and loaders of one run; the watch may be that of another run of the process."""
+
+    @classmethod
+    def attach(cls, run: Any) -> "Preemption | None":
+        """Watch the signals of a run that names some; return None where nothing is watched."""
+        install(run)
+        return cls(run) if _installed is not None and not _installed.closed else None
+
+    def step_ends(self, optimizer: Any) -> None:
+        """Agree on the step to stop at, after a signal."""
+        if _installed is not None:
+            _installed.stepped()
+
+    def between_batches(self, loader: Any) -> None:
+        """Save and leave after the step to stop at."""
+        if _installed is not None:
+            _installed.leave_if_due(loader)
+
+    def starting_workers(self, loader: Any) -> contextlib.AbstractContextManager[Any]:
+        """Let workers ignore the signals that schedulers send to all processes."""
+        return masked_start(loader, () if _installed is None else _installed.numbers)
+
+    def ended(self) -> None:
+        """Give the signals back to the handlers before."""
+        if _installed is not None and _installed.accelerator() is self.run:
+            _installed.close()
+
+
+def should_stop(accelerator: Any) -> bool:
+    """Whether a signal of ``ProjectConfiguration.save_on_signal`` came to some rank. Any rank, alone.
+
+    It changes when a prepared optimizer steps, on every rank at the same step. A loop over a prepared loader need not
+    look at it: asked for the next batch, the loader saves a checkpoint and leaves.
+    """
+    return _installed is not None and _installed.accelerator() is not None and _installed.stops
+
+
+def check_stop(accelerator: Any) -> bool:
+    """Ask all ranks whether a signal of ``ProjectConfiguration.save_on_signal`` came, and wait for the answer. All ranks.
+
+    For code without optimizer steps, such as a long evaluation; ``should_stop`` is the same afterwards. Without
+    ``save_on_signal`` it is False, and nothing is exchanged.
+
+    Example:
+        >>> from accelerate import Accelerator
+        >>> Accelerator(cpu=True).check_stop()
+        False
+    """
+    return should_stop(accelerator) or (
+        _installed is not None and _installed.accelerator() is not None and _installed.ask()
+    )
+
+
 def install(accelerator: TrainingRun) -> None:
     """Watch the signals that the project configuration names, in place of what watched before, or raise ValueError."""
     global _installed, _follows_forks
@@ -81,7 +138,6 @@ def install(accelerator: TrainingRun) -> None:
         received = 0 if _installed.leaving else _installed.received
         _installed.close()
     _installed = Watch(accelerator, numbers, received)
-    accelerator.gradient_state._step_watch = _installed
     if not _follows_forks and hasattr(os, "register_at_fork"):
         os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_in_child)
         _follows_forks = True
@@ -108,7 +164,7 @@ def _signal(value: Any) -> signal.Signals:
 
 
 class Watch:
-    """What a process knows of the signals it watches, and of the training between two batches; `GradientState` has it.
+    """What a process knows of the signals it watches, and of the training between two batches.
 
     It lets go of a dead Accelerator: the signals go to those who handled them before. `received` came before, or is 0.
     """
@@ -207,14 +263,6 @@ class Watch:
         accelerator = self.accelerator()
         if accelerator is not None and not self.closed and self.stops:
             self._leave(accelerator)
-
-    def watched(self, batches: Generator[Any, None, None], loader: Any) -> Iterator[Any]:
-        """Yield a loader's batches, and look before each but the first whether it is time to leave."""
-        with closing(batches):
-            for batch in batches:
-                yield batch
-                if not loader._progress.at_end:
-                    self.leave_if_due(loader)
 
     def _leave(self, accelerator: TrainingRun) -> NoReturn:
         number = signal.Signals(self.number)

@@ -1,10 +1,7 @@
 """The memory report: parameters, gradients, optimizer state and the peak of activations of each rank; shown, too, as memory runs out."""
 
-import contextlib
-import os
 import sys
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,19 +9,16 @@ import torch
 from torch import nn
 
 from accelerate.base.table import Report
-from accelerate.devices.memory import should_reduce_batch_size
 from accelerate.diagnostics.estimator import Layout, resting
 from accelerate.diagnostics.inventory import inventory_of_model
 from accelerate.modules.unwrap import id_tensor_storage
 from accelerate.precision.footprint import pieces, tensors_here, zero_stage
 from accelerate.precision.master import size
-from accelerate.runtime import failure
 from accelerate.runtime.run import Run
 from accelerate.runtime.torch_private import local_part, pytree
 
 _ENGINE = "optimizer: with DeepSpeed its copies of the weights, too. Its buffers of communication are in no column."
 _COLUMNS = ("rank", "parameters", "buffers", "gradients", "optimizer", "activations", "peak")
-_LIVE: "weakref.WeakKeyDictionary[Run, None]" = weakref.WeakKeyDictionary()  # the newest is last
 _ADVICE = (
     "What makes it smaller: shards (--use_fsdp --fsdp_version 2, or DeepSpeedPlugin(zero_stage=3)), activation checkpointing\n"
     "(model.gradient_checkpointing_enable(), or torch.utils.checkpoint), half the batch size with twice the\n"
@@ -114,26 +108,6 @@ def cached(device: torch.device) -> int:
     return module.memory_reserved(device) - module.memory_allocated(device)
 
 
-@contextlib.contextmanager
-def snapshot(folder: str | None, device: torch.device, rank: int) -> Iterator[None]:
-    """Record the allocations on a device inside, and write them to a file in a folder, after an error too; None does nothing."""
-    if folder is None:
-        yield
-        return
-    memory = getattr(getattr(torch, device.type, None), "memory", None)
-    if not hasattr(memory, "_record_memory_history"):
-        raise ValueError(
-            f"memory_snapshot={folder!r}: torch records no allocations on {device.type!r}. Set profile_memory=True instead, "
-            "which puts them into the trace."
-        )
-    os.makedirs(folder, exist_ok=True)
-    with contextlib.ExitStack() as last:
-        last.callback(memory._record_memory_history, enabled=None)
-        memory._record_memory_history()
-        last.callback(memory._dump_snapshot, os.path.join(folder, f"memory_{rank}.pickle"))
-        yield
-
-
 def _resident_peak() -> int:
     try:
         import resource
@@ -143,25 +117,8 @@ def _resident_peak() -> int:
     return most if sys.platform == "darwin" else most * 1024
 
 
-# A program that runs out of memory says as it ends what holds the memory of its rank, and what makes it smaller -------------
-
-
-def watch(accelerator: Run) -> None:
-    """Explain an error that ends the program, if it means that memory ran out, for as long as the Accelerator lives."""
-    _LIVE[accelerator] = None
-    failure.watch(explain)
-
-
-def newest() -> Run | None:
-    """Return the Accelerator that was made last, of those that live. Any rank, alone."""
-    return next(iter(reversed(list(_LIVE))), None)
-
-
-def explain(error: BaseException) -> str:
-    """Return what holds this rank's memory, and what would help; an empty text for an error of another kind. Any rank, alone."""
-    runs = list(_LIVE)
-    if not runs or not isinstance(error, Exception) or not should_reduce_batch_size(error):
-        return ""
+def explain(runs: Sequence[Run]) -> str:
+    """Return what holds the memory of this rank's runs, and what would help. Not a collective."""
     run = runs[-1]
     models = [model for each in runs for model in each._models]
     optimizers = [optimizer for each in runs for optimizer in each._optimizers]

@@ -21,11 +21,14 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_flop_c
 from accelerate.base.table import Report
 from accelerate.config.strategies import traits_of
 from accelerate.devices import specs
+from accelerate.extension import Extension
 from accelerate.modules.unwrap import is_compiled_module
 from accelerate.runtime import torch_private
 from accelerate.runtime.run import Run
 
 PARTS = ("data", "forward", "backward", "communication", "optimizer", "checkpoint", "rest")
+# The part of a step that each call of the Accelerator is.
+_PHASES = {"backward": "backward", "save_state": "checkpoint", "gather": "communication", "reduce": "communication"}
 # Where a rank waits for the others; the remainder of a step is its own work.
 _WAITING = ("communication", "checkpoint")
 _RATES = ("tokens", "samples", "flops")
@@ -119,7 +122,7 @@ class ThroughputReport(Report):
         return {f"throughput/{name}": number for name, number in found.items() if not math.isnan(number)}
 
 
-class Meter:
+class Meter(Extension):
     """Measures the steps of one rank from its construction on; `step` ends one, `row` reads them."""
 
     # Of a copy in another process, which measures nothing.
@@ -127,12 +130,13 @@ class Meter:
     _stamp: Callable[[], Any] = staticmethod(time.perf_counter)
 
     def __init__(self, accelerator: Run) -> None:
+        super().__init__(accelerator)
         if not accelerator._models:
             raise ValueError("throughput() found no prepared model to measure. Call it after `prepare`.")
         row = traits_of(accelerator.distributed_type)
         # Whether what the ranks wait for is inside the passes, where it is not distinguished.
         self.hidden = row.deepspeed or (row.sharded and not accelerator.is_fsdp2)
-        self.device, self._accelerator, self._by_engine = accelerator.device, accelerator, row.deepspeed
+        self.device, self._by_engine = accelerator.device, row.deepspeed
         if self.device.type == "cuda":
             stream, event = torch.cuda.current_stream, partial(torch.cuda.Event, enable_timing=True)
             self._stamp = lambda: stream().record_event(event())
@@ -146,28 +150,27 @@ class Meter:
             if isinstance(optimizer, torch.optim.Optimizer):
                 self._hooks.append(optimizer.register_step_pre_hook(partial(self.enter, "optimizer")))
                 self._hooks.append(optimizer.register_step_post_hook(partial(self.enter, "rest")))
-        exchanges = ("gather", "gather_for_metrics", "reduce")
-        self.replaced = {name: getattr(accelerator, name) for name in ("backward", "save_state", *exchanges)}
-        accelerator.backward = partial(self._backward, accelerator.backward)
-        accelerator.save_state = partial(self._timed, "checkpoint", accelerator.save_state)
-        for name in exchanges:
-            setattr(accelerator, name, partial(self._timed, "communication", self.replaced[name]))
+        self._before: list[str] = []  # what goes on after each open phase
         self._flops_each: float | None = None
         self._counter: FlopCounterMode | None = None
         self._open = deque(maxlen=0)  # the step before the first call is not measured
         self._steps: deque[tuple[list[tuple[str, Any]], list[float]]] = deque(maxlen=_STEPS)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return object.__new__, (Meter,)  # stamps belong to this process
+        return object.__new__, (Meter,)  # hooks of a copied model refer to it, and stamps belong to this process
 
     def close(self) -> None:
-        """Measure no more, and give the Accelerator its methods back. Any rank, alone."""
+        """Stop measuring. Not a collective."""
         for hook in self._hooks:
             hook.remove()
         if self._counter is not None:
             self._counter.__exit__(None, None, None)
             self._counter = None
-        vars(self._accelerator).update(self.replaced)
+        self.run.extensions.remove(self)
+
+    def released(self) -> None:
+        """Stop measuring."""
+        self.close()
 
     def enter(self, part: str, *_: Any) -> None:
         """Go from one part of the step to another."""
@@ -181,15 +184,21 @@ class Meter:
         finally:
             self.enter(before)
 
-    def _backward(self, method: Callable, loss: Any, *args: Any, **kwargs: Any) -> None:
+    def phase_begins(self, phase: str, loss: Any) -> None:
+        """Go to the part of the step that a call of the Accelerator is."""
         if not self._by_engine and getattr(loss, "requires_grad", False):
             # The loss has a gradient first, so this comes before the strategy's own wait at the end of the pass. From there on
             # all gradients are there, and what remains is to wait for their exchange.
             last = partial(self.enter, "communication")
             loss.register_hook(lambda gradient: torch_private.execution_engine.queue_callback(last))
-        self._timed("backward", method, loss, *args, **kwargs)
-        # Without an exchange the step goes on with another micro-batch.
-        self.enter("rest" if self._accelerator.sync_gradients else "data")
+        self._before.append(self._open[-1][0] if self._open else "rest")
+        self.enter(_PHASES[phase])
+
+    def phase_ends(self, phase: str) -> None:
+        """Go back to the part before; after a backward pass without an exchange another micro-batch follows."""
+        self.enter(self._before.pop())
+        if phase == "backward":
+            self.enter("rest" if self.run.sync_gradients else "data")
 
     def step(self, *numbers: float | None) -> None:
         """End a step of so many tokens, samples and FLOPs, or begin anew where all are None."""
@@ -208,7 +217,7 @@ class Meter:
             self._steps.append(([*stamps, self._open[0]], counts))
         if flops is None and self._flops_each is None:
             # torch.compile runs uncompiled, or not at all, under a mode that looks at each operation.
-            modules = [module for model in self._accelerator._models for module in model.modules()]
+            modules = [module for model in self.run._models for module in model.modules()]
             if any(is_compiled_module(module) or torch_private.is_compiled_in_place(module) for module in modules):
                 self._flops_each = math.nan
             else:

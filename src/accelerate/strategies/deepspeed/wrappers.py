@@ -113,7 +113,8 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
     def step(self) -> None:  # type: ignore[override]  # it takes no closure
         """Update nothing: the engine stepped in `DeepSpeedEngineWrapper.backward`."""
         if self.gradient_state.sync_gradients:
-            self._note_end_of_step()
+            for hook in self._extensions.step_ends:
+                hook(self)
 
     @property
     def step_was_skipped(self) -> bool:

@@ -230,7 +230,8 @@ class MegatronLMOptimizerWrapper(AcceleratedOptimizer):
 
     def step(self, closure: Callable[..., Any] | None = None) -> None:  # type: ignore[override]  # it runs no closure
         """Update nothing: the engine stepped when the model was called."""
-        self._note_end_of_step()
+        for hook in self._extensions.step_ends:
+            hook(self)
 
     @property
     def step_was_skipped(self) -> bool:

@@ -1,0 +1,289 @@
+"""Extensions: features that the core does not know by name, and that can be deleted.
+
+An extension is a folder of `accelerate.extensions`, or a module of another package. Its `Spec` is plain data: it says when a run has the
+extension, and which methods of the Accelerator come from it. Its code is imported when it is needed. The core calls it through the hooks of
+`Extension`. `Extensions` keeps a tuple of bound methods for each hook, so an empty hook costs a look at an empty tuple.
+"""
+
+import contextlib
+import importlib
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import entry_points
+from types import MethodType
+from typing import Any, ClassVar, TypeVar
+
+GROUP = "accelerate.extensions"
+_NOTHING = contextlib.nullcontext()
+
+
+class Extension:
+    """A feature of one run. Override the hooks that it needs; an instance holds the state of the feature.
+
+    Attributes:
+        order: Extensions with a smaller number are called first.
+
+    Example:
+        >>> from accelerate import Accelerator
+        >>> class CountSteps(Extension):
+        ...     steps = 0
+        ...     def step_ends(self, optimizer):
+        ...         self.steps += 1
+        >>> accelerator = Accelerator(cpu=True)
+        >>> counter = accelerator.extensions.add(CountSteps(accelerator))
+        >>> import torch
+        >>> model = torch.nn.Linear(1, 1)
+        >>> model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> optimizer.step()
+        >>> counter.steps
+        1
+    """
+
+    order: ClassVar[int] = 50
+
+    def __init__(self, run: Any) -> None:
+        self._run = weakref.ref(run)
+
+    @property
+    def run(self) -> Any:
+        """The Accelerator, which owns its extensions and so is alive in every hook."""
+        return self._run()
+
+    @classmethod
+    def attach(cls, run: Any) -> "Extension | None":
+        """Return the extension of a new Accelerator whose `Spec.attaches` is true, or None; raise ValueError for wrong settings.
+
+        Collective: call on every rank.
+        """
+        return cls(run)
+
+    def registered(self, kind: str, prepared: Any, evaluation: bool) -> None:
+        """Do what a newly prepared object needs, such as registering torch's hooks on it.
+
+        Collective: call on every rank.
+
+        Args:
+            kind: ``"model"``, ``"optimizer"``, ``"loader"`` or ``"scheduler"``.
+            prepared: What ``prepare`` returns.
+            evaluation: Whether a model was prepared for evaluation only.
+        """
+
+    def phase_begins(self, phase: str, loss: Any) -> None:
+        """Note that a call of the Accelerator begins.
+
+        Args:
+            phase: ``"backward"``, ``"save_state"``, ``"gather"`` or ``"reduce"``.
+            loss: The loss of a backward pass, as the caller gave it; else None.
+        """
+
+    def phase_ends(self, phase: str) -> None:
+        """Note that a call of the Accelerator ends, by an error or not."""
+
+    def step_begins(self, optimizer: Any) -> None:
+        """Act before the step of a prepared optimizer that ends an accumulation step; the gradients are still scaled.
+
+        Collective: call on every rank.
+        """
+
+    def step_ends(self, optimizer: Any) -> None:
+        """Act after such a step, one that the gradient scaler has skipped included.
+
+        Collective: call on every rank.
+        """
+
+    def starting_workers(self, loader: Any) -> contextlib.AbstractContextManager[Any]:
+        """Return the context in which a prepared loader starts the workers of its torch loader, which is given."""
+        return _NOTHING
+
+    def between_batches(self, loader: Any) -> None:
+        """Act before a prepared loader begins an epoch, and before it reads each later batch; may raise SystemExit.
+
+        Collective: call on every rank.
+        """
+
+    def saving(self, plan: Any) -> None:
+        """Refuse a checkpoint, of which nothing is written yet, or add files to the `checkpoint.save.SavePlan`.
+
+        Collective: call on every rank.
+        """
+
+    def loading(self, folder: str) -> None:
+        """Refuse a checkpoint, which is verified, before any object is changed.
+
+        Collective: call on every rank.
+        """
+
+    def released(self) -> None:
+        """Release what belongs to prepared objects: ``free_memory`` was called. The run no longer has the extension if it removes itself.
+
+        Collective: call on every rank.
+        """
+
+    def ended(self) -> None:
+        """Finish: ``end_training`` was called.
+
+        Collective: call on every rank.
+        """
+
+
+E = TypeVar("E", bound=Extension)
+
+
+def _never(run: Any) -> bool:
+    return False
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What the core knows of an extension: plain data, so that reading it imports nothing.
+
+    Attributes:
+        name: Its name, which is that of its folder.
+        extension: ``"module:Class"`` of its `Extension`; an empty text if it only has methods.
+        attaches: Says whether a new Accelerator has it, from the settings of the run and the environment.
+        methods: Methods that an Accelerator gets, each with the ``"module:function"`` whose first argument is the Accelerator.
+        attributes: The same for read-only attributes.
+    """
+
+    name: str
+    extension: str = ""
+    attaches: Callable[[Any], bool] = _never
+    methods: Mapping[str, str] = field(default_factory=dict)
+    attributes: Mapping[str, str] = field(default_factory=dict)
+
+    def install(self, owner: type) -> None:
+        """Give a class the methods and attributes of the extension; ValueError if it has one of these names."""
+        for name, address in (*self.methods.items(), *self.attributes.items()):
+            if hasattr(owner, name):
+                raise ValueError(
+                    f"The extension {self.name!r} has the method {name!r}, which {owner.__name__} has already."
+                )
+            setattr(owner, name, Method(address) if name in self.methods else Attribute(address))
+
+
+class Method:
+    """A method whose function is imported when it is looked up."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+
+    def __get__(self, run: Any, owner: type | None = None) -> Any:
+        function = imported(self.address)
+        return function if run is None else MethodType(function, run)
+
+
+class Attribute(Method):
+    """A read-only attribute whose function is imported when it is read."""
+
+    def __get__(self, run: Any, owner: type | None = None) -> Any:
+        return self if run is None else imported(self.address)(run)
+
+    def __set__(self, run: Any, value: Any) -> None:
+        raise AttributeError(f"{self.address.partition(':')[2]!r} is read-only; got {value!r}.")
+
+
+@cache
+def imported(address: str) -> Any:
+    """Return what a ``"module:name"`` stands for."""
+    module, _, name = address.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+@cache
+def specs() -> tuple[Spec, ...]:
+    """Return the specs of the extensions in this package, in the order of their table."""
+    package = importlib.import_module("accelerate.extensions")
+    return tuple(importlib.import_module(f"{package.__name__}.{name}").SPEC for name in package.TABLE)
+
+
+@cache
+def third_parties() -> tuple[Spec, ...]:
+    """Return the specs of other packages, the entry points of the group `GROUP`; ImportError names one that cannot be imported."""
+    found = []
+    for point in entry_points(group=GROUP):
+        try:
+            found.append(point.load())
+        except Exception as error:
+            raise ImportError(
+                f"The extension {point.name!r} of another package ({point.value}, entry points {GROUP!r}) cannot be imported: "
+                f"{type(error).__name__}: {error}. Fix or uninstall that package."
+            ) from error
+    return tuple(found)
+
+
+class Extensions:
+    """The extensions of one run. For each hook there is a tuple of the methods of those that override it, by order.
+
+    A copy of it, in another process or in a copied Accelerator, is empty: an extension belongs to its process.
+    """
+
+    def __init__(self) -> None:
+        self.attached: list[Extension] = []
+        self._update()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Extensions, ()
+
+    @classmethod
+    def of(cls, run: Any) -> "Extensions":
+        """Return the extensions of a new Accelerator.
+
+        Collective: call on every rank.
+        """
+        extensions = cls()
+        for spec in (*specs(), *third_parties()):
+            if spec.attaches(run) and (extension := imported(spec.extension).attach(run)) is not None:
+                extensions.add(extension)
+        return extensions
+
+    def add(self, extension: E) -> E:
+        """Add an extension to the run, and return it. Not a collective."""
+        self.attached = sorted([*self.attached, extension], key=lambda each: each.order)
+        self._update()
+        return extension
+
+    def remove(self, extension: Extension) -> None:
+        """Remove an extension from the run, if it has it. Not a collective."""
+        self.attached = [each for each in self.attached if each is not extension]
+        self._update()
+
+    def of_kind(self, kind: type[E]) -> list[E]:
+        """Return the run's extensions of a class."""
+        return [extension for extension in self.attached if isinstance(extension, kind)]
+
+    def phase(self, phase: str, loss: Any = None) -> contextlib.AbstractContextManager[Any]:
+        """Return the context of a call of the Accelerator, which calls the hooks `phase_begins` and `phase_ends`."""
+        return self._phase(phase, loss) if self.phase_begins or self.phase_ends else _NOTHING
+
+    @contextlib.contextmanager
+    def _phase(self, phase: str, loss: Any) -> Any:
+        for begins in self.phase_begins:
+            begins(phase, loss)
+        try:
+            yield
+        finally:
+            for ends in self.phase_ends:
+                ends(phase)
+
+    def _update(self) -> None:
+        def overriding(hook: str) -> tuple[Any, ...]:
+            default = getattr(Extension, hook)
+            return tuple(getattr(each, hook) for each in self.attached if getattr(type(each), hook) is not default)
+
+        self.registered = overriding("registered")
+        self.phase_begins = overriding("phase_begins")
+        self.phase_ends = overriding("phase_ends")
+        self.step_begins = overriding("step_begins")
+        self.step_ends = overriding("step_ends")
+        self.starting_workers = overriding("starting_workers")
+        self.between_batches = overriding("between_batches")
+        self.saving = overriding("saving")
+        self.loading = overriding("loading")
+        self.released = overriding("released")
+        self.ended = overriding("ended")
+
+
+# Of objects that no Accelerator has prepared.
+NO_EXTENSIONS = Extensions()
