@@ -59,6 +59,19 @@ class Extension:
         """
         return cls(run)
 
+    def arrives(self, models: list[Any], evaluation: bool) -> None:
+        """Follow a layout that new models bring along, or refuse it, before the strategy checks them.
+
+        Collective: call on every rank.
+        """
+
+    def convert(self, model: Any, evaluation: bool) -> Any:
+        """Return a new model with its layers changed, before it is moved to the device and wrapped.
+
+        Collective: call on every rank.
+        """
+        return model
+
     def registered(self, kind: str, prepared: Any, evaluation: bool) -> None:
         """Do what a newly prepared object needs, such as registering torch's hooks on it.
 
@@ -143,15 +156,29 @@ class Spec:
         name: Its name, which is that of its folder.
         extension: ``"module:Class"`` of its `Extension`; an empty text if it only has methods.
         attaches: Says whether a new Accelerator has it, from the settings of the run and the environment.
+        arrives: Says whether new models bring what the extension handles; a run without it then attaches it, before the hook `arrives`.
         methods: Methods that an Accelerator gets, each with the ``"module:function"`` whose first argument is the Accelerator.
         attributes: The same for read-only attributes.
+        handlers: ``"module:Class"`` of each class of ``kwargs_handlers``, by the attribute of the Accelerator that it becomes.
+        strategies: Records for `config.strategies`, which are asked after those of the core.
+        options: ``"module:NAME"`` of the launcher's option rows.
+        commands: The subcommands of ``accelerate``: ``"module"`` by name.
+        runners: Ways of starting processes for the launcher: ``"module"`` by name.
+        storage: ``"module:Class"`` of a `checkpoint.storage.CheckpointStorage` for locations that are URLs.
     """
 
     name: str
     extension: str = ""
     attaches: Callable[[Any], bool] = _never
+    arrives: Callable[[list[Any]], bool] = _never
     methods: Mapping[str, str] = field(default_factory=dict)
     attributes: Mapping[str, str] = field(default_factory=dict)
+    handlers: Mapping[str, str] = field(default_factory=dict)
+    strategies: tuple[Any, ...] = ()
+    options: str = ""
+    commands: Mapping[str, str] = field(default_factory=dict)
+    runners: Mapping[str, str] = field(default_factory=dict)
+    storage: str = ""
 
     def install(self, owner: type) -> None:
         """Give a class the methods and attributes of the extension; ValueError if it has one of these names."""
@@ -272,6 +299,8 @@ class Extensions:
             default = getattr(Extension, hook)
             return tuple(getattr(each, hook) for each in self.attached if getattr(type(each), hook) is not default)
 
+        self.arrives = overriding("arrives")
+        self.convert = overriding("convert")
         self.registered = overriding("registered")
         self.phase_begins = overriding("phase_begins")
         self.phase_ends = overriding("phase_ends")

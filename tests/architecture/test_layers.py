@@ -12,11 +12,11 @@ from architecture import source
 # A unit is a module or a package with everything below it. A unit imports from lower layers, from itself, and from units
 # of its own layer as long as those do not lead back to it. Imports inside functions and for annotations count.
 LAYERS: list[str] = [
-    "base runtime.torch_private",
+    "base extension runtime.torch_private",
     "config parallelism_config",
     "runtime.storage runtime.durable devices",
     "comm",
-    "extension runtime.slurm runtime.failure runtime.ranks runtime.ports runtime.random runtime.rendezvous "
+    "runtime.slurm runtime.failure runtime.ranks runtime.ports runtime.random runtime.rendezvous "
     "runtime.simulated runtime.run diagnostics process state",
     "logging modules precision optimizer scheduler",
     "strategies.mesh strategies.consistency strategies.shard strategies.fsdp",
