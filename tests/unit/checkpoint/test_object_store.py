@@ -22,8 +22,8 @@ from accelerate.checkpoint.manifest import (
     problems,
     write_part,
 )
-from accelerate.checkpoint.object_store import ObjectStore, storage_of
-from accelerate.checkpoint.storage import prune
+from accelerate.checkpoint.object_store import ObjectStore
+from accelerate.checkpoint.storage import prune, storage_of
 from accelerate.runtime import durable
 
 core = pytest.importorskip("fsspec.core")
