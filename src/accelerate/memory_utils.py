@@ -6,7 +6,7 @@ from accelerate.base._lazy import front
 
 _HOMES = {
     "accelerate.devices.memory": "clear_device_cache release_memory should_reduce_batch_size",
-    "accelerate.training.batch_size": "find_executable_batch_size",
+    "accelerate.extensions.batch_size.search": "find_executable_batch_size",
 }
 __getattr__, __dir__, __all__ = front(__name__, _HOMES, [])
 

@@ -28,7 +28,7 @@ HOMES: dict[str, str] = {
     "accelerate.commands.tpu": "tpu_command_parser",
     "accelerate.commands.utils": "CustomArgumentParser",
     "accelerate.data_loader": "DataLoaderDispatcher",
-    "accelerate.data.budget": "PackingCollator TokenBudgetSampler",
+    "accelerate.extensions.budget.sampler": "PackingCollator TokenBudgetSampler",
     "accelerate.devices.affinity": "_parse_cpu_list",
     "accelerate.logging": "get_logger",
     "accelerate.offload.align": "_compiler_disable",
