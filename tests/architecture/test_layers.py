@@ -25,9 +25,8 @@ LAYERS: list[str] = [
     "diagnostics.estimator",
     "strategies",
     "training accelerator",
-    "extensions",
     "local_sgd inference simulation simulation_checkpoints simulation_report launch launchers",
-    "commands",
+    "commands extensions",
     "test_utils",
     "utils memory_utils",
 ]

@@ -28,8 +28,8 @@ from accelerate import comm
 from accelerate.checkpoint.manifest import CHECKPOINTS_FOLDER, numbered_folder
 from accelerate.checkpoint.storage import storage_of
 from accelerate.data.iterable import ends_are_uneven
-from accelerate.diagnostics import hang
 from accelerate.extension import Extension
+from accelerate.extensions.hang import hang
 from accelerate.extensions.preemption.workers import masked_start
 from accelerate.runtime import torch_private
 from accelerate.runtime.failure import PREEMPTED

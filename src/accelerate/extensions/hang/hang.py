@@ -29,9 +29,9 @@ import torch.distributed as dist
 
 from accelerate.base._warn import printable
 from accelerate.comm.torch_dist import operations_started
-from accelerate.diagnostics import threads
-from accelerate.diagnostics.monitor import LONGEST_REPORT, Monitor, joining, limits
-from accelerate.diagnostics.status import PREFIX, Diagnosis, RankStatus, interval
+from accelerate.extensions.hang import threads
+from accelerate.extensions.hang.monitor import LONGEST_REPORT, Monitor, joining, limits
+from accelerate.extensions.hang.status import PREFIX, Diagnosis, RankStatus, interval
 from accelerate.runtime import failure
 from accelerate.runtime.call_site import describe
 from accelerate.runtime.peers import ProcessExtension

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from accelerate.base._warn import printable
-from accelerate.diagnostics import threads
+from accelerate.extensions.hang import threads
 from accelerate.runtime.peers import MissingRanks
 
 PREFIX = "accelerate/hang"

@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from accelerate.base._warn import printable
 from accelerate.comm.torch_dist import operations_started
-from accelerate.diagnostics import threads
-from accelerate.diagnostics.status import PREFIX, Diagnosis, RankStatus, said_by
+from accelerate.extensions.hang import threads
+from accelerate.extensions.hang.status import PREFIX, Diagnosis, RankStatus, said_by
 from accelerate.runtime import failure
 from accelerate.runtime.call_site import call_site
 from accelerate.runtime.rendezvous import connection
