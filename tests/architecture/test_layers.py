@@ -26,7 +26,8 @@ LAYERS: list[str] = [
     "strategies",
     "training accelerator",
     "local_sgd inference simulation simulation_checkpoints simulation_report launch launchers",
-    "commands extensions",
+    "commands",
+    "extensions",
     "test_utils",
     "utils memory_utils",
 ]
