@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate.offload.placement import FOUR_BIT, Device, offloading_hook
+from accelerate.modules.offloaded import offloading_hook
+from accelerate.offload.placement import FOUR_BIT, Device
 from accelerate.offload.store import (
     INDEX_NAME,
     OffloadedWeightsLoader,

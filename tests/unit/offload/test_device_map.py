@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from accelerate.base.text import convert_file_size_to_int
 from accelerate.config.enums import CustomDtype
 from accelerate.offload.device_map import (
     check_device_map,
@@ -16,7 +17,6 @@ from accelerate.offload.device_map import (
 from accelerate.offload.tensors import (
     calculate_maximum_sizes,
     compute_module_sizes,
-    convert_file_size_to_int,
     dtype_byte_size,
     get_module_size_with_ties,
 )
