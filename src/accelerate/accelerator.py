@@ -69,7 +69,7 @@ from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 # What this module gives and does not hold itself.
 _HOMES = {
     "accelerate.modules.unwrap": "model_has_dtensor",
-    "accelerate.offload.weights": "get_state_dict_offloaded_model",
+    "accelerate.extensions.big_models.weights": "get_state_dict_offloaded_model",
     "accelerate.trackers.registry": "LOGGER_TYPE_TO_CLASS",
     "accelerate.base.constants": (
         "DTENSOR_PYTORCH_VERSION FSDP2_PYTORCH_VERSION FSDP_PYTORCH_VERSION MODEL_NAME SAFE_WEIGHTS_INDEX_NAME "

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from accelerate.devices.table import detect
+from accelerate.extensions.big_models.tensors import _get_proper_dtype, tensor_at
 from accelerate.modules.offloaded import offloading_hook
-from accelerate.offload.tensors import _get_proper_dtype, tensor_at
 from accelerate.runtime import storage, torch_private
 
 Device = int | str | torch.device

@@ -6,7 +6,7 @@ from torch import nn
 
 from accelerate.base.text import convert_file_size_to_int
 from accelerate.config.enums import CustomDtype
-from accelerate.offload.device_map import (
+from accelerate.extensions.big_models.device_map import (
     check_device_map,
     clean_device_map,
     fallback_allocate,
@@ -14,7 +14,7 @@ from accelerate.offload.device_map import (
     get_max_memory,
     infer_auto_device_map,
 )
-from accelerate.offload.tensors import (
+from accelerate.extensions.big_models.tensors import (
     calculate_maximum_sizes,
     compute_module_sizes,
     dtype_byte_size,
