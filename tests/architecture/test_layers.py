@@ -17,7 +17,7 @@ LAYERS: list[str] = [
     "runtime.storage runtime.durable devices",
     "comm",
     "runtime.slurm runtime.failure runtime.ranks runtime.ports runtime.random runtime.rendezvous "
-    "runtime.simulated runtime.run diagnostics process state",
+    "runtime.simulated runtime.run runtime.call_site runtime.peers diagnostics process state",
     "logging modules precision optimizer scheduler",
     "strategies.mesh strategies.consistency strategies.shard strategies.fsdp",
     "data offload hooks big_modeling trackers parallel precision.quantize",

@@ -23,9 +23,8 @@ from accelerate.checkpoint import formats, layouts, manifest, model_io, optimize
 from accelerate.checkpoint.inspect import all_files
 from accelerate.checkpoint.layouts import Found
 from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, FileEntry, Manifest, damaged, problems
-from accelerate.checkpoint.object_store import storage_of
 from accelerate.checkpoint.state import Kind
-from accelerate.checkpoint.storage import CheckpointStatus, CheckpointStorage, LocalStorage
+from accelerate.checkpoint.storage import CheckpointStatus, CheckpointStorage, LocalStorage, storage_of
 from accelerate.modules.unwrap import canonical_name
 from accelerate.process import PartialState
 from accelerate.runtime import durable

@@ -18,8 +18,7 @@ from accelerate.base.table import age_text, size_text, table
 from accelerate.checkpoint import inspect
 from accelerate.checkpoint.inspect import Details, Pruning, Summary
 from accelerate.checkpoint.manifest import CHECKPOINTS_FOLDER
-from accelerate.checkpoint.object_store import storage_of
-from accelerate.checkpoint.storage import CheckpointStorage
+from accelerate.checkpoint.storage import CheckpointStorage, storage_of
 from accelerate.commands.utils import brief, make_parser
 from accelerate.launch.errors import LaunchError, RunError
 

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict
 from multiprocessing import util as multiprocessing_util
 from types import FrameType
@@ -28,13 +28,14 @@ from typing import Any
 import torch.distributed as dist
 
 from accelerate.base._warn import printable
+from accelerate.comm.torch_dist import operations_started
 from accelerate.diagnostics import threads
-from accelerate.diagnostics.monitor import LONGEST_REPORT, Monitor, limits
-from accelerate.diagnostics.status import PREFIX, Diagnosis, Question, RankStatus, connection, interval
-from accelerate.diagnostics.threads import call_site
+from accelerate.diagnostics.monitor import LONGEST_REPORT, Monitor, joining, limits
+from accelerate.diagnostics.status import PREFIX, Diagnosis, RankStatus, interval
 from accelerate.runtime import failure
-
-__all__ = ["Diagnosis", "Question", "RankStatus", "Watcher", "call_site", "interval", "watch", "watcher"]
+from accelerate.runtime.call_site import describe
+from accelerate.runtime.peers import ProcessExtension
+from accelerate.runtime.rendezvous import connection
 
 logger = logging.getLogger(__name__)
 
@@ -189,12 +190,12 @@ class Watcher:
         frame = self._frame()
         if frame is None:
             return RankStatus(self.rank, answered=True, site="a place without Python code")
-        site, inside = threads.describe(frame)
+        site, inside = describe(frame)
         # An exception, or on Python 3.10 and 3.11 what `sys.exc_info` returns.
         caught = sys._current_exceptions().get(self._watched.ident)
         caught = caught[1] if isinstance(caught, tuple) else caught
         handles = f"handles an exception ({type(caught).__name__}: {str(caught)[:200]})" if caught is not None else ""
-        known = {"site": site, "inside": inside, "counters": threads.counters(), "stack": threads.stack(frame)}
+        known = {"site": site, "inside": inside, "counters": operations_started(), "stack": threads.stack(frame)}
         known |= {"still_s": self._monitor.still_s, "note": threads.loader_workers(frame) or handles}
         known |= {"module": threads.module(frame)}
         return RankStatus(self.rank, answered=True, **known, **threads.waits_in(frame))
@@ -237,3 +238,19 @@ def watcher() -> Watcher | None:
 def _end() -> None:
     if _watcher is not None:
         _watcher.end()
+
+
+class HangDiagnosis(ProcessExtension):
+    """Reports who is missing when processes join a group, lets each process answer, and asks for ranks that do not come."""
+
+    def joining(self, store: Any, rank: int, world_size: int) -> contextlib.AbstractContextManager[None]:
+        """Report which ranks have not come."""
+        return joining(store, rank, world_size)
+
+    def joined(self, store: Any, rank: int, world_size: int) -> None:
+        """Let this process answer."""
+        watch(store, rank, world_size)
+
+    def search(self, store: Any, ranks: Collection[int], leads: bool, again_s: float) -> Diagnosis:
+        """Return a diagnosis of all ranks."""
+        return Diagnosis(store, ranks, len(ranks), leads, again_s)

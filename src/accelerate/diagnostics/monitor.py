@@ -18,9 +18,12 @@ from typing import Any
 import torch.distributed as dist
 
 from accelerate.base._warn import printable
+from accelerate.comm.torch_dist import operations_started
 from accelerate.diagnostics import threads
-from accelerate.diagnostics.status import PREFIX, Diagnosis, RankStatus, connection, said_by
+from accelerate.diagnostics.status import PREFIX, Diagnosis, RankStatus, said_by
 from accelerate.runtime import failure
+from accelerate.runtime.call_site import call_site
+from accelerate.runtime.rendezvous import connection
 
 logger = logging.getLogger(__name__)
 
@@ -45,10 +48,10 @@ def limits() -> tuple[float, float]:
 
 
 @contextlib.contextmanager
-def joining(rank: int, world_size: int, store: Any) -> Iterator[None]:
+def joining(store: Any, rank: int, world_size: int) -> Iterator[None]:
     """Report once, from one rank, which ranks have not come to the process group that is made inside. Every rank."""
     after, _ = limits()
-    over, site = threading.Event(), threads.call_site()
+    over, site = threading.Event(), call_site()
     with contextlib.suppress(RuntimeError):  # torch's FakeStore keeps nothing
         dist.PrefixStore(PREFIX, store).set(f"come/{rank}", "")
 
@@ -100,7 +103,7 @@ class Monitor:
         """Note where the thread is now; nowhere if it has ended."""
         place = threads.position(frame) if frame is not None else ""
         if place and place == self._place:
-            counters = threads.counters()
+            counters = operations_started()
             # On a GPU a thread that waits keeps its core busy.
             spins = any(group.startswith(("nccl:", "xccl:")) for group in counters)
             if counters == self._counters and (spins or threads.sleeps(native)):

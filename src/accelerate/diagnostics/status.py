@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from accelerate.base._warn import printable
 from accelerate.diagnostics import threads
+from accelerate.runtime.peers import MissingRanks
 
 PREFIX = "accelerate/hang"
 # Seconds between two looks at the store; a large run looks less often, so that its one store sees 2,000 requests a second.
@@ -94,14 +95,6 @@ def interval(world_size: int) -> float:
     return max(INTERVAL_S, world_size / _PER_SECOND)
 
 
-def connection(store: Any) -> Any:
-    """Return a store with a connection of its own, if it can have one: a thread in `store.wait` lets no other request through."""
-    try:
-        return store.clone()
-    except Exception:  # older torch, and stores written in Python, cannot
-        return store
-
-
 def said_by(store: Any, rank: int, question: int = 0) -> RankStatus:
     """Return what a rank has left in the store; `question` is the number of the oldest one that an answer counts for."""
     said = json.loads(store.compare_set(f"rank/{rank}", "{}", "{}"))
@@ -159,13 +152,12 @@ _EXACT_COUNTERS = ("nccl:", "xccl:")
 _POINT_TO_POINT = ("send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list", "recv_object_list")
 
 
-class Diagnosis:
+class Diagnosis(MissingRanks):
     """Finds out where missing ranks are. One of those that wait (`leads`) asks for all of them, and after `again` seconds once more."""
 
     def __init__(self, origin: Any, ranks: Collection[int], world_size: int, leads: bool, again: float) -> None:
-        self._origin, self._ranks, self._world_size, self._leads = origin, ranks, world_size, leads
-        self.began = self._next = time.monotonic()
-        self._again = again
+        super().__init__(ranks, leads, again, float("inf"))
+        self._origin, self._ranks, self._world_size = origin, ranks, world_size
         self._question: Question | None = None
         self.latest = {rank: RankStatus(rank) for rank in ranks}
         self._heard = dict.fromkeys(ranks, self.began)
@@ -182,7 +174,7 @@ class Diagnosis:
         if answers is None:
             return False
         self.note(answers.values())
-        self._question, self._next = None, time.monotonic() + self._again
+        self._question, self._next = None, time.monotonic() + self._again_s
         return True
 
     def ask_now(self) -> None:

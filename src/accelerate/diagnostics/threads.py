@@ -2,8 +2,6 @@
 
 import json
 import os
-import sys
-import sysconfig
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,14 +9,10 @@ from types import FrameType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from accelerate.runtime import torch_private
+from accelerate.runtime.call_site import is_users, line_of
 
-_OURS = str(Path(__file__).parents[1]) + os.sep
-_TORCH = str(Path(torch.__file__).parent) + os.sep
-_LIBRARY = tuple({sysconfig.get_path("stdlib") + os.sep, sysconfig.get_path("platstdlib") + os.sep})
-_PACKAGES = ("site-packages" + os.sep, "dist-packages" + os.sep)
 # Where a thread is while it waits for other ranks. Backward passes count, because gradients are exchanged in them.
 WAITING_IN = ("torch.distributed", "torch.autograd", "torch.nn.parallel", "accelerate.comm")
 # States of a process, as Linux writes them.
@@ -28,47 +22,6 @@ _DEEPEST = 8  # lines of a stack in a report
 
 
 # -- the training thread of this process ---------------------------------------------------------------------------
-
-
-def call_site(frame: FrameType | None = None) -> str:
-    """Return ``file:line in function`` of the user, outside of torch and this library, and of the script."""
-    return describe(frame or sys._getframe(1))[0]
-
-
-def counters() -> dict[str, int]:
-    """Return how many operations this rank has started in each of its process groups; groups that do not count are left out."""
-    found: dict[str, int] = {}
-    for group in torch_private.groups():
-        try:
-            # Groups that `split_group` makes have one name and different ranks.
-            members = zlib.crc32(repr(dist.get_process_group_ranks(group)).encode())
-            for backend in torch_private.backends(group):
-                key = f"{backend.name()}:{group.group_name}:{members:x}"
-                found[key] = torch_private.collectives_started(backend)
-        except Exception:  # no backend counts by contract, and a group may be destroyed while we ask
-            continue
-    return found
-
-
-def describe(frame: FrameType) -> tuple[str, str]:
-    """Return the call site of a stack, and what was called there."""
-    inside: list[FrameType] = []
-    site: FrameType | None = frame
-    while site is not None and not _is_users(site):
-        inside.append(site)
-        site = site.f_back
-    below = [f"{each.f_globals.get('__name__', '?')}.{each.f_code.co_name}" for each in inside]
-    if site is None:  # a script of this library's own
-        return _line(inside[-1]), below[0]
-    caller = site if _is_installed(site) else None
-    while caller is not None and (_is_installed(caller) or not _is_users(caller)):
-        caller = caller.f_back
-    line = _line(site) if caller is None else f"{_line(site)}, called from {_line(caller)}"
-    return line, " > ".join(dict.fromkeys((below[-1], below[0]))) if below else ""
-
-
-def _line(frame: FrameType) -> str:
-    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
 def position(frame: FrameType) -> str:
@@ -135,20 +88,9 @@ def _outward(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def _is_installed(frame: FrameType) -> bool:
-    return any(part in frame.f_code.co_filename for part in _PACKAGES)
-
-
-def _is_users(frame: FrameType) -> bool:
-    """Say whether a line is outside of torch, this library and Python's own; one of another package may be a user's."""
-    file = frame.f_code.co_filename
-    standard = file.startswith("<frozen") or (file.startswith(_LIBRARY) and not _is_installed(frame))
-    return not (standard or file.startswith((_OURS, _TORCH)))
-
-
 def stack(frame: FrameType) -> list[str]:
     """Return the user's lines of a stack, the innermost first."""
-    return [_line(each) for each in _outward(frame) if _is_users(each)][:_DEEPEST]
+    return [line_of(each) for each in _outward(frame) if is_users(each)][:_DEEPEST]
 
 
 def waits_in(frame: FrameType) -> dict[str, Any]:
@@ -164,7 +106,7 @@ def waits_in(frame: FrameType) -> dict[str, Any]:
 def _called_in_torch(frame: FrameType) -> str:
     """Return the innermost function below the user's lines in which one waits for other ranks; empty if there is none."""
     for each in _outward(frame):
-        if _is_users(each):
+        if is_users(each):
             return ""
         module = each.f_globals.get("__name__", "")
         if module.startswith(WAITING_IN) and each.f_code.co_name != "wrapper":

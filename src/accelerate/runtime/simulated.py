@@ -7,7 +7,7 @@ import torch.distributed as dist
 from accelerate.runtime import torch_private
 from accelerate.runtime.ranks import Ranks
 
-# The counters in the store by which ranks wait for each other; see `checkpoint.barrier` and `diagnostics.hang`.
+# The counters in the store by which ranks wait for each other; see `checkpoint.barrier` and `extensions.hang`.
 _COUNTERS = ("come", "left")
 
 

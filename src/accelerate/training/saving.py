@@ -29,10 +29,9 @@ from accelerate.checkpoint import state as states
 from accelerate.checkpoint.barrier import Group
 from accelerate.checkpoint.manifest import CHECKPOINTS_FOLDER, PARAMETER_NAMES, numbered_folder
 from accelerate.checkpoint.model_io import io_of, names_file
-from accelerate.checkpoint.object_store import storage_of
 from accelerate.checkpoint.save import Save, SavePlan, plain_names, snapshot, write_common, writes
 from accelerate.checkpoint.state import Common
-from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, prune
+from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, prune, storage_of
 from accelerate.modules.offloaded import has_offloaded_params
 from accelerate.modules.unwrap import canonical_name, canonical_names, clean_state_dict_for_safetensors
 from accelerate.precision import four_bit, scaling

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from accelerate.checkpoint.accept import accept
 from accelerate.checkpoint.manifest import NAME, PARAMETER_NAMES, PARTS_FOLDER, DamagedCheckpoint, Manifest
-from accelerate.checkpoint.object_store import storage_of
+from accelerate.checkpoint.storage import storage_of
 from accelerate.utils import ProjectConfiguration
 
 

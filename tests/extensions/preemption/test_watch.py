@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accelerate import Accelerator
-from accelerate.checkpoint.object_store import storage_of
+from accelerate.checkpoint.storage import storage_of
 from accelerate.config.project import ProjectConfiguration
 from accelerate.data.iterable import uneven_ends
 from accelerate.diagnostics import status

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint import metadata
 import checkpoint_samples as samples
 from accelerate.checkpoint import inspect, manifest
 from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint
-from accelerate.checkpoint.object_store import storage_of
+from accelerate.checkpoint.storage import storage_of
 
 
 def found(folder):

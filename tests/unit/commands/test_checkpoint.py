@@ -17,8 +17,7 @@ from safetensors.torch import save_file
 import checkpoint_samples as samples
 from accelerate import Accelerator
 from accelerate.checkpoint.manifest import INCOMPLETE_MARKER, NAME, DamagedCheckpoint
-from accelerate.checkpoint.object_store import storage_of
-from accelerate.checkpoint.storage import LocalStorage
+from accelerate.checkpoint.storage import LocalStorage, storage_of
 from cases import cases
 
 

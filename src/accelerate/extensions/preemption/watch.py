@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from accelerate import comm
 from accelerate.checkpoint.manifest import CHECKPOINTS_FOLDER, numbered_folder
-from accelerate.checkpoint.object_store import storage_of
+from accelerate.checkpoint.storage import storage_of
 from accelerate.data.iterable import ends_are_uneven
 from accelerate.diagnostics import hang
 from accelerate.extension import Extension

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from accelerate.checkpoint import object_store
 from accelerate.checkpoint.manifest import (
     NAME,
     DamagedCheckpoint,
@@ -22,8 +21,9 @@ from accelerate.checkpoint.manifest import (
     problems,
     write_part,
 )
-from accelerate.checkpoint.object_store import ObjectStore, storage_of
-from accelerate.checkpoint.storage import prune
+from accelerate.checkpoint.storage import prune, storage_of
+from accelerate.extensions.object_store import object_store
+from accelerate.extensions.object_store.object_store import ObjectStore
 from accelerate.runtime import durable
 
 core = pytest.importorskip("fsspec.core")

@@ -4,7 +4,7 @@ import pytest
 import torch.distributed as dist
 
 from accelerate.diagnostics import hang
-from accelerate.diagnostics.hang import Diagnosis, RankStatus
+from accelerate.diagnostics.status import Diagnosis, RankStatus
 from cases import cases
 
 

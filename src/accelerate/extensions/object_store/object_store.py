@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 from accelerate.checkpoint import folders, manifest
 from accelerate.checkpoint.folders import warned
 from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, Manifest, UnreadableManifest, damaged, files_below
-from accelerate.checkpoint.storage import ABANDONED_S, CheckpointStorage, FileStat, LocalStorage, refuse_unfinished
+from accelerate.checkpoint.storage import ABANDONED_S, CheckpointStorage, FileStat, refuse_unfinished
 from accelerate.runtime.durable import HashedFile, Sink, each, hashed, is_inside
 
 # A reader begins anew when the checkpoint is replaced under its hands; that a third replaces the second meanwhile is no accident.
@@ -49,6 +49,9 @@ _TIMES = ("LastModified", "mtime", "last_modified", "created")
 
 _GENERATION = re.compile(r"g-[0-9]{8}T[0-9]{6}Z-[0-9a-f]{16}")
 _LATEST = "g-~"  # is behind the names of all generations
+
+# Protocols of fsspec that write no files.
+_READ_ONLY = ("http://", "https://", "data://", "github://")
 
 
 class ObjectStore(CheckpointStorage):
@@ -68,6 +71,11 @@ class ObjectStore(CheckpointStorage):
     def __init__(self, location: str) -> None:
         if location.endswith(":"):  # a root, whose slashes were taken for those at the end of a path
             location += "//"
+        if location.startswith(_READ_ONLY):
+            raise ValueError(
+                f"{location!r}: {location.partition('://')[0]}:// URLs cannot be written. Save checkpoints in a local folder, or at a URL "
+                "of an object store such as s3://, gs:// or az://."
+            )
         if "::" in location:
             raise ValueError(f"A checkpoint cannot lie behind a chained URL: {location!r}. Give its last part alone.")
         super().__init__(location)
@@ -503,35 +511,3 @@ def _sizes(listing: Manifest) -> dict[str, int]:
 def _differences(listing: Manifest, there: Mapping[str, int]) -> list[str]:
     wrong = [(name, size) for name, size in sorted(_sizes(listing).items()) if there.get(name) != size]
     return [manifest.difference(name, size, there.get(name)) for name, size in wrong]
-
-
-# Protocols of fsspec that write no files.
-_READ_ONLY = ("http", "https", "data", "github")
-
-
-def storage_of(path: str | os.PathLike[str]) -> CheckpointStorage:
-    """Return the storage of a path, a ``file://`` URL, or one of fsspec; ImportError names a missing package.
-
-    ValueError for a URL with one slash, and for protocols that cannot write.
-    """
-    text = os.path.expanduser(os.fspath(path)).removeprefix("file://").removeprefix("local://")
-    protocol = text.partition(":/")[0]
-    if (
-        "://" not in text
-        and len(protocol) > 1
-        and protocol.isalnum()
-        and f"{protocol}:/" in text
-        and not os.path.isdir(f"{protocol}:")
-    ):
-        rest = text.partition(":/")[2]
-        raise ValueError(
-            f"{text!r} is neither a folder nor a URL: a URL has two slashes. Pass '{protocol}://{rest}', or './{text}' for a folder."
-        )
-    if protocol in _READ_ONLY and "://" in text:
-        raise ValueError(
-            f"{text!r}: checkpoints cannot be kept at {protocol}:// URLs, which cannot be written. Pass a local folder, or a URL of "
-            "an object store such as s3://, gs:// or az://."
-        )
-    if "://" in text:
-        return ObjectStore(text.rstrip("/"))
-    return LocalStorage(text)

@@ -123,7 +123,7 @@ def test_ranks_that_have_not_joined_are_named_once(monkeypatch, caplog):
     monkeypatch.setenv(monitor.REPORT_AFTER, "0.05")
     store = dist.HashStore()
     for rank in (0, 2):
-        with monitor.joining(rank, 3, store):
+        with monitor.joining(store, rank, 3):
             next(thread for thread in threading.enumerate() if thread.name == "accelerate-joining").join()
     (record,) = caplog.records
     assert record.getMessage().startswith("Slow: rank 0 has waited for 0 s at ")

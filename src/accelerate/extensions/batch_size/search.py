@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 from accelerate.checkpoint.barrier import Group, SaveBarrier, default_store
+from accelerate.comm.torch_dist import operations_started
 from accelerate.config.enums import DistributedType
 from accelerate.config.strategies import traits_of
 from accelerate.data import generators, resume
 from accelerate.devices.memory import clear_device_cache, should_reduce_batch_size
-from accelerate.diagnostics import threads
 from accelerate.runtime import storage
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ def _next_size(name: str, store: Any | None, failed: bool, reduced: Callable[[],
     barrier = SaveBarrier("find_executable_batch_size", name, group, store)
     barrier.begin()
     size = barrier.smallest(reduced()) if barrier.any_of(failed) else None
-    started = sum(threads.counters().values())
+    started = sum(operations_started().values())
     same_size = size is None or barrier.smallest(started) == -barrier.smallest(-started)
     barrier.leave()
     if not same_size:
