@@ -49,7 +49,6 @@ from accelerate.data.plan import DataPlan
 from accelerate.devices.memory import memory_snapshot
 from accelerate.extension import Extensions, specs, third_parties
 from accelerate.logging import get_logger
-from accelerate.offload.weights import get_state_dict_offloaded_model
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.precision import amp, fp8
 from accelerate.precision.amp import apply_downcast, precision
@@ -70,6 +69,7 @@ from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 # What this module gives and does not hold itself.
 _HOMES = {
     "accelerate.modules.unwrap": "model_has_dtensor",
+    "accelerate.extensions.big_models.weights": "get_state_dict_offloaded_model",
     "accelerate.trackers.registry": "LOGGER_TYPE_TO_CLASS",
     "accelerate.base.constants": (
         "DTENSOR_PYTORCH_VERSION FSDP2_PYTORCH_VERSION FSDP_PYTORCH_VERSION MODEL_NAME SAFE_WEIGHTS_INDEX_NAME "
@@ -1232,7 +1232,7 @@ class Accelerator(Processes, ExtensionMethods):
             >>> sorted(accelerator.get_state_dict(accelerator.prepare(torch.nn.Linear(1, 1))))
             ['bias', 'weight']
         """
-        return saving.get_state_dict(self, model, unwrap, get_state_dict_offloaded_model)
+        return saving.get_state_dict(self, model, unwrap, _replaceable("get_state_dict_offloaded_model"))
 
     def stream_weights(
         self, model: nn.Module, dtype: torch.dtype | None = None, bucket_bytes: int = 1 << 30

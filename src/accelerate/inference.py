@@ -10,7 +10,7 @@ from torch import nn
 from accelerate import comm
 from accelerate.base import _lazy
 from accelerate.comm.operations import ignorant_find_batch_size, send_to_device
-from accelerate.offload.device_map import infer_auto_device_map
+from accelerate.extensions.big_models.device_map import infer_auto_device_map
 from accelerate.parallel.balance import even_stages
 from accelerate.process import PartialState
 

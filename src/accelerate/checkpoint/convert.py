@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from accelerate.base.constants import FSDP_MODEL_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_NAME
+from accelerate.base.text import convert_file_size_to_int
 from accelerate.checkpoint import formats, layouts, manifest, model_io, optimizers, state, zero
 from accelerate.checkpoint.inspect import all_files
 from accelerate.checkpoint.layouts import Found
@@ -25,7 +26,6 @@ from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, FileEntry, M
 from accelerate.checkpoint.state import Kind
 from accelerate.checkpoint.storage import CheckpointStatus, CheckpointStorage, LocalStorage, storage_of
 from accelerate.modules.unwrap import canonical_name
-from accelerate.offload.tensors import convert_file_size_to_int
 from accelerate.process import PartialState
 from accelerate.runtime import durable
 

@@ -11,8 +11,7 @@ from accelerate.checkpoint import state as states
 from accelerate.checkpoint.model_io import inner_optimizer, io_of
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.config.strategies import is_fsdp1
-from accelerate.modules.unwrap import canonical_name, extract_model_from_parallel
-from accelerate.offload.tensors import is_peft_model
+from accelerate.modules.unwrap import canonical_name, extract_model_from_parallel, is_peft_model
 
 
 def _get_model_state_dict(model: nn.Module, adapter_only: bool = False, sd_options: Any = None) -> dict[str, Any]:

@@ -1,4 +1,14 @@
 """Features that the core does not know by name. Each folder can be deleted with its row here; see `accelerate.extension`."""
 
 # Each folder, in the order in which their hooks are called where their `order` is equal.
-TABLE = ("batch_size", "budget", "checks", "ema", "hang", "object_store", "preemption", "reports")
+TABLE = (
+    "batch_size",
+    "big_models",
+    "budget",
+    "checks",
+    "ema",
+    "hang",
+    "object_store",
+    "preemption",
+    "reports",
+)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "accelerate.checkpoint.convert": "merge_fsdp_weights",
     "accelerate.checkpoint.fsdp": "load_fsdp_optimizer save_fsdp_optimizer",
-    "accelerate.offload.tensors": "is_peft_model",
+    "accelerate.modules.unwrap": "is_peft_model",
     "accelerate.strategies.fsdp": (
         "disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading ensure_weights_retied "
         "fsdp2_canonicalize_names fsdp2_load_full_state_dict fsdp2_switch_optimizer_parameters get_fsdp2_grad_scaler"

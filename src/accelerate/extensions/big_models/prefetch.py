@@ -24,10 +24,11 @@ import torch
 from torch import nn
 
 from accelerate.base.environment import str_to_bool
+from accelerate.base.text import convert_file_size_to_int
 from accelerate.devices import table
-from accelerate.offload.placement import FOUR_BIT, INT8, exact_device, hooks_of, offloading_hook
-from accelerate.offload.store import WeightSource
-from accelerate.offload.tensors import convert_file_size_to_int
+from accelerate.extensions.big_models.placement import FOUR_BIT, INT8, exact_device
+from accelerate.extensions.big_models.store import WeightSource
+from accelerate.modules.offloaded import hooks_of, offloading_hook
 from accelerate.runtime.durable import POPULATE, advise
 
 logger = logging.getLogger(__name__)

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from accelerate.big_modeling import cpu_offload, disk_offload, dispatch_model, load_checkpoint_and_dispatch
+from accelerate.extensions.big_models import prefetch
+from accelerate.extensions.big_models.prefetch import HostTransfer, Prefetcher, StreamTransfer, Unit, prefetch_budget
 from accelerate.hooks import add_hook_to_module
-from accelerate.offload import prefetch
-from accelerate.offload.prefetch import HostTransfer, Prefetcher, StreamTransfer, Unit, prefetch_budget
 from offload_samples import arrivals
 
 WIDTH = 16

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from accelerate.big_modeling import init_empty_weights
+from accelerate.extensions.big_models.weights import get_state_dict_offloaded_model
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
-from accelerate.offload.weights import get_state_dict_offloaded_model
 
 
 def test_tensors_without_data_are_named(caplog):

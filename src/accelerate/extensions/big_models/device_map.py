@@ -10,15 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate.base.text import convert_bytes
+from accelerate.base.text import convert_bytes, convert_file_size_to_int
 from accelerate.devices.table import detect, row
-from accelerate.offload.placement import Device, as_device
-from accelerate.offload.planner import Planner, Ties, fitting, make_plan, parts
-from accelerate.offload.tensors import (
+from accelerate.extensions.big_models.placement import Device, as_device
+from accelerate.extensions.big_models.planner import Planner, Ties, fitting, make_plan, parts
+from accelerate.extensions.big_models.tensors import (
     check_tied_parameters_in_config,
     class_names,
     compute_module_sizes,
-    convert_file_size_to_int,
     entry_of,
     find_tied_parameters,
     get_module_leaves,

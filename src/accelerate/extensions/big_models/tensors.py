@@ -1,7 +1,6 @@
 """The tensors of a model: their names, those that several names share, and the bytes that they, modules and layers take."""
 
 import logging
-import re
 import sys
 from collections import defaultdict
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
@@ -12,13 +11,11 @@ from torch import nn
 
 from accelerate.config.enums import CustomDtype
 from accelerate.modules.optimizer_remap import ties
-from accelerate.modules.unwrap import extract_model_from_parallel
 
 logger = logging.getLogger("accelerate.utils.modeling")
 
 # How many groups of tied parameters a warning spells out.
 _SHOWN = 5
-_UNITS = {"GIB": 2**30, "MIB": 2**20, "KIB": 2**10, "GB": 10**9, "MB": 10**6, "KB": 10**3}
 _CUSTOM_BYTES = {"fp8": 1, "int4": 1 / 2, "int2": 1 / 4}
 
 
@@ -83,22 +80,6 @@ def tensor_at(module: nn.Module, name: str) -> tuple[nn.Module, str]:
     """Return the module that owns a tensor and the tensor's name in it; AttributeError: no such module."""
     path, _, last = name.rpartition(".")
     return (module.get_submodule(path) if path else module), last
-
-
-def is_peft_model(model: nn.Module) -> bool:
-    """Say whether a model, taken out of its parallel wrappers, is a ``PeftModel``. Does not import peft.
-
-    Args:
-        model: Any module.
-
-    Example:
-        >>> from accelerate.utils import is_peft_model
-        >>> is_peft_model(torch.nn.Linear(1, 1))
-        False
-    """
-    # Where peft was never imported nobody can have made a PeftModel.
-    peft = sys.modules.get("peft")
-    return peft is not None and isinstance(extract_model_from_parallel(model), peft.PeftModel)
 
 
 def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
@@ -253,35 +234,6 @@ def name_and_parents(name: str) -> Iterator[str]:
     while name:
         yield name
         name = name.rpartition(".")[0]
-
-
-def convert_file_size_to_int(size: int | str) -> int:
-    """Return a size written with a unit as a number of bytes.
-
-    Args:
-        size: A number of bytes, or text such as ``"5GB"``, ``"500 MiB"``. ``KiB``, ``MiB``, ``GiB`` count in powers of
-            1024; ``KB``, ``MB``, ``GB`` in powers of 1000. Case does not matter, except for a final lower-case ``b``
-            after an upper-case or lower-case prefix, which means bits.
-
-    Raises:
-        ValueError: The size is negative or not written like that.
-
-    Example:
-        >>> convert_file_size_to_int("1MiB")
-        1048576
-    """
-    if isinstance(size, int) and size >= 0:
-        return size
-    written = r"\s*(\d[\d_]*(?:\.\d*)?(?:e[+-]?\d+)?|\.\d+)\s*([KMG]i?b)\s*"
-    parts = re.fullmatch(written, size, re.IGNORECASE) if isinstance(size, str) else None
-    if parts is None:
-        raise ValueError(
-            f"size={size!r} is not a size. Give a number of bytes (an int of at least 0) or text with a unit, "
-            "such as '5GB' or '512MiB'; the units are GiB, MiB, KiB, GB, MB, KB."
-        )
-    number, unit = parts.groups()
-    in_bits = unit.endswith("b") and "i" not in unit.lower()
-    return int(float(number) * _UNITS[unit.upper()] // (8 if in_bits else 1))
 
 
 def dtype_byte_size(dtype: torch.dtype | CustomDtype | str) -> int | float:

@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from accelerate.big_modeling import disk_offload, dispatch_model
-from accelerate.offload.loading import load_offloaded_weights, quantize_and_offload_8bit
-from accelerate.offload.store import (
+from accelerate.extensions.big_models.loading import load_offloaded_weights, quantize_and_offload_8bit
+from accelerate.extensions.big_models.store import (
     OffloadedWeightsLoader,
     OffloadWriter,
     PrefixedDataset,
@@ -25,7 +25,7 @@ from accelerate.offload.store import (
     read_index,
     save_offload_index,
 )
-from accelerate.offload.weights import write_missing
+from accelerate.extensions.big_models.weights import write_missing
 
 TENSORS = {
     "float": torch.randn(2, 3),

@@ -7,11 +7,17 @@ import torch
 from torch import nn
 
 from accelerate.comm.operations import find_device, send_to_device
-from accelerate.offload.hooks_base import ModelHook
-from accelerate.offload.placement import PLAIN, Device, any_elsewhere, exact_device, set_module_tensor_to_device
-from accelerate.offload.prefetch import Prefetcher
-from accelerate.offload.store import WeightSource
-from accelerate.offload.tensors import named_module_tensors
+from accelerate.extensions.big_models.hooks_base import ModelHook
+from accelerate.extensions.big_models.placement import (
+    PLAIN,
+    Device,
+    any_elsewhere,
+    exact_device,
+    set_module_tensor_to_device,
+)
+from accelerate.extensions.big_models.prefetch import Prefetcher
+from accelerate.extensions.big_models.store import WeightSource
+from accelerate.extensions.big_models.tensors import named_module_tensors
 
 # The module that holds a tensor, the table of it that has the tensor, and the tensor's name there.
 _Place = tuple[nn.Module, dict[str, Any], str]

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from accelerate.devices.table import detect
-from accelerate.offload.tensors import _get_proper_dtype, tensor_at
+from accelerate.extensions.big_models.tensors import _get_proper_dtype, tensor_at
+from accelerate.modules.offloaded import offloading_hook
 from accelerate.runtime import storage, torch_private
 
 Device = int | str | torch.device
@@ -224,33 +225,6 @@ def _moved(
     if not is_buffer:
         return as_parameter(old, moved)
     return moved.detach() if moved.requires_grad or isinstance(moved, nn.Parameter) else moved
-
-
-def hooks_of(module: nn.Module) -> tuple[Any, ...]:
-    """Return a module's hook, and those that it consists of if it is several; None alone without one."""
-    hook = module.__dict__.get("_hf_hook")
-    return (hook, *getattr(hook, "hooks", ()))
-
-
-def offloading_hook(module: nn.Module) -> Any | None:
-    """Return the hook that keeps a module's weights elsewhere, known by its attributes: the classes come later."""
-    offload = (h for h in hooks_of(module) if getattr(h, "offload", False) is True and hasattr(h, "weights_map"))
-    return next(offload, None)
-
-
-def has_offloaded_params(module: nn.Module) -> bool:
-    """Say whether a module's own hook keeps its weights elsewhere between forwards.
-
-    Args:
-        module: Any module; its submodules are not looked at.
-
-    Example:
-        >>> from accelerate.utils import has_offloaded_params
-        >>> has_offloaded_params(torch.nn.Linear(1, 1))
-        False
-    """
-    hook = module.__dict__.get("_hf_hook")
-    return hook is not None and offloading_hook(module) is hook
 
 
 @contextlib.contextmanager

@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from accelerate.big_modeling import dispatch_model, init_empty_weights, load_checkpoint_and_dispatch
-from accelerate.offload.loading import load_checkpoint_in_model, load_state_dict, open_checkpoint
-from accelerate.offload.store import OffloadWriter, offload_weight
+from accelerate.extensions.big_models.loading import load_checkpoint_in_model, load_state_dict, open_checkpoint
+from accelerate.extensions.big_models.store import OffloadWriter, offload_weight
 from cases import cases
 from offload_models import Net
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate.offload.placement import FOUR_BIT, Device, offloading_hook
-from accelerate.offload.store import (
+from accelerate.extensions.big_models.placement import FOUR_BIT, Device
+from accelerate.extensions.big_models.store import (
     INDEX_NAME,
     OffloadedWeightsLoader,
     OffloadWriter,
@@ -18,7 +18,8 @@ from accelerate.offload.store import (
     extract_submodules_state_dict,
     read_index,
 )
-from accelerate.offload.tensors import device_of, find_tied_parameters, listed, named_module_tensors
+from accelerate.extensions.big_models.tensors import device_of, find_tied_parameters, listed, named_module_tensors
+from accelerate.modules.offloaded import offloading_hook
 
 logger = logging.getLogger("accelerate.big_modeling")
 

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from accelerate import cpu_offload, disk_offload, dispatch_model
+from accelerate.extensions.big_models.loading import quantize_and_offload_8bit
+from accelerate.extensions.big_models.placement import align_module_device, quantizes, set_module_tensor_to_device
+from accelerate.extensions.big_models.store import load_offloaded_weight
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_submodules
-from accelerate.offload.loading import quantize_and_offload_8bit
-from accelerate.offload.placement import align_module_device, quantizes, set_module_tensor_to_device
-from accelerate.offload.store import load_offloaded_weight
 from cases import cases
 
 bnb = pytest.importorskip("bitsandbytes")

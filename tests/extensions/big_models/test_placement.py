@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate.offload.placement import align_module_device, has_offloaded_params, set_module_tensor_to_device
+from accelerate.extensions.big_models.placement import align_module_device, set_module_tensor_to_device
+from accelerate.modules.offloaded import has_offloaded_params
 
 
 def test_a_value_takes_the_old_dtype_unless_one_is_given():

@@ -188,7 +188,10 @@ def test_checkpoint_is_never_written(form, references, tmp_path):
     before = _bytes_of(reference.checkpoints[form])
     for device_map in ({"": "cpu"}, {"": "disk"}, {"embedding": "cpu", "layers": "disk"}):
         model = load_checkpoint_and_dispatch(
-            reference.make(empty=True), reference.checkpoints[form], device_map, offload_folder=tmp_path / "offload"
+            reference.make(empty=True),
+            reference.checkpoints[form],
+            device_map,
+            offload_folder=tmp_path / "offload",
         )
         mine, wanted = (_doubling(one)(**reference.batches[0]) for one in (model, reference.make()))
         assert same(mine, wanted), device_map
@@ -284,7 +287,7 @@ import os, signal, sys, torch
 from safetensors.torch import save_file
 from torch import nn
 from accelerate import init_empty_weights, load_checkpoint_and_dispatch
-from accelerate.offload import prefetch
+from accelerate.extensions.big_models import prefetch
 
 prefetch.SMALLEST_ON_CPU = 0  # that small weights are read ahead, and waited for
 plain = nn.Sequential(*(nn.Linear(6, 6) for _ in range(6)))

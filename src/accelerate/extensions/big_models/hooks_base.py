@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from accelerate.comm.operations import send_to_device
-from accelerate.offload.placement import Device, as_device, check_device_same, default_device, hooks_of
-from accelerate.offload.tensors import retie_parameters
+from accelerate.extensions.big_models.placement import Device, as_device, check_device_same, default_device
+from accelerate.extensions.big_models.tensors import retie_parameters
+from accelerate.modules.offloaded import hooks_of
 
 # Methods that dispatch_model replaces on a dispatched model, because moving such a model undoes the dispatch.
 _accelerate_added_attributes = ["to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa"]

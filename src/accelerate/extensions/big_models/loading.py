@@ -14,9 +14,8 @@ from torch import nn
 
 from accelerate.base.constants import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from accelerate.devices.table import detect
-from accelerate.modules.unwrap import model_has_dtensor
-from accelerate.offload.device_map import check_devices, disjoint_map
-from accelerate.offload.placement import (
+from accelerate.extensions.big_models.device_map import check_devices, disjoint_map
+from accelerate.extensions.big_models.placement import (
     FOUR_BIT,
     INT8,
     as_device,
@@ -24,7 +23,7 @@ from accelerate.offload.placement import (
     scales_name,
     set_module_tensor_to_device,
 )
-from accelerate.offload.store import (
+from accelerate.extensions.big_models.store import (
     OffloadedWeightsLoader,
     OffloadWriter,
     PathLike,
@@ -32,7 +31,7 @@ from accelerate.offload.store import (
     WeightSource,
     check_format,
 )
-from accelerate.offload.tensors import (
+from accelerate.extensions.big_models.tensors import (
     _get_proper_dtype,
     check_tied_parameters_in_config,
     check_tied_parameters_on_same_device,
@@ -43,7 +42,8 @@ from accelerate.offload.tensors import (
     retie_parameters,
     tensor_at,
 )
-from accelerate.offload.weights import check_data
+from accelerate.extensions.big_models.weights import check_data
+from accelerate.modules.unwrap import model_has_dtensor
 from accelerate.runtime import storage
 from accelerate.runtime.durable import is_inside
 

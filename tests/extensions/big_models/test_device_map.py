@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from accelerate.base.text import convert_file_size_to_int
 from accelerate.config.enums import CustomDtype
-from accelerate.offload.device_map import (
+from accelerate.extensions.big_models.device_map import (
     check_device_map,
     clean_device_map,
     fallback_allocate,
@@ -13,10 +14,9 @@ from accelerate.offload.device_map import (
     get_max_memory,
     infer_auto_device_map,
 )
-from accelerate.offload.tensors import (
+from accelerate.extensions.big_models.tensors import (
     calculate_maximum_sizes,
     compute_module_sizes,
-    convert_file_size_to_int,
     dtype_byte_size,
     get_module_size_with_ties,
 )

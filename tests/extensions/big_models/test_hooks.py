@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from accelerate.extensions.big_models.hooks_base import guard_method
 from accelerate.hooks import (
     AlignDevicesHook,
     CpuOffload,
@@ -18,7 +19,6 @@ from accelerate.hooks import (
     attach_align_device_hook_on_blocks,
     remove_hook_from_module,
 )
-from accelerate.offload.hooks_base import guard_method
 from accelerate.utils.modeling import align_module_device
 from accelerate.utils.versions import is_torch_version
 from offload_models import Net

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from accelerate.offload.placement import scales_name
-from accelerate.offload.tensors import entry_of, listed
+from accelerate.extensions.big_models.placement import scales_name
+from accelerate.extensions.big_models.tensors import entry_of, listed
 from accelerate.runtime.durable import STAGING_PREFIX
 
 INDEX_NAME = "index.json"

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate.offload.tensors import (
+from accelerate.extensions.big_models.tensors import (
     compute_module_sizes,
     device_of,
     entry_of,
