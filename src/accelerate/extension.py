@@ -179,6 +179,7 @@ class Spec:
         options: ``"module:NAME"`` of the launcher's option rows.
         commands: The subcommands of ``accelerate``, by name.
         runners: Ways of starting processes for the launcher: ``"module"`` by name.
+        trackers: ``"module:Class"`` of the trackers that ``log_with`` names, by name.
         process: ``"module:Class"`` of a `runtime.peers.ProcessExtension`, for processes that work together with others.
         storage: ``"module:Class"`` of a `checkpoint.storage.CheckpointStorage` for locations that are URLs.
     """
@@ -194,6 +195,7 @@ class Spec:
     options: str = ""
     commands: Mapping[str, Command] = field(default_factory=dict)
     runners: Mapping[str, str] = field(default_factory=dict)
+    trackers: Mapping[str, str] = field(default_factory=dict)
     process: str = ""
     storage: str = ""
 

@@ -40,8 +40,7 @@ HOMES: dict[str, str] = {
     "accelerate.scheduler": "AcceleratedScheduler",
     "accelerate.state": "AcceleratorState GradientState PartialState",
     "accelerate.test_utils.testing": "execute_subprocess_async path_in_accelerate_package",
-    "accelerate.trackers.base": "logger",
-    "accelerate.trackers.registry": "_available_trackers",
+    "accelerate.trackers.registry": "_available_trackers logger",
     "accelerate.utils.dataclasses": (
         "AORecipeKwargs BnbQuantizationConfig ComputeEnvironment CustomDtype DeepSpeedPlugin "
         "DistributedDataParallelKwargs DistributedType DynamoBackend FP8BackendType FP8RecipeKwargs "

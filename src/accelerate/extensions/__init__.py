@@ -11,4 +11,5 @@ TABLE = (
     "object_store",
     "preemption",
     "reports",
+    "trackers",
 )

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from accelerate.base.environment import parse_flag_from_env
-from accelerate.trackers.base import LibraryTracker, number_or_same, numbers_of, plain
+from accelerate.trackers.library import LibraryTracker, number_or_same, numbers_of, plain
 
 logger = logging.getLogger(__name__)
 
@@ -502,9 +502,3 @@ class WandBTracker(_ImageTracker):
         """Log a table, given by columns and rows or as a pandas frame; ``kwargs`` go to the run's ``log``."""
         table = self._library().Table(columns=columns, data=data, dataframe=dataframe)
         self.log({table_name: table}, step=step, **kwargs)
-
-
-BUILT_IN = (
-    *(AimTracker, CometMLTracker, MLflowTracker, TensorBoardTracker, WandBTracker),
-    *(ClearMLTracker, DVCLiveTracker, SwanLabTracker, TrackioTracker),
-)

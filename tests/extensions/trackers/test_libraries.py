@@ -4,6 +4,9 @@ import types
 
 import pytest
 
+from accelerate import Accelerator, tracking
+from accelerate.config.enums import LoggerType
+from accelerate.trackers import base
 from accelerate.trackers.libraries import (
     AimTracker,
     ClearMLTracker,
@@ -13,6 +16,7 @@ from accelerate.trackers.libraries import (
     TrackioTracker,
     WandBTracker,
 )
+from accelerate.training import metrics
 
 
 def test_an_aim_run(library, tmp_path):
@@ -169,3 +173,18 @@ def test_images(library, tracker_class):
     *images, logged = library.taken()
     assert [call[1:] for call in images] == [(("one",), {}), (("two",), {})]
     assert logged[1:] == (({"pictures": [f"<{tracker_class.name}.Image()>"] * 2},), {"step": 2, "commit": False})
+
+
+def test_other_ranks_call_no_library(monkeypatch):
+    """They do not even import it."""
+    monkeypatch.setattr(base, "PartialState", lambda: type("State", (), {"is_main_process": False})())
+    tracker = tracking.CometMLTracker("project")
+    assert tracker.start() is tracker.log({"loss": 1}) is tracker.store_init_configuration({}) is tracker.finish()
+    assert tracker.tracker is None
+
+
+def test_some_trackers_need_every_rank():
+    accelerator = Accelerator(cpu=True)
+    for choice, needed in ((LoggerType.MLFLOW, False), (LoggerType.WANDB, True)):
+        accelerator.log_with = [choice]
+        assert metrics.needs_every_rank(accelerator) is needed

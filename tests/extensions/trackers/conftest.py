@@ -69,6 +69,6 @@ def library(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def forget_what_was_mentioned():
-    from accelerate.trackers import base
+    from accelerate.trackers import library
 
-    base._mentioned.clear()
+    library._mentioned.clear()
