@@ -69,6 +69,6 @@ def library(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def forget_what_was_mentioned():
-    from accelerate.trackers import library
+    from accelerate.extensions.trackers import library
 
     library._mentioned.clear()

@@ -6,8 +6,7 @@ import pytest
 
 from accelerate import Accelerator, tracking
 from accelerate.config.enums import LoggerType
-from accelerate.trackers import base
-from accelerate.trackers.libraries import (
+from accelerate.extensions.trackers.libraries import (
     AimTracker,
     ClearMLTracker,
     CometMLTracker,
@@ -16,6 +15,7 @@ from accelerate.trackers.libraries import (
     TrackioTracker,
     WandBTracker,
 )
+from accelerate.trackers import base
 from accelerate.training import metrics
 
 

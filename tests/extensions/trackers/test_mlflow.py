@@ -4,7 +4,7 @@ import types
 
 import pytest
 
-from accelerate.trackers.libraries import MLflowTracker
+from accelerate.extensions.trackers.libraries import MLflowTracker
 
 
 @pytest.fixture(autouse=True)

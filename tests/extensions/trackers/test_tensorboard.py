@@ -7,7 +7,7 @@ import pytest
 import torch
 import yaml
 
-from accelerate.trackers.libraries import TensorBoardTracker
+from accelerate.extensions.trackers.libraries import TensorBoardTracker
 
 accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 

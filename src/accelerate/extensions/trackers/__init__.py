@@ -14,5 +14,6 @@ _CLASSES = {
     "trackio": "TrackioTracker",
 }
 SPEC = Spec(
-    "trackers", trackers={name: f"accelerate.trackers.libraries:{tracker}" for name, tracker in _CLASSES.items()}
+    "trackers",
+    trackers={name: f"accelerate.extensions.trackers.libraries:{tracker}" for name, tracker in _CLASSES.items()},
 )

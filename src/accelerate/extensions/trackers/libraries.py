@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from accelerate.base.environment import parse_flag_from_env
-from accelerate.trackers.library import LibraryTracker, number_or_same, numbers_of, plain
+from accelerate.extensions.trackers.library import LibraryTracker, number_or_same, numbers_of, plain
 
 logger = logging.getLogger(__name__)
 
