@@ -28,14 +28,10 @@ _CORE: dict[str, Command] = {
     "env": Command(
         f"{_HOME}.env", "env_command_parser", "Print versions, devices and configuration, for a bug report."
     ),
-    "estimate-memory": Command(
-        f"{_HOME}.estimate", "estimate_command_parser", "Estimate how much memory a model needs."
-    ),
     "launch": Command(
         f"{_HOME}.launch", "launch_command_parser", "Start a training script, in one process or several."
     ),
     "merge-weights": Command(f"{_HOME}.merge", "merge_command_parser", "Merge the shards of an FSDP checkpoint."),
-    "plan": Command(f"{_HOME}.plan", "plan_command_parser", "List the layouts of a training that fit on a cluster."),
     "stacks": Command(
         f"{_HOME}.diagnose", "stacks_command_parser", "Ask the ranks of a running job where their threads are."
     ),
