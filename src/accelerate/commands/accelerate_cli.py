@@ -39,7 +39,6 @@ _CORE: dict[str, Command] = {
     "to-fsdp2": Command(
         f"{_HOME}.to_fsdp2", "to_fsdp2_command_parser", "Convert a configuration file from FSDP 1 to FSDP 2."
     ),
-    "tpu-config": Command(f"{_HOME}.tpu", "tpu_command_parser", "Run commands on the machines of a TPU pod."),
 }
 
 
