@@ -32,6 +32,7 @@ from accelerate.accelerator import Accelerator
 from accelerate.base._warn import printable
 from accelerate.comm.torch_dist import TorchCommunicator
 from accelerate.config import env
+from accelerate.data.dispatcher import BatchScatter, Round
 from accelerate.extensions.reports import out_of_memory
 from accelerate.extensions.reports.allocations import EXCHANGED, AllocationTracker, label
 from accelerate.extensions.reports.collectives import CollectiveRecorder
@@ -171,10 +172,18 @@ def _answer_for_others(last: contextlib.ExitStack) -> None:
         (dist, "init_process_group", init_process_group),
         (dist, "broadcast_object_list", broadcast_object_list),
         (TorchCommunicator, "broadcast", lambda self, tensors, src=0: broadcast(self, tensors, self.rank)),
+        (BatchScatter, "receive", _refuse_to_receive),
         (saving, "Save", simulation_checkpoints.MeasuredSave),
         (restoring, "_load_found", simulation_checkpoints.read),
     ]
     last.enter_context(torch_private.replaced(*places))
+
+
+def _refuse_to_receive(scatter: BatchScatter) -> Round:
+    raise ValueError(
+        f"Rank {dist.get_rank()} is simulated, and would be sent its batches by rank 0, which is made up. "
+        "Simulate the rank that reads (--simulate_rank 0), or set dispatch_batches=False."
+    )
 
 
 def _keep_warnings(last: contextlib.ExitStack, kept: dict[str, None]) -> None:

@@ -20,6 +20,7 @@ from accelerate.strategies import mesh as meshes
 from accelerate.strategies.registry import resolve
 
 _MOST = 5
+_UNSEEN = "Masks and positions of shared sequences are not looked at: rows count as one document each."
 
 
 class Facts:
@@ -50,6 +51,9 @@ class Facts:
         self._seen = seen
         self.names = {module: name for model in models for name, module in model.named_modules()}
         accumulation = forwards or accelerator.gradient_accumulation_steps  # a program may accumulate by itself
+        layout = accelerator.parallelism_config
+        if layout is not None and layout.cp_size * layout.sp_size > 1:
+            self.run.notes[_UNSEEN] = None
         self._setting = {
             "strategy": resolve(accelerator.state).name,
             "mixed_precision": accelerator.mixed_precision,

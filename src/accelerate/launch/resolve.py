@@ -52,11 +52,9 @@ def resolve(args: argparse.Namespace, environ: Environ | None = None, needs_scri
     values, file = merge(args, environ)
     notes = list(file.unused) if file else []
     choose_paradigm(values)
-    simulated = scheduler = None
-    if values["simulate"].value is not None:  # then no scheduler, device or other machine has a say
-        from accelerate.launch.runners import simulate  # only where it is asked for
-
-        simulated = simulate.arrange(values, notes)
+    own_rank = scheduler = None
+    if arranging := runners.arranging(values):
+        own_rank = runners.module_of(arranging).arrange(values, notes)
     elif not environ.keys().isdisjoint(_SPEAKERS):
         from accelerate.launch import cluster  # most runs have no scheduler
 
@@ -67,7 +65,7 @@ def resolve(args: argparse.Namespace, environ: Environ | None = None, needs_scri
     if needs_script:
         _check_script(args, values)
 
-    other_runner = "simulate" if simulated else _other_runner(values, on, job)
+    other_runner = arranging or _other_runner(values, on, job)
     scheduler_task = job.task if job and not other_runner else None
     meet = Rendezvous() if other_runner or scheduler_task else _machines(values)
     devices, usable = _devices(values, environ)
@@ -87,14 +85,14 @@ def resolve(args: argparse.Namespace, environ: Environ | None = None, needs_scri
     runner = other_runner or _own_runner(values, count, meet.machines, scheduler_task)
     if not (other_runner and getattr(runners.module_of(other_runner), "REMOTE", False)):
         _check_layout(values, on, notes)
-        _share_cores(values, 1 if simulated else local, job if scheduler_task else None, notes)
+        _share_cores(values, 1 if own_rank else local, job if scheduler_task else None, notes)
     if job and runner in ("single", "local") and not scheduler_task:
         notes += job.notes
     is_alone = False
     if runner == "single" and not scheduler_task:
         is_alone = is_of_agent(environ) or bool(scheduler and scheduler.task)
         notes += [] if is_alone else _joined(environ)
-    extra = simulated.variables if simulated else _extra(values, environ, job if scheduler_task else None, is_alone)
+    extra = own_rank.variables if own_rank else _extra(values, environ, job if scheduler_task else None, is_alone)
     return LaunchPlan(
         settings=MappingProxyType(values),
         script=args.training_script,

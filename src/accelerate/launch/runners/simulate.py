@@ -55,6 +55,11 @@ def arrange(values: dict[str, Resolved], notes: list[str]) -> Ranks:
     return Ranks(rank, counts["num_processes"], rank % processes, processes, "torchrun")
 
 
+def summary(plan: LaunchPlan) -> str:
+    """Return which process would be started."""
+    return f"1 of {plan.num_processes} {'process' if plan.num_processes == 1 else 'processes'} on the CPU"
+
+
 def process(plan: LaunchPlan, environment: Mapping[str, str]) -> Process:
     """Return the process that plays the rank."""
     own = [sys.executable, "-m", "accelerate.simulation", *(["-m"] if plan["module"] else [])]
