@@ -18,7 +18,6 @@ from accelerate.checkpoint import manifest
 from accelerate.checkpoint.headers import header_of, tensors_of_shards
 from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, FileEntry, TensorEntry
 from accelerate.checkpoint.storage import CheckpointStatus, CheckpointStorage, FileStat, LocalStorage
-from accelerate.runtime import durable
 
 # -- which there are ---------------------------------------------------------------------------------------------------
 

@@ -5,5 +5,5 @@ from accelerate.extension import Spec
 SPEC = Spec(
     "simulate",
     options="accelerate.extensions.simulate.options",
-    runners={"simulate": "accelerate.launch.runners.simulate"},
+    runners={"simulate": "accelerate.extensions.simulate.runner"},
 )

@@ -18,7 +18,10 @@ def test_one_process_gets_the_variables_of_its_rank_and_the_settings_of_the_run(
     (first, second) = found.notes
     assert "num_machines is 128 (--simulate 128x8), not 2 " in first and "num_processes is 1024" in second
     started = runners.process(found)
-    assert started.command[:3] == (sys.executable, "-m", "accelerate.simulation") and started.command[-1] == "train.py"
+    assert (
+        started.command[:3] == (sys.executable, "-m", "accelerate.extensions.simulate")
+        and started.command[-1] == "train.py"
+    )
     ranks = {"RANK": "513", "WORLD_SIZE": "1024", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8"}
     more = {"STEPS": "3", "SHAPES_ONLY": "true", "REPORT": "r.json"}
     assert ranks.items() <= started.environment.items() and started.environment["FSDP_VERSION"] == "2"

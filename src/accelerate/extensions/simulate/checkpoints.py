@@ -11,7 +11,8 @@ import torch
 from accelerate.checkpoint import formats
 from accelerate.checkpoint.save import WRITERS, Save, SavePlan
 from accelerate.checkpoint.storage import LocalStorage
-from accelerate.runtime import simulated, torch_private
+from accelerate.extensions.simulate import simulated
+from accelerate.runtime import torch_private
 from accelerate.training.restoring import Search, refused
 
 _NOTE = "save_state wrote nothing, and load_state read nothing: tensors keep the values that they have."

@@ -1,4 +1,4 @@
-"""One process that plays one rank of a large run: `accelerate.simulation` runs the script in it."""
+"""One process that plays one rank of a large run: `accelerate.extensions.simulate` runs the script in it."""
 
 import sys
 from collections.abc import Mapping
@@ -62,7 +62,7 @@ def summary(plan: LaunchPlan) -> str:
 
 def process(plan: LaunchPlan, environment: Mapping[str, str]) -> Process:
     """Return the process that plays the rank."""
-    own = [sys.executable, "-m", "accelerate.simulation", *(["-m"] if plan["module"] else [])]
+    own = [sys.executable, "-m", "accelerate.extensions.simulate", *(["-m"] if plan["module"] else [])]
     return Process(f"rank {plan.extra['RANK']}", (*own, plan.script, *plan.script_args), environment)
 
 

@@ -1,6 +1,6 @@
 """Run a program as one rank of a large run whose other ranks are made up, and report what that rank does.
 
-    python -m accelerate.simulation [-m] script [arguments ...]
+    python -m accelerate.extensions.simulate [-m] script [arguments ...]
 
 `accelerate launch --simulate` starts it with the variables of the rank. The process group is torch's fake one: a collective copies what
 this rank gives, as if all ranks gave the same, and a key-value store answers for the others. All the rest is the program itself,
@@ -27,7 +27,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from accelerate import simulation_checkpoints
 from accelerate.accelerator import Accelerator
 from accelerate.base._warn import printable
 from accelerate.comm.torch_dist import TorchCommunicator
@@ -37,8 +36,9 @@ from accelerate.extensions.reports import out_of_memory
 from accelerate.extensions.reports.allocations import EXCHANGED, AllocationTracker, label
 from accelerate.extensions.reports.collectives import CollectiveRecorder
 from accelerate.extensions.reports.throughput import flops_of
-from accelerate.runtime import ranks, simulated, torch_private
-from accelerate.simulation_report import Facts, text_of
+from accelerate.extensions.simulate import checkpoints, simulated
+from accelerate.extensions.simulate.report import Facts, text_of
+from accelerate.runtime import ranks, torch_private
 from accelerate.strategies.mesh import ranks_of_experts
 from accelerate.training import restoring, saving
 
@@ -173,8 +173,8 @@ def _answer_for_others(last: contextlib.ExitStack) -> None:
         (dist, "broadcast_object_list", broadcast_object_list),
         (TorchCommunicator, "broadcast", lambda self, tensors, src=0: broadcast(self, tensors, self.rank)),
         (BatchScatter, "receive", _refuse_to_receive),
-        (saving, "Save", simulation_checkpoints.MeasuredSave),
-        (restoring, "_load_found", simulation_checkpoints.read),
+        (saving, "Save", checkpoints.MeasuredSave),
+        (restoring, "_load_found", checkpoints.read),
     ]
     last.enter_context(torch_private.replaced(*places))
 
@@ -354,9 +354,3 @@ def _publish(facts: Facts) -> None:
     if (file := env.value_of("simulate_report")) is not None:
         with open(file, "w", encoding="utf-8") as stream:
             json.dump(found, stream, indent=1)
-
-
-if __name__ == "__main__":
-    from accelerate import simulation  # under its own name, by which the program may find it
-
-    simulation.main()

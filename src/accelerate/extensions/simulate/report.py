@@ -14,8 +14,8 @@ from accelerate.data.plan import DataPlan
 from accelerate.extensions.reports import device_specs
 from accelerate.extensions.reports.collectives import EVERYONE, Collective
 from accelerate.extensions.reports.estimator import Fleet, Transfer, step_time
+from accelerate.extensions.simulate.simulated import SimulatedRun
 from accelerate.runtime.run import Run
-from accelerate.runtime.simulated import SimulatedRun
 from accelerate.strategies import mesh as meshes
 from accelerate.strategies.registry import resolve
 
