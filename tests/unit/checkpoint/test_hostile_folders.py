@@ -11,9 +11,9 @@ import torch
 import checkpoint_samples as samples
 from accelerate import Accelerator
 from accelerate.checkpoint import manifest
-from accelerate.checkpoint.inspect import plan_pruning, survey
 from accelerate.checkpoint.storage import LocalStorage
 from accelerate.commands.accelerate_cli import main
+from accelerate.extensions.convert.inspect import plan_pruning, survey
 from accelerate.runtime import durable
 from accelerate.utils import ProjectConfiguration
 from cases import cases

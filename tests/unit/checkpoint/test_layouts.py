@@ -17,9 +17,10 @@ from torch.distributed.checkpoint import filesystem, metadata
 
 import sharded_io
 from accelerate import Accelerator
-from accelerate.checkpoint import convert, dcp, layouts, model_io
+from accelerate.checkpoint import dcp, layouts, model_io
 from accelerate.checkpoint.manifest import DamagedCheckpoint
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
+from accelerate.extensions.convert import convert
 from accelerate.utils import fsdp_utils
 from cases import cases
 from sharded_io import same

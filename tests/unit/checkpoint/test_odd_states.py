@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor
 import checkpoint_samples as samples
 import sharded_io
 from accelerate.checkpoint import dcp, formats
-from accelerate.checkpoint.convert import reshard
 from accelerate.checkpoint.manifest import DamagedCheckpoint, Manifest
 from accelerate.checkpoint.save import unlisted
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
+from accelerate.extensions.convert.convert import reshard
 from accelerate.utils import fsdp_utils
 
 LAYOUTS = ["sharded", "full", "sharded to full", "full to sharded"]

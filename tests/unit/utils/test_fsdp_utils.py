@@ -10,10 +10,10 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard, wrap
 
 import sharded_io
-from accelerate.checkpoint import convert
 from accelerate.checkpoint.manifest import DamagedCheckpoint, Manifest
 from accelerate.checkpoint.save import unlisted
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
+from accelerate.extensions.convert import convert
 from accelerate.utils import fsdp_utils as utils
 from sharded_samples import net, sharding
 

@@ -6,9 +6,9 @@ import pytest
 import yaml
 
 from accelerate.commands.launch import launch_command_parser
-from accelerate.commands.to_fsdp2 import convert_config_to_fsdp2
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.config.options.engines import FSDP_OPTIONS
+from accelerate.extensions.to_fsdp2.command import convert_config_to_fsdp2
 from accelerate.launch.errors import LaunchError
 from accelerate.launch.plan import exports
 from accelerate.launch.resolve import resolve

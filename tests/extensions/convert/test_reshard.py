@@ -12,10 +12,10 @@ import sharded_io
 from accelerate import Accelerator
 from accelerate.checkpoint import formats, optimizers
 from accelerate.checkpoint import manifest as manifest_module
-from accelerate.checkpoint.convert import export, merge_fsdp_weights, reshard
 from accelerate.checkpoint.manifest import DamagedCheckpoint, Manifest, problems
 from accelerate.checkpoint.model_io import names_file
 from accelerate.checkpoint.save import unlisted
+from accelerate.extensions.convert.convert import export, merge_fsdp_weights, reshard
 from sharded_io import same
 from unit.checkpoint.tied_net import job
 

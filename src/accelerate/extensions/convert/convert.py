@@ -19,12 +19,12 @@ import torch
 
 from accelerate.base.constants import FSDP_MODEL_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from accelerate.checkpoint import formats, layouts, manifest, model_io, optimizers, state, zero
-from accelerate.checkpoint.inspect import all_files
 from accelerate.checkpoint.layouts import Found
 from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, FileEntry, Manifest, damaged, problems
 from accelerate.checkpoint.object_store import storage_of
 from accelerate.checkpoint.state import Kind
 from accelerate.checkpoint.storage import CheckpointStatus, CheckpointStorage, LocalStorage
+from accelerate.extensions.convert.inspect import all_files
 from accelerate.modules.unwrap import canonical_name
 from accelerate.offload.tensors import convert_file_size_to_int
 from accelerate.process import PartialState
@@ -241,6 +241,14 @@ def merge_fsdp_weights(
 
     state.run_on_all_ranks(lambda: merge() if process.is_main_process else None)
     process.wait_for_everyone()
+
+
+def _distributed_checkpoint_to_merged_weights(
+    checkpoint_dir: str, save_path: str, safe_serialization: bool = True
+) -> Path:
+    """Merge a sharded checkpoint into one file of weights, as `merge_fsdp_weights`, and return the file."""
+    merge_fsdp_weights(checkpoint_dir, save_path, safe_serialization)
+    return Path(save_path) / (SAFE_WEIGHTS_NAME if safe_serialization else WEIGHTS_NAME)
 
 
 def _check_sharded(folder: Path) -> None:

@@ -162,7 +162,7 @@ def test_what_cannot_be_converted_is_one_line(accelerate, tmp_path, monkeypatch)
     for command in (["export"], ["reshard", "--layout", "full"]):
         assert "and is not run." in run(accelerate, *command, tmp_path, tmp_path / "out", status=2)
     assert not (tmp_path / "ran").exists()
-    monkeypatch.setattr("accelerate.checkpoint.convert.reshard", Mock(side_effect=RuntimeError("a\nb")))
+    monkeypatch.setattr("accelerate.extensions.convert.convert.reshard", Mock(side_effect=RuntimeError("a\nb")))
     assert len(run(accelerate, "reshard", tmp_path, tmp_path / "out", "--layout", "full", status=2).splitlines()) == 1
 
 

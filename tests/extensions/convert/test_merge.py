@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import sharded_io
-from accelerate.checkpoint.convert import reshard
+from accelerate.extensions.convert.convert import reshard
 from sharded_io import same
 
 

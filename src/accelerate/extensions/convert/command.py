@@ -15,12 +15,12 @@ from typing import Any
 
 from accelerate.base._warn import printable
 from accelerate.base.table import age_text, size_text, table
-from accelerate.checkpoint import inspect
-from accelerate.checkpoint.inspect import Details, Pruning, Summary
 from accelerate.checkpoint.manifest import CHECKPOINTS_FOLDER
 from accelerate.checkpoint.object_store import storage_of
 from accelerate.checkpoint.storage import CheckpointStorage
 from accelerate.commands.utils import brief, make_parser
+from accelerate.extensions.convert import inspect
+from accelerate.extensions.convert.inspect import Details, Pruning, Summary
 from accelerate.launch.errors import LaunchError, RunError
 
 # What was written to within this time may belong to a run that is saving right now.
@@ -113,7 +113,7 @@ def verify_command(args: argparse.Namespace) -> int:
 
 def accept_command(args: argparse.Namespace) -> int:
     """Write the manifest of a checkpoint again, for the files that were changed on purpose; return the exit status."""
-    from accelerate.checkpoint.accept import accept
+    from accelerate.extensions.convert.accept import accept
 
     storage = storage_of(args.checkpoint)
     lines = accept(storage)
@@ -174,7 +174,7 @@ def _facts(found: Details) -> Iterator[tuple[str, str]]:
 
 def export_command(args: argparse.Namespace) -> int:
     """Write a model's weights as Hugging Face safetensors; return the exit status."""
-    from accelerate.checkpoint.convert import export
+    from accelerate.extensions.convert.convert import export
 
     limit = int(args.max_shard_size) if args.max_shard_size.isdigit() else args.max_shard_size
     written = export(args.checkpoint, args.out, args.model, limit, args.dtype, args.overwrite)
@@ -186,7 +186,7 @@ def export_command(args: argparse.Namespace) -> int:
 
 def reshard_command(args: argparse.Namespace) -> int:
     """Write a checkpoint again, for another number of ranks or in another layout; return the exit status."""
-    from accelerate.checkpoint.convert import reshard
+    from accelerate.extensions.convert.convert import reshard
 
     out = storage_of(args.out)
     if not out.is_empty():
