@@ -176,9 +176,9 @@ class Spec:
         attributes: The same for read-only attributes.
         handlers: ``"module:Class"`` of each class of ``kwargs_handlers``, by the attribute of the Accelerator that it becomes.
         strategies: Records for `config.strategies`, which are asked after those of the core.
-        options: ``"module:NAME"`` of the launcher's option rows.
+        options: The module of its rows in the launcher's option table, see `config.options`.
         commands: The subcommands of ``accelerate``, by name.
-        runners: Ways of starting processes for the launcher: ``"module"`` by name.
+        runners: Ways of starting processes for the launcher, see `launch.runners`: ``"module"`` by name.
         trackers: ``"module:Class"`` of the trackers that ``log_with`` names, by name.
         process: ``"module:Class"`` of a `runtime.peers.ProcessExtension`, for processes that work together with others.
         storage: ``"module:Class"`` of a `checkpoint.storage.CheckpointStorage` for locations that are URLs.

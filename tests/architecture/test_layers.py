@@ -21,15 +21,14 @@ LAYERS: list[str] = [
     "runtime.storage runtime.durable devices",
     "comm",
     "runtime.slurm runtime.failure runtime.ranks runtime.ports runtime.random runtime.rendezvous "
-    "runtime.simulated runtime.run runtime.call_site runtime.peers diagnostics process state",
+    "runtime.run runtime.call_site runtime.peers process state",
     "logging modules precision optimizer scheduler",
     "strategies.mesh strategies.consistency strategies.shard strategies.fsdp",
     "data offload hooks big_modeling trackers parallel precision.quantize",
-    "checkpoint checkpointing utils.fsdp_utils extensions.reports diagnostics.inventory diagnostics.activations "
-    "diagnostics.estimator",
+    "checkpoint checkpointing utils.fsdp_utils",
     "strategies",
     "training accelerator",
-    "local_sgd inference simulation simulation_checkpoints simulation_report launch launchers",
+    "local_sgd inference launch launchers",
     "commands",
     "extensions",
     "test_utils",

@@ -1,15 +1,21 @@
 """Features that the core does not know by name. Each folder can be deleted with its row here; see `accelerate.extension`."""
 
-# Each folder, in the order in which their hooks are called where their `order` is equal.
 TABLE = (
     "batch_size",
     "big_models",
     "budget",
     "checks",
+    "convert",
     "ema",
     "hang",
+    "mpi",
     "object_store",
+    "plan",
     "preemption",
     "reports",
+    "sagemaker",
+    "simulate",
+    "to_fsdp2",
+    "tpu",
     "trackers",
 )
