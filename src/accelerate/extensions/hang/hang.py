@@ -30,6 +30,7 @@ import torch.distributed as dist
 from accelerate.base._warn import printable
 from accelerate.comm.torch_dist import operations_started
 from accelerate.extensions.hang import threads
+from accelerate.extensions.hang.leaving import leave_hung
 from accelerate.extensions.hang.monitor import LONGEST_REPORT, Monitor, joining, limits
 from accelerate.extensions.hang.status import PREFIX, Diagnosis, RankStatus, interval
 from accelerate.runtime import failure
@@ -174,7 +175,7 @@ class Watcher:
 
     def _end_all(self, store: Any) -> None:
         """End this process when all have left their stacks: the first to go would end the others by an error of its connections."""
-        failure.leave_hung(printable(store.get("report").decode(errors="replace"), LONGEST_REPORT))
+        leave_hung(printable(store.get("report").decode(errors="replace"), LONGEST_REPORT))
         self._count_in(store, "hung", interval(self.world_size) + _ENDING_S)
         os._exit(failure.HUNG)
 

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from accelerate.base._warn import printable
 from accelerate.comm.torch_dist import operations_started
 from accelerate.extensions.hang import threads
+from accelerate.extensions.hang.leaving import write_report
 from accelerate.extensions.hang.status import PREFIX, Diagnosis, RankStatus, said_by
-from accelerate.runtime import failure
 from accelerate.runtime.call_site import call_site
 from accelerate.runtime.rendezvous import connection
 
@@ -119,7 +119,7 @@ class Monitor:
         if not self._waits:
             if self._diagnosis is not None:
                 keys.compare_set("reporter", str(self.rank), "")
-                failure.write_hang_report("")
+                write_report("")
                 self._diagnosis, self._reported = None, set()
             return False
         if self._diagnosis is None:
@@ -150,7 +150,7 @@ class Monitor:
             self._reported.add(finding.key)
             text = printable(str(finding), LONGEST_REPORT)
             keys.set("report", text)
-            failure.write_hang_report(text)
+            write_report(text)
             logger.warning("%s", text)
 
 
