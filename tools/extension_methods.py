@@ -26,6 +26,7 @@ def signature_of(function: Callable[..., Any]) -> str:
     own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
     plain = [each.replace(default=...) if each.default is not each.empty else each for each in parameters]
     text = str(inspect.signature(function).replace(parameters=[own, *plain]))
+    text = re.sub(r"(?<![\w.])Any\b", "typing.Any", text)  # a bare Any loses its module
     return text.replace("=Ellipsis", "=...").replace("= Ellipsis", "= ...").replace("Ellipsis", "...")
 
 

@@ -8,7 +8,7 @@ extension, and which methods of the Accelerator come from it. Its code is import
 import contextlib
 import importlib
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import entry_points
@@ -51,9 +51,14 @@ class Extension:
         """The Accelerator, which owns its extensions and so is alive in every hook."""
         return self._run()
 
+    @property
+    def serves(self) -> tuple[str, ...]:
+        """Settings that the extension puts into effect on new models, such as ``("tp_size",)``."""
+        return ()
+
     @classmethod
     def attach(cls, run: Any) -> "Extension | None":
-        """Return the extension of a new Accelerator whose `Spec.attaches` is true, or None; raise ValueError for wrong settings.
+        """Return the extension of a run whose `Spec.attaches` is true, or None; raise ValueError for wrong settings.
 
         Collective: call on every rank.
         """
@@ -66,7 +71,7 @@ class Extension:
         """
 
     def convert(self, model: Any, evaluation: bool) -> Any:
-        """Return a new model with its layers changed, before it is moved to the device and wrapped.
+        """Return a new model with its layers changed, before it is moved to the device and wrapped; the device mesh is built.
 
         Collective: call on every rank.
         """
@@ -155,7 +160,8 @@ class Spec:
     Attributes:
         name: Its name, which is that of its folder.
         extension: ``"module:Class"`` of its `Extension`; an empty text if it only has methods.
-        attaches: Says whether a new Accelerator has it, from the settings of the run and the environment.
+        attaches: Says whether an Accelerator has it, from the settings of the run and the environment. It is asked when the Accelerator
+            is made and before each new model, since settings may change in between.
         arrives: Says whether new models bring what the extension handles; a run without it then attaches it, before the hook `arrives`.
         methods: Methods that an Accelerator gets, each with the ``"module:function"`` whose first argument is the Accelerator.
         attributes: The same for read-only attributes.
@@ -248,6 +254,7 @@ class Extensions:
 
     def __init__(self) -> None:
         self.attached: list[Extension] = []
+        self._asked: set[str] = set()  # names of specs whose `attach` was called
         self._update()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -260,10 +267,29 @@ class Extensions:
         Collective: call on every rank.
         """
         extensions = cls()
-        for spec in (*specs(), *third_parties()):
-            if spec.attaches(run) and (extension := imported(spec.extension).attach(run)) is not None:
-                extensions.add(extension)
+        extensions.attach(run)
         return extensions
+
+    def attach(self, run: Any, models: Sequence[Any] = ()) -> None:
+        """Add the extensions that the run's settings, or new models, call for and that it does not have yet.
+
+        Collective: call on every rank.
+        """
+        for spec in (*specs(), *third_parties()):
+            if spec.name in self._asked or not (spec.attaches(run) or (models and spec.arrives(models))):
+                continue
+            self._asked.add(spec.name)
+            if (extension := imported(spec.extension).attach(run)) is not None:
+                self.add(extension)
+
+    def require(self, settings: Iterable[str]) -> None:
+        """Raise ValueError for a setting that no extension of the run serves, since its folder was deleted. Not a collective."""
+        served = {setting for extension in self.attached for setting in extension.serves}
+        if missing := [setting for setting in settings if setting not in served]:
+            raise ValueError(
+                f"{missing[0]} needs an extension that is not in this installation of accelerate. Remove the setting, or "
+                "install the complete package."
+            )
 
     def add(self, extension: E) -> E:
         """Add an extension to the run, and return it. Not a collective."""

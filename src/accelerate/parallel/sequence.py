@@ -16,7 +16,6 @@ from accelerate.base._warn import warn_user
 from accelerate.parallel import models
 from accelerate.parallel.region import ATTENTION, NO_MASK, Region, replace
 from accelerate.runtime import torch_private
-from accelerate.runtime.run import Run
 from accelerate.strategies import mesh
 
 if TYPE_CHECKING:
@@ -27,7 +26,7 @@ logger = logging.getLogger(__name__)
 _HEADS, _LENGTH = 1, 2  # dimensions of query, key and value
 
 
-def prepare(accelerator: Run, axis: str, objects: Sequence[Any]) -> tuple[Any, ...]:
+def prepare(accelerator: Any, axis: str, objects: Sequence[Any]) -> tuple[Any, ...]:
     """Get models and the Accelerator ready for sequences cut over the mesh's `axis`, "cp" or "sp". All ranks.
 
     Raises ValueError for a model that cannot be exact on parts, for heads that cannot be dealt out, and for settings
@@ -58,6 +57,11 @@ def prepare(accelerator: Run, axis: str, objects: Sequence[Any]) -> tuple[Any, .
     for model in found:
         models.attach(model, accelerator._cp_context)
     return tuple(objects)
+
+
+def _prepare_cp(accelerator: Any, *args: Any) -> tuple[Any, ...]:
+    """Let the attention of the models among the objects work on parts of sequences."""
+    return prepare(accelerator, "cp", args)
 
 
 # -- context parallelism ---------------------------------------------------------------------------------------------

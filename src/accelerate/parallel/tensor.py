@@ -69,6 +69,11 @@ def prepare(accelerator: Run, objects: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(objects)
 
 
+def _prepare_tp(accelerator: Any, *args: Any) -> tuple[Any, ...]:
+    """Shard the layers of the models among the objects, over the mesh's tensor-parallel dimension."""
+    return prepare(accelerator, args)
+
+
 def _compare_seeds(mesh: "DeviceMesh") -> None:
     """Warn if ranks that share layers would drop different elements of activations that all of them have whole."""
     if same_on_all(torch.initial_seed(), mesh.device_type, mesh.get_group()):

@@ -12,6 +12,8 @@ from accelerate.base.environment import parse_choice_from_env
 from accelerate.base.imports import is_torchao_available, is_transformer_engine_available
 from accelerate.config.enums import FP8BackendType
 from accelerate.config.low_bit import AORecipeKwargs, TERecipeKwargs
+from accelerate.extension import Extension
+from accelerate.extensions.fp8 import SPEC
 from accelerate.modules.optimizer_remap import remapping
 from accelerate.precision import transformer_engine
 from accelerate.runtime import storage
@@ -111,7 +113,49 @@ class TorchAO(Engine):
 ENGINES: dict[FP8BackendType, Engine] = {engine.kind: engine for engine in (TransformerEngine(), TorchAO())}
 
 
-def setup(accelerator: Run, handlers: Mapping[str, Any]) -> FP8BackendType:
+class Fp8(Extension):
+    """Converts the layers of models that train to those of the library of the run's recipe."""
+
+    order = 40
+
+    @property
+    def serves(self) -> tuple[str, ...]:
+        """The precision."""
+        return ("mixed_precision='fp8'",)
+
+    @classmethod
+    def attach(cls, run: Any) -> "Fp8":
+        """Choose the library; refuse recipes that have no effect, and devices without fp8."""
+        setup(run, _handlers(run))
+        return cls(run)
+
+    def arrives(self, models: list[Any], evaluation: bool) -> None:
+        """Refuse layers that ranks share."""
+        layout = self.run.parallelism_config
+        if layout is not None and layout.tp_enabled and not evaluation:
+            raise ValueError(
+                f"mixed_precision='fp8' with tp_size={layout.tp_size}: fp8 replaces the linear layers that tensor parallelism shards. "
+                "Use mixed_precision='bf16', or set tp_size=1."
+            )
+
+    def convert(self, model: Any, evaluation: bool) -> Any:
+        """Convert a model that trains, by a method that libraries replace."""
+        if not evaluation:
+            convert = {FP8BackendType.TE: self.run._prepare_te, FP8BackendType.AO: self.run._prepare_ao}
+            (model,) = convert[self.run.fp8_backend](model)
+        return model
+
+
+def _handlers(run: Any) -> dict[str, Any]:
+    return {name: getattr(run, name, None) for name in SPEC.handlers}
+
+
+def fp8_backend(accelerator: Any) -> FP8BackendType:
+    """The library that computes in fp8, or would: ``FP8BackendType.NO`` where nothing asks for one."""
+    return setup(accelerator, _handlers(accelerator))
+
+
+def setup(accelerator: Any, handlers: Mapping[str, Any]) -> FP8BackendType:
     """Choose which library computes in fp8, and give the Accelerator the environment's recipe where none was passed.
 
     All ranks, when the Accelerator is built; its ``device`` and ``fp8_enabled`` must be known. `handlers` are those passed, each
@@ -222,7 +266,14 @@ def _convert(
     return [model for model in found if engine.converted(model)]
 
 
-def prepare_ao(accelerator: Run, objects: Sequence[Any], converter: Callable) -> tuple[Any, ...]:
+def _prepare_ao(accelerator: Any, *objects: Any) -> tuple[Any, ...]:
+    """Convert the models among the objects to torchao's float8, with the function that libraries replace in `accelerate.accelerator`."""
+    from accelerate import accelerator as facade
+
+    return prepare_ao(accelerator, objects, facade.convert_model_to_fp8_ao)
+
+
+def prepare_ao(accelerator: Any, objects: Sequence[Any], converter: Callable) -> tuple[Any, ...]:
     """Convert models to float8 with `converter`, and let their optimizers follow. All ranks."""
     engine, recipe = ENGINES[FP8BackendType.AO], accelerator.ao_recipe_handler
     config = ao_config(recipe.config, accelerator.device, accelerator.is_fsdp2)
@@ -249,7 +300,17 @@ def ao_config(config: Any, device: torch.device, sharded: bool) -> Any:
     return config
 
 
-def prepare_te(accelerator: Run, objects: Sequence[Any]) -> tuple[Any, ...]:
+def _prepare_msamp(accelerator: Any, *objects: Any, device_placement: Any) -> tuple[Any, ...]:
+    """Raise NotImplementedError: MS-AMP is not supported."""
+    raise NotImplementedError(NO_MSAMP)
+
+
+def _prepare_te(accelerator: Any, *objects: Any) -> tuple[Any, ...]:
+    """Convert the models among the objects to Transformer Engine."""
+    return prepare_te(accelerator, objects)
+
+
+def prepare_te(accelerator: Any, objects: Sequence[Any]) -> tuple[Any, ...]:
     """Convert the models among some objects to Transformer Engine, and let their optimizers follow. All ranks."""
     engine = ENGINES[FP8BackendType.TE]
     recipe = accelerator.te_recipe_handler or accelerator.fp8_recipe_handler

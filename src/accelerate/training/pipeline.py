@@ -159,6 +159,10 @@ class Pipeline(nn.Module):
         finally:
             self._held = before
 
+    def trigger_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Return the context of a call that exchanges gradients also inside `no_sync`; it is the backward pass, too."""
+        return self.no_sync(held=False)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run a whole batch through the pipeline. All ranks.
 
@@ -296,13 +300,52 @@ class Pipeline(nn.Module):
 def prepare_pipeline(
     accelerator: TrainingRun,
     model: nn.Module,
-    schedule: str,
-    microbatches: int,
-    split: str | Sequence[str],
-    example: tuple[Sequence[Any], Mapping[str, Any]],
-    loss: Callable[..., torch.Tensor] | None,
-) -> Pipeline:
-    """Divide a model into stages, build this rank's, and register the pipeline. All ranks."""
+    schedule: str = "1F1B",
+    microbatches: int | None = None,
+    split: str | Sequence[str] = "auto",
+    example_args: Sequence[Any] = (),
+    example_kwargs: dict[str, Any] | None = None,
+    loss: Callable[[Any, Any], torch.Tensor] | None = None,
+) -> nn.Module:
+    """Divide a model over the ranks of ``ParallelismConfig(pp_size=...)``, to train it as a pipeline. All ranks.
+
+    Make the optimizer from ``pipeline.parameters()``, and prepare that. A call of the pipeline takes a whole batch of this
+    data-parallel rank, the same on all ranks of the pipeline, as a prepared loader gives it; it runs forward and backward, so `backward`
+    is not called. Under FSDP each stage is one unit. The model stays as it is; each rank moves the weights of its own stages to the device.
+
+    Args:
+        model: The model, with its weights; its forward has to be one graph that ``torch.export`` can trace.
+        schedule: ``"GPipe"``, ``"1F1B"``, or with two stages on each rank ``"Interleaved1F1B"`` or ``"ZBVZeroBubble"``.
+        microbatches: How many parts a whole batch has; None: twice the ranks of the pipeline.
+        split: Names of the modules that each stage after the first begins with, in their order; ``"auto"`` measures the blocks of the
+            model and makes the most costly stage as cheap as can be.
+        example_args: Positional arguments of one micro-batch. Batches differ from it in the number of samples alone.
+        example_kwargs: Keyword arguments of it.
+        loss: Called with what the model returns for a micro-batch, and its part of ``target``, which the pipeline is called with beside the
+            model's arguments; it returns the mean over the samples. A batch may then have any number of samples. None: the model returns its loss.
+
+    Returns:
+        The pipeline, a module with this rank's parameters under the names of the model. A call returns the loss on every rank, the mean
+        over the samples, detached.
+
+    Raises:
+        ValueError: The model cannot be divided, or the settings do not fit; raised on all ranks.
+
+    Example:
+        >>> pipeline = accelerator.prepare_pipeline(  # doctest: +SKIP
+        ...     model, microbatches=4, example_args=(batch[:2],), loss=torch.nn.functional.cross_entropy
+        ... )
+        >>> optimizer, loader = accelerator.prepare(torch.optim.AdamW(pipeline.parameters()), loader)  # doctest: +SKIP
+        >>> for batch, labels in loader:  # doctest: +SKIP
+        ...     loss = pipeline(batch, target=labels)
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+
+    Source:
+        https://docs.pytorch.org/docs/stable/distributed.pipelining.html
+    """
+    if microbatches is None:
+        microbatches = 2 * getattr(accelerator.parallelism_config, "pp_size", 1)
     if not isinstance(model, nn.Module):
         raise TypeError(f"prepare_pipeline() got model={model!r} ({type(model).__name__}); pass a torch.nn.Module.")
     if problem := _problem(accelerator, model, schedule, microbatches):
@@ -317,7 +360,9 @@ def prepare_pipeline(
         master.upcast(model)
 
     def divided() -> tuple[list[str], stages.Traced]:
-        args, kwargs = send_to_device((tuple(example[0]), dict(example[1])), next(model.parameters()).device)
+        args, kwargs = send_to_device(
+            (tuple(example_args), dict(example_kwargs or {})), next(model.parameters()).device
+        )
         points = costly_stages(model, count, lambda: model(*args, **kwargs)) if split == "auto" else split
         points = [points] if isinstance(points, str) else list(points)
         record = _only_loss if loss is None else None
