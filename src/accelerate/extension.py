@@ -166,7 +166,7 @@ class Spec:
         methods: Methods that an Accelerator gets, each with the ``"module:function"`` whose first argument is the Accelerator.
         attributes: The same for read-only attributes.
         handlers: ``"module:Class"`` of each class of ``kwargs_handlers``, by the attribute of the Accelerator that it becomes.
-        strategies: Records for `config.strategies`, which are asked after those of the core.
+        strategies: Records (`StrategySpec`) for `config.strategies`, which sorts them by their `order`.
         options: ``"module:NAME"`` of the launcher's option rows.
         commands: The subcommands of ``accelerate``: ``"module"`` by name.
         runners: Ways of starting processes for the launcher: ``"module"`` by name.

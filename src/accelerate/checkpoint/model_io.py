@@ -19,7 +19,7 @@ from torch import nn
 
 from accelerate.checkpoint import low_bit
 from accelerate.checkpoint.state import Entries, address_of, mapped_leaves, quietly, rank_and_size
-from accelerate.config.strategies import SPECS
+from accelerate.config.strategies import specs
 from accelerate.modules.unwrap import canonical_names, extract_model_from_parallel
 
 
@@ -159,7 +159,7 @@ _PLAIN = ModelIO()
 
 def io_of(model: nn.Module) -> ModelIO:
     """Return what gives and takes the states of a model. Not a collective."""
-    for spec in SPECS:
+    for spec in specs():
         if spec.has_model is not None and spec.has_model(model):
             return _loaded(spec.model_io)
     return _PLAIN

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from accelerate.config.options import BY_NAME, FEATURES, NEEDS_DEVICES, OPTIONS, PARADIGMS, SECTIONS
 from accelerate.config.options.engines import DEEPSPEED_FIELDS, ONLY_FSDP_1
-from accelerate.config.strategies import SPECS
+from accelerate.config.strategies import specs
 from accelerate.launch import config_file, hardware
 from accelerate.launch.config_file import FileSettings
 from accelerate.launch.errors import LaunchError
@@ -215,7 +215,7 @@ def _check_script(args: argparse.Namespace, values: Values) -> None:
 
 def _other_runner(values: Values, on: set[str], job: "Cluster | None") -> str | None:
     """Return the runner that starts the processes by another program, or None."""
-    runners = [spec.runner for spec in SPECS if spec.runner and spec.feature in on]
+    runners = [spec.runner for spec in specs() if spec.runner and spec.feature in on]
     own = [
         name
         for name in runners
