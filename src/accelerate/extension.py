@@ -154,6 +154,21 @@ def _never(run: Any) -> bool:
 
 
 @dataclass(frozen=True)
+class Command:
+    """A subcommand of ``accelerate``. Its module is imported when the command runs.
+
+    Attributes:
+        module: Dotted name of the module.
+        parser: Function of the module that returns the argument parser; it takes the result of ``add_subparsers``, or nothing.
+        help: One line for ``accelerate --help``.
+    """
+
+    module: str
+    parser: str
+    help: str
+
+
+@dataclass(frozen=True)
 class Spec:
     """What the core knows of an extension: plain data, so that reading it imports nothing.
 
@@ -168,7 +183,7 @@ class Spec:
         handlers: ``"module:Class"`` of each class of ``kwargs_handlers``, by the attribute of the Accelerator that it becomes.
         strategies: Records (`StrategySpec`) for `config.strategies`, which sorts them by their `order`.
         options: ``"module:NAME"`` of the launcher's option rows.
-        commands: The subcommands of ``accelerate``: ``"module"`` by name.
+        commands: The subcommands of ``accelerate``, by name.
         runners: Ways of starting processes for the launcher: ``"module"`` by name.
         storage: ``"module:Class"`` of a `checkpoint.storage.CheckpointStorage` for locations that are URLs.
     """
@@ -182,7 +197,7 @@ class Spec:
     handlers: Mapping[str, str] = field(default_factory=dict)
     strategies: tuple[Any, ...] = ()
     options: str = ""
-    commands: Mapping[str, str] = field(default_factory=dict)
+    commands: Mapping[str, Command] = field(default_factory=dict)
     runners: Mapping[str, str] = field(default_factory=dict)
     storage: str = ""
 

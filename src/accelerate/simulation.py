@@ -32,8 +32,8 @@ from accelerate.accelerator import Accelerator
 from accelerate.base._warn import printable
 from accelerate.comm.torch_dist import TorchCommunicator
 from accelerate.config import env
-from accelerate.diagnostics.allocations import EXCHANGED, AllocationTracker, label
 from accelerate.extensions.reports import out_of_memory
+from accelerate.extensions.reports.allocations import EXCHANGED, AllocationTracker, label
 from accelerate.extensions.reports.collectives import CollectiveRecorder
 from accelerate.extensions.reports.throughput import flops_of
 from accelerate.runtime import ranks, simulated, torch_private

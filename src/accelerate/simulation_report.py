@@ -11,9 +11,9 @@ from torch import nn
 
 from accelerate.base.table import size_text, table
 from accelerate.data.plan import DataPlan
-from accelerate.devices import specs
-from accelerate.diagnostics.estimator import Fleet, Transfer, step_time
+from accelerate.extensions.reports import device_specs
 from accelerate.extensions.reports.collectives import EVERYONE, Collective
+from accelerate.extensions.reports.estimator import Fleet, Transfer, step_time
 from accelerate.runtime.run import Run
 from accelerate.runtime.simulated import SimulatedRun
 from accelerate.strategies import mesh as meshes
@@ -33,7 +33,7 @@ class Facts:
 
     def __init__(self, run: SimulatedRun, shapes_only: bool, device: str | None = None) -> None:
         self.run, self.shapes_only = run, shapes_only
-        self._device = None if device is None else specs.device_spec(device)
+        self._device = None if device is None else device_specs.device_spec(device)
         self.steps, self.ended = 0, "the program came to its end"
         self.names: dict[nn.Module, str] = {}
         self._setting: dict[str, Any] = {}
@@ -79,7 +79,9 @@ class Facts:
         if self._device is None:
             return
         ranks = self.run.ranks
-        fleet = Fleet(self._device, ranks.local_world_size or ranks.world_size, specs.link(specs.USUAL_LINK))
+        fleet = Fleet(
+            self._device, ranks.local_world_size or ranks.world_size, device_specs.link(device_specs.USUAL_LINK)
+        )
         calls = [call for call in step["collectives"] if call["bytes"]]
         sent = [Transfer(each["group"], each["kind"], *extents[each["group"]], each["bytes"]) for each in calls]
         time = step_time(fleet.computing(flops), sent, fleet)

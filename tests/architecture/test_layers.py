@@ -21,13 +21,13 @@ LAYERS: list[str] = [
     "logging modules precision optimizer scheduler",
     "strategies.mesh strategies.consistency strategies.shard strategies.fsdp",
     "data offload hooks big_modeling trackers parallel precision.quantize",
-    "checkpoint checkpointing utils.fsdp_utils extensions.reports diagnostics.inventory diagnostics.activations "
-    "diagnostics.estimator",
+    "checkpoint checkpointing utils.fsdp_utils extensions.reports",
     "strategies",
     "training accelerator",
     "extensions",
     "local_sgd inference simulation simulation_checkpoints simulation_report launch launchers",
     "commands",
+    "extensions.plan",
     "test_utils",
     "utils memory_utils",
 ]

@@ -15,6 +15,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from accelerate.checkpoint import manifest
+from accelerate.checkpoint.headers import header_of, tensors_of_shards
 from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, FileEntry, TensorEntry
 from accelerate.checkpoint.storage import CheckpointStatus, CheckpointStorage, FileStat, LocalStorage
 from accelerate.runtime import durable
@@ -137,38 +138,6 @@ def verify(summary: Summary) -> list[str]:
 
 
 # -- what is in them ---------------------------------------------------------------------------------------------------
-
-
-def header_of(path: str) -> dict[str, TensorEntry]:
-    """Return the tensors of a safetensors file, by name, without reading them; DamagedCheckpoint if it is none."""
-    from safetensors import SafetensorError, safe_open
-
-    durable.require_file(path)
-    try:
-        # Opened here first, because the library calls every file missing that it cannot open.
-        with open(path, "rb"), safe_open(path, framework="np") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  it is no mapping
-            return {name: TensorEntry(tuple(one.get_shape()), one.get_dtype()) for name, one in slices.items()}
-    except SafetensorError as error:
-        raise DamagedCheckpoint(" ".join(str(error).split())) from None
-
-
-def tensors_of_shards(folder: str) -> dict[str, TensorEntry]:
-    """Return the tensors of a folder of shards, by name, without reading them; may raise DamagedCheckpoint."""
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
-    from accelerate.checkpoint.dcp import read_metadata
-    from accelerate.checkpoint.formats import tensor_entry
-
-    metadata = read_metadata(folder)
-    paths = {key: metadata.planner_data.get(key, (key,)) for key in metadata.state_dict_metadata}
-    # All of it may lie together under one name, such as "model".
-    together = len({path[0] for path in paths.values()}) == 1 and all(len(path) > 1 for path in paths.values())
-    return {
-        ".".join(map(str, paths[key][int(together) :])): tensor_entry(value.size, value.properties.dtype)
-        for key, value in metadata.state_dict_metadata.items()
-        if isinstance(value, TensorStorageMetadata)
-    }
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,14 @@
 """Features that the core does not know by name. Each folder can be deleted with its row here; see `accelerate.extension`."""
 
 # Each folder, in the order in which their hooks are called where their `order` is equal.
-TABLE = ("checks", "conditional", "ema", "fp8", "pipeline", "preemption", "reports", "sequence", "tensor")
+TABLE = (
+    "checks",
+    "conditional",
+    "ema",
+    "pipeline",
+    "plan",
+    "preemption",
+    "reports",
+    "sequence",
+    "tensor",
+)

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.checkpoint import metadata
 
 import checkpoint_samples as samples
-from accelerate.checkpoint import inspect, manifest
+from accelerate.checkpoint import headers, inspect, manifest
 from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint
 from accelerate.checkpoint.object_store import storage_of
 
@@ -66,7 +66,7 @@ def test_object_in_shards_that_has_a_size_is_no_tensor(tmp_path):
     entry = metadata.BytesStorageMetadata()
     entry.size = torch.Size((1,))
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata.Metadata({"w": entry}, {}, {})))
-    assert inspect.tensors_of_shards(str(tmp_path)) == {}
+    assert headers.tensors_of_shards(str(tmp_path)) == {}
 
 
 def test_of_a_foreign_checkpoint_files_that_no_reader_can_open_are_named(tmp_path):

@@ -6,7 +6,6 @@ A block that begins with `# yours:` is a part of a program and lists what stands
 
 import ast
 import builtins
-import importlib
 import json
 import os
 import pathlib
@@ -20,7 +19,7 @@ import pytest
 import yaml
 
 from accelerate import Accelerator
-from accelerate.commands.accelerate_cli import COMMANDS
+from accelerate.commands.accelerate_cli import commands, parser_of
 from accelerate.state import AcceleratorState
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -166,9 +165,8 @@ def typed(console):
 
 def test_commands_are_shell_and_their_options_exist():
     known = {}
-    for name, command in COMMANDS.items():
-        parser = getattr(importlib.import_module(f"accelerate.commands.{command.module}"), command.parser)()
-        known[name] = {option for action in parser._actions for option in action.option_strings}
+    for name in commands():
+        known[name] = {option for action in parser_of(name)._actions for option in action.option_strings}
     found, texts = [], []
     for page in DOCUMENTS:
         shell = blocks(page, "bash")

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Mapping
 
 from accelerate.config.options import BY_NAME, FEATURES
-from accelerate.devices import specs
+from accelerate.extensions.reports import device_specs
 from accelerate.launch import runners
 from accelerate.launch.errors import LaunchError
 from accelerate.launch.plan import LaunchPlan, Resolved, Source, features_on
@@ -34,7 +34,7 @@ def arrange(values: dict[str, Resolved], notes: list[str]) -> Ranks:
             raise LaunchError(f"--{name} has no meaning with --simulate, which starts one process here. Leave it out.")
     if (device := values["simulate_device"].value) is not None:
         try:
-            specs.device_spec(device)
+            device_specs.device_spec(device)
         except ValueError as error:
             raise LaunchError(f"--simulate_device is {device!r}. {error}") from None
     machines, processes = map(int, asked.split("x"))

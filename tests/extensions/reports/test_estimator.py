@@ -2,11 +2,11 @@
 
 import pytest
 
-from accelerate.devices import specs
-from accelerate.diagnostics.estimator import Fleet, Transfer, step_time
+from accelerate.extensions.reports import device_specs
+from accelerate.extensions.reports.estimator import Fleet, Transfer, step_time
 
-H100 = specs.device_spec("h100-80gb")
-FLEET = Fleet(H100, 8, specs.link("infiniband-ndr"), efficiency=0.5, overlap=0.7)
+H100 = device_specs.device_spec("h100-80gb")
+FLEET = Fleet(H100, 8, device_specs.link("infiniband-ndr"), efficiency=0.5, overlap=0.7)
 
 
 def test_arithmetic_takes_the_rate_of_its_precision():

@@ -2,7 +2,7 @@
 
 import torch
 
-from accelerate.diagnostics.allocations import (
+from accelerate.extensions.reports.allocations import (
     ACTIVATIONS,
     EXCHANGED,
     GRADIENTS,

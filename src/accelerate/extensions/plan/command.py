@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate.base.environment import patch_environment
 from accelerate.base.table import size_text, table
-from accelerate.commands import estimate
 from accelerate.commands.config import config_utils
 from accelerate.commands.utils import brief, make_parser
-from accelerate.devices import specs
-from accelerate.diagnostics.estimator import (
+from accelerate.extensions.plan import estimate
+from accelerate.extensions.reports import device_specs
+from accelerate.extensions.reports.estimator import (
     WITHIN_LAYERS,
     Fleet,
     Layout,
@@ -30,7 +30,7 @@ from accelerate.diagnostics.estimator import (
     step_seconds,
     traffic,
 )
-from accelerate.diagnostics.inventory import Profile
+from accelerate.extensions.reports.inventory import Profile
 from accelerate.launch.errors import LaunchError
 from accelerate.runtime.ranks import Ranks
 
@@ -225,7 +225,7 @@ class Profiles:
 
     def of(self, layout: Layout) -> Profile:
         """Return the profile for a layout; ValueError if the model cannot run so."""
-        from accelerate.diagnostics.activations import measure
+        from accelerate.extensions.plan.activations import measure
 
         within = layout.tp, layout.cp, layout.sp, layout.ep
         key = (layout.precision, layout.checkpointing, layout.casts, *within)
@@ -412,7 +412,7 @@ def plan_command(args: argparse.Namespace) -> None:
     if args.gpus % args.nodes:
         asked = f"--gpus is {args.gpus}, which --nodes={args.nodes} does not divide"
         raise LaunchError(f"{asked}; name all GPUs of all machines.")
-    device, between = specs.device_spec(args.gpu), specs.link(args.link)
+    device, between = device_specs.device_spec(args.gpu), device_specs.link(args.link)
     if args.mixed_precision not in device.flops:
         asked = f"--mixed_precision is {args.mixed_precision}, for which {device.name} has no arithmetic"
         raise LaunchError(f"{asked}; use {' or '.join(device.flops)}.")
@@ -437,10 +437,10 @@ def plan_command(args: argparse.Namespace) -> None:
         print(f"{args.write}: {name_of(best.layout)}; {see}.\n{in_the_program(best.layout)}")
 
 
-def _measured(device: specs.DeviceSpec) -> specs.DeviceSpec:
+def _measured(device: device_specs.DeviceSpec) -> device_specs.DeviceSpec:
     """Return the row with rates of this machine's device; LaunchError if that is another kind."""
     from accelerate.devices import table as devices
-    from accelerate.diagnostics.ceilings import measured
+    from accelerate.extensions.plan.ceilings import measured
 
     here = devices.detect()
     name = here.namespace().get_device_name() if here.type != "cpu" else "the CPU"
@@ -489,7 +489,7 @@ def plan_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     model = "A config.json or a folder with one, a model of the Hugging Face Hub, or package.module:factory."
     add("model", nargs="?", help=model)
     add("--gpus", type=int, required=True, help="How many GPUs there are, on all machines together.")
-    add("--gpu", required=True, metavar="NAME", help=f"Their kind: {', '.join(specs.DEVICES)}.")
+    add("--gpu", required=True, metavar="NAME", help=f"Their kind: {', '.join(device_specs.DEVICES)}.")
     add("--nodes", type=int, default=1, help="How many machines they are in.")
     sequence = f"Tokens of a sequence; {_SEQUENCE}, or those of the script, by default. Without effect for pictures."
     add("--sequence", type=int, help=sequence)
@@ -499,7 +499,7 @@ def plan_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
         "--micro_batch", type=int, help="Samples of a micro-batch; by default the script's, or those that are fastest."
     )
     add("--mixed_precision", default="bf16", choices=["no", "fp16", "bf16"], help="Precision of the passes.")
-    add("--link", default=specs.USUAL_LINK, help=f"What connects machines: {', '.join(specs.LINKS)}.")
+    add("--link", default=device_specs.USUAL_LINK, help=f"What connects machines: {', '.join(device_specs.LINKS)}.")
     add("--measure", action="store_true", help="Take rates that the device of this machine reaches, not the table's.")
     add("--efficiency", type=float, default=0.5, help="What of the peak rate a pass reaches.")
     add("--overlap", type=float, default=0.7, help="What of a pass hides exchanges of data parallelism.")

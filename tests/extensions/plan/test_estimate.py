@@ -12,8 +12,9 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from accelerate.commands import estimate
-from accelerate.commands.estimate import inventory_of_model, training
+from accelerate.commands import estimate as public
+from accelerate.extensions.plan import estimate
+from accelerate.extensions.plan.estimate import inventory_of_model, training
 from accelerate.launch.errors import LaunchError
 from cases import cases
 from sharded_samples import net
@@ -33,7 +34,7 @@ def model(monkeypatch):
 
 @pytest.fixture
 def no_hub(monkeypatch):
-    monkeypatch.setattr(estimate, "verify_on_hub", lambda repo, token=None: pytest.fail("the Hub was asked"))
+    monkeypatch.setattr(public, "verify_on_hub", lambda repo, token=None: pytest.fail("the Hub was asked"))
 
 
 def answer(accelerate, *words):
@@ -202,7 +203,7 @@ def test_timm(accelerate, place, monkeypatch, no_hub):
     (place / "config.json").write_text('{"architecture": "resnet18", "num_classes": 7}')
     assert answer(accelerate, ".")["parameters"] == 8
     assert answer(accelerate, "resnet50", "--library_name", "timm")["parameters"] == 8
-    monkeypatch.setattr(estimate, "verify_on_hub", lambda *args: types.SimpleNamespace(library_name="timm"))
+    monkeypatch.setattr(public, "verify_on_hub", lambda *args: types.SimpleNamespace(library_name="timm"))
     assert answer(accelerate, "owner/resnet50")["parameters"] == 8
     assert asked == [("resnet18", {"num_classes": 7}), ("resnet50", {}), ("hf-hub:owner/resnet50", {})]
 
@@ -216,7 +217,7 @@ def test_timm(accelerate, place, monkeypatch, no_hub):
     (types.SimpleNamespace(library_name="keras"), ValueError, "'keras'"),
 )
 def test_models_that_cannot_be_built(refused, monkeypatch, answer, kind, message):
-    monkeypatch.setattr(estimate, "verify_on_hub", lambda repo, token=None: answer)
+    monkeypatch.setattr(public, "verify_on_hub", lambda repo, token=None: answer)
     with pytest.raises(kind, match=message) as caught:
         estimate.create_empty_model("owner/name", None)
     assert isinstance(caught.value, LaunchError)

@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate.commands import plan
 from accelerate.commands.config import config_utils
-from accelerate.devices import specs, table
-from accelerate.diagnostics import activations, ceilings
-from accelerate.diagnostics.activations import measure
-from accelerate.diagnostics.estimator import Layout, memory, resting, traffic
+from accelerate.devices import table
+from accelerate.extensions.plan import activations, ceilings
+from accelerate.extensions.plan import command as plan
+from accelerate.extensions.plan.activations import measure
+from accelerate.extensions.reports import device_specs
+from accelerate.extensions.reports.estimator import Layout, memory, resting, traffic
 from accelerate.runtime import torch_private
 from cases import cases
 
@@ -183,14 +184,17 @@ def test_what_cannot_be_measured():
 
 
 def test_table_of_devices():
-    assert specs.device_spec("H100-80GB").memory == 80 * 10**9
+    assert device_specs.device_spec("H100-80GB").memory == 80 * 10**9
     with pytest.raises(ValueError, match="'k80' is not in the table; choose one of b200-180gb"):
-        specs.device_spec("k80")
+        device_specs.device_spec("k80")
     with pytest.raises(ValueError, match="choose one of infiniband-ndr"):
-        specs.link("x")
-    assert all("http" in row.source and "http" in row.node.source for row in specs.DEVICES.values())
-    assert specs.peak_flops("NVIDIA H100 80GB HBM3") == 989e12 and specs.peak_flops("Tesla V100-SXM2-32GB") == 125e12
-    assert specs.peak_flops("NVIDIA H100 PCIe") is specs.peak_flops("GeForce") is None
+        device_specs.link("x")
+    assert all("http" in row.source and "http" in row.node.source for row in device_specs.DEVICES.values())
+    assert (
+        device_specs.peak_flops("NVIDIA H100 80GB HBM3") == 989e12
+        and device_specs.peak_flops("Tesla V100-SXM2-32GB") == 125e12
+    )
+    assert device_specs.peak_flops("NVIDIA H100 PCIe") is device_specs.peak_flops("GeForce") is None
 
 
 def words(model, *more):

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch.nn import functional
 
-from accelerate.devices.specs import device_spec
-from accelerate.diagnostics.activations import measure
-from accelerate.diagnostics.estimator import Layout, memory
-from accelerate.diagnostics.gpu_kernels import as_on_gpus
+from accelerate.extensions.plan.activations import measure
+from accelerate.extensions.plan.gpu_kernels import as_on_gpus
+from accelerate.extensions.reports.device_specs import device_spec
+from accelerate.extensions.reports.estimator import Layout, memory
 from cases import cases
 
 BATCH, SEQUENCE = 4, 512

@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from accelerate.devices.specs import DeviceSpec, Link
-from accelerate.diagnostics.inventory import Inventory, Item, Profile
+from accelerate.extensions.reports.device_specs import DeviceSpec, Link
+from accelerate.extensions.reports.inventory import Inventory, Item, Profile
 
 # Bytes a second between a device and its host, in one direction: PCIe 4.0 x16.
 _HOST_LINK = 32e9

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from accelerate.devices import row
-from accelerate.devices.specs import DeviceSpec
+from accelerate.extensions.reports.device_specs import DeviceSpec
 
 _DTYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 # Of the sides of the matrices, and of the copy: large enough that starting a kernel does not count.
@@ -31,7 +31,7 @@ def measured(spec: DeviceSpec, device: torch.device, side: int = SIDE, copied: i
         The row with ``flops`` a second and ``bandwidth`` in bytes a second, read and written.
 
     Example:
-        >>> from accelerate.devices.specs import device_spec
+        >>> from accelerate.extensions.reports.device_specs import device_spec
         >>> found = measured(device_spec("h100-80gb"), torch.device("cpu"), side=64, copied=1 << 16)
         >>> found.flops["bf16"] > 0 and found.bandwidth > 0
         True

@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from accelerate.diagnostics import gpu_kernels
-from accelerate.diagnostics.allocations import ACTIVATIONS, GRADIENTS, AllocationTracker, label
-from accelerate.diagnostics.estimator import Layout
-from accelerate.diagnostics.inventory import Profile, Segment, block_names, inventory_of_model
+from accelerate.extensions.plan import gpu_kernels
+from accelerate.extensions.reports.allocations import ACTIVATIONS, GRADIENTS, AllocationTracker, label
 from accelerate.extensions.reports.collectives import collective_of
+from accelerate.extensions.reports.estimator import Layout
+from accelerate.extensions.reports.inventory import Profile, Segment, block_names, inventory_of_model
 from accelerate.extensions.reports.throughput import flops_of
 from accelerate.parallel import experts
 from accelerate.parallel import models as sequence_models
