@@ -17,6 +17,7 @@ from accelerate import extension
 
 PAGE = pathlib.Path(__file__).parents[1] / "src" / "accelerate" / "extensions" / "methods.pyi"
 HEAD = '''"""Methods and attributes of the Accelerator that come from extensions. Written by tools/extension_methods.py."""
+# ruff: noqa: I001
 '''
 
 

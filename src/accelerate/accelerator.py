@@ -230,8 +230,6 @@ class Accelerator(Processes, ExtensionMethods):
     gradient_state: GradientState
     prepared: PreparedObjects = _derived(lambda self: PreparedObjects())
     fp8_enabled: bool = _derived(lambda self: precision(self.state.mixed_precision).needs_engine)
-    has_fp8_handler: bool = _derived(lambda self: self.fp8_enabled)
-    delayed_fp8_autocast = False
     _strategy: Strategy = _derived(lambda self: registry.resolve(self.state))
     _state_io = property(lambda self: registry.load_state_io(self._strategy.name))
     _scales_loss = _derived(lambda self: traits_of(self.state.distributed_type).scales_loss)
@@ -298,6 +296,7 @@ class Accelerator(Processes, ExtensionMethods):
             )
             apply_downcast(self.device.type, self.state.mixed_precision)
             self.scaler = self._strategy.make_scaler(self, self.scaler_handler)
+            self.has_fp8_handler, self.delayed_fp8_autocast = self.fp8_enabled, False
             self.native_amp = precision(self.state.mixed_precision).autocast_dtype is not None
             # 3. What training needs, and the extensions that this run asks for.
             self._begin(accumulation)

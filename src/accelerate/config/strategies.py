@@ -102,16 +102,6 @@ class StrategySpec:
     order: int = 50
 
 
-def _has_stages(state: Any) -> bool:
-    layout = getattr(state, "parallelism_config", None)
-    return state.distributed_type is not DistributedType.MEGATRON_LM and layout is not None and layout.pp_enabled
-
-
-def _shards_layers_alone(state: Any) -> bool:
-    layout = getattr(state, "parallelism_config", None)
-    return state.distributed_type in _REPLICAS and layout is not None and layout.tp_enabled
-
-
 def _is_fsdp2(state: Any) -> bool:
     return getattr(state, "is_fsdp2", False)
 
@@ -123,12 +113,7 @@ def is_fsdp1(model: Any) -> bool:
     return fsdp is not None and any(isinstance(part, fsdp.FullyShardedDataParallel) for part in model.modules())
 
 
-def is_pipeline(model: Any) -> bool:
-    """Say whether a model is what `Accelerator.prepare_pipeline` returned. Not a collective."""
-    return hasattr(model, "holdings")
-
-
-_REPLICAS = tuple(kind for kind in DistributedType if kind.value.startswith("MULTI_"))
+REPLICAS = tuple(kind for kind in DistributedType if kind.value.startswith("MULTI_"))
 _ENGINE = {"custom_device_placement": True, "scales_loss": False, "clips_by_value": False}
 _FSDP = {
     "kinds": (DistributedType.FSDP,),
@@ -142,15 +127,6 @@ _FSDP = {
 }
 
 _CORE = (
-    StrategySpec(
-        "pipeline",
-        "accelerate.strategies.pipeline:PipelineParallel",
-        "accelerate.strategies.pipeline:PipelineIO",
-        matches=_has_stages,
-        has_model=is_pipeline,
-        model_io="accelerate.strategies.pipeline:PipelineModels",
-        order=10,  # Other strategies serve states with stages, too.
-    ),
     StrategySpec(
         "deepspeed",
         "accelerate.strategies.deepspeed.engine:DeepSpeed",
@@ -202,15 +178,9 @@ _CORE = (
         traits=Traits(distributed=False, torch_distributed=False),
     ),
     StrategySpec(
-        "tensor_parallel",
-        "accelerate.strategies.sharded:TensorParallel",
-        "accelerate.strategies.sharded_io:TensorParallelIO",
-        matches=_shards_layers_alone,
-    ),
-    StrategySpec(
         "ddp",
         "accelerate.strategies.ddp:DataParallel",
-        kinds=_REPLICAS,
+        kinds=REPLICAS,
         traits=Traits(joins_uneven_inputs=True),
         wrappers=(
             ("torch.nn.parallel.distributed", "DistributedDataParallel"),

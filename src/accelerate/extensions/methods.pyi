@@ -1,4 +1,5 @@
 """Methods and attributes of the Accelerator that come from extensions. Written by tools/extension_methods.py."""
+# ruff: noqa: I001
 
 import accelerate.base.table
 import accelerate.extensions.ema.averages

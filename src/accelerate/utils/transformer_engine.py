@@ -1,10 +1,10 @@
-"""Layers of Transformer Engine. The public path of `accelerate.precision.transformer_engine`."""
+"""Layers of Transformer Engine. The public path of `accelerate.extensions.fp8.transformer_engine`."""
 
 from accelerate.base._lazy import front
 
 _HOMES = {
     "accelerate.base.imports": "is_hpu_available is_transformer_engine_available is_transformer_engine_mxfp8_available",
-    "accelerate.precision.transformer_engine": (
+    "accelerate.extensions.fp8.transformer_engine": (
         "apply_fp8_autowrap contextual_fp8_autocast convert_model has_transformer_engine_layers layer_types runs_in_fp8"
     ),
 }

@@ -2,4 +2,4 @@
 
 from accelerate.extension import Spec
 
-SPEC = Spec("conditional", methods={"conditional": "accelerate.training.conditional:conditional"})
+SPEC = Spec("conditional", methods={"conditional": "accelerate.extensions.conditional.conditional:conditional"})

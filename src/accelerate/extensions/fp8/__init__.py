@@ -4,8 +4,8 @@ from typing import Any
 
 from accelerate.extension import Spec
 
-_RECIPES = "accelerate.config.low_bit"
-_FP8 = "accelerate.precision.fp8"
+_RECIPES = "accelerate.extensions.fp8.recipes"
+_FP8 = "accelerate.extensions.fp8.fp8"
 
 
 def _attaches(run: Any) -> bool:

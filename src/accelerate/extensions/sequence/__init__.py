@@ -16,5 +16,5 @@ SPEC = Spec(
     "sequence",
     extension="accelerate.extensions.sequence.extension:SharedSequences",
     attaches=_attaches,
-    methods={"_prepare_cp": "accelerate.parallel.sequence:_prepare_cp"},
+    methods={"_prepare_cp": "accelerate.extensions.sequence.sequence:_prepare_cp"},
 )

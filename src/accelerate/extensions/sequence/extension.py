@@ -3,7 +3,7 @@
 from typing import Any
 
 from accelerate.extension import Extension
-from accelerate.parallel import models, sequence
+from accelerate.extensions.sequence import models, sequence
 
 
 class SharedSequences(Extension):

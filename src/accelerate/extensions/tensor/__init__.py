@@ -2,9 +2,8 @@
 
 from typing import Any
 
-from accelerate.config.strategies import traits_of
+from accelerate.config.strategies import REPLICAS, StrategySpec, traits_of
 from accelerate.extension import Spec
-from accelerate.modules.unwrap import model_has_dtensor
 
 
 def _attaches(run: Any) -> bool:
@@ -13,10 +12,29 @@ def _attaches(run: Any) -> bool:
     return sharded and not traits_of(run.distributed_type).deepspeed
 
 
+def _arrives(models: list[Any]) -> bool:
+    from accelerate.modules.unwrap import model_has_dtensor  # it imports torch
+
+    return any(map(model_has_dtensor, models))
+
+
+def _is_alone(state: Any) -> bool:
+    layout = getattr(state, "parallelism_config", None)
+    return state.distributed_type in REPLICAS and layout is not None and layout.tp_enabled
+
+
+_STRATEGY = StrategySpec(
+    "tensor_parallel",
+    "accelerate.extensions.tensor.strategy:TensorParallel",
+    "accelerate.extensions.tensor.strategy:TensorParallelIO",
+    matches=_is_alone,
+    order=20,  # before data parallelism
+)
 SPEC = Spec(
     "tensor",
     extension="accelerate.extensions.tensor.extension:TensorParallelism",
     attaches=_attaches,
-    arrives=lambda models: any(map(model_has_dtensor, models)),
-    methods={"_prepare_tp": "accelerate.parallel.tensor:_prepare_tp"},
+    arrives=_arrives,
+    strategies=(_STRATEGY,),
+    methods={"_prepare_tp": "accelerate.extensions.tensor.tensor:_prepare_tp"},
 )

@@ -4,8 +4,8 @@ from typing import Any
 
 from accelerate.config.strategies import traits_of
 from accelerate.extension import Extension
+from accelerate.extensions.tensor import adopt, experts
 from accelerate.modules.unwrap import model_has_dtensor
-from accelerate.parallel import adopt, experts
 
 
 class TensorParallelism(Extension):
@@ -29,7 +29,14 @@ class TensorParallelism(Extension):
 
     def _check_layout(self) -> None:
         layout, run = self.run.parallelism_config, self.run
-        if layout is None or not layout.tp_enabled or run.is_fsdp2 or len(layout.active_mesh_dims) == 1:
+        if layout is None:
+            return
+        if self.serves and run.is_fsdp2 and run.state.fsdp_plugin.cpu_ram_efficient_loading:
+            raise ValueError(
+                f"cpu_ram_efficient_loading=True with tp_size={layout.tp_size} and ep_size={layout.ep_size}: layers are split before they are sharded, and each "
+                "group of ranks needs their weights for that. Set cpu_ram_efficient_loading=False."
+            )
+        if not layout.tp_enabled or traits_of(run.distributed_type).sharded or len(layout.active_mesh_dims) == 1:
             return
         sizes = " and ".join(f"{axis}_size={getattr(layout, f'{axis}_size')}" for axis in layout.active_mesh_dims)
         raise ValueError(

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn.functional import dropout
 
-from accelerate.parallel import balance, stages
+from accelerate.extensions.pipeline import balance, stages
 
 BOTH = pytest.mark.parametrize("points", [["blocks.2"], ["blocks.1", "blocks.2", "blocks.3"]], ids=len)
 

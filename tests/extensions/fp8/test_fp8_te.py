@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from accelerate import Accelerator
-from accelerate.config import low_bit as recipes
-from accelerate.precision import fp8
-from accelerate.precision import transformer_engine as library
+from accelerate.extensions.fp8 import fp8, recipes
+from accelerate.extensions.fp8 import transformer_engine as library
 
 
 class Linear(nn.Linear):

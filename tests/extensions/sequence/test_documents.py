@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from accelerate.parallel.documents import Documents
+from accelerate.extensions.sequence.documents import Documents
 
 LENGTH = 32
 ROWS = [[5, 1, 14, 12], [20, 12]]

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, distributed, nn
 
 from accelerate.base._warn import warn_user
-from accelerate.parallel import models
-from accelerate.parallel.region import ATTENTION, NO_MASK, Region, replace
+from accelerate.extensions.sequence import models
+from accelerate.extensions.sequence.region import ATTENTION, NO_MASK, Region, replace
 from accelerate.runtime import torch_private
 from accelerate.strategies import mesh
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-import accelerate.inference as inference
-from accelerate.parallel import balance
+import accelerate.extensions.inference.pippy as inference
+from accelerate.extensions.pipeline import balance
 
 
 class _Layers(nn.Module):

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, distributed, nn
 
 from accelerate.base._warn import warn_user
-from accelerate.parallel.documents import Documents
-from accelerate.parallel.region import WHAT, Active, Region
+from accelerate.extensions.sequence.documents import Documents
+from accelerate.extensions.sequence.region import WHAT, Active, Region
 from accelerate.runtime import simulated, torch_private
 
 # Heads that need the whole sequence in one place, for more than attention.

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from accelerate import Accelerator, ParallelismConfig, comm
+from accelerate.extensions.pipeline.pipeline import Holdings, _Batch, _only_loss, _place
 from accelerate.state import AcceleratorState
-from accelerate.training.pipeline import Holdings, _Batch, _only_loss, _place
 from accelerate.utils import FullyShardedDataParallelPlugin, is_torch_version
 from cases import cases
 from sharded_samples import fake_group

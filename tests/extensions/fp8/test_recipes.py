@@ -7,14 +7,14 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from accelerate.config import low_bit
-from accelerate.config.low_bit import (
+from accelerate.extensions.fp8 import recipes as low_bit
+from accelerate.extensions.fp8.recipes import (
     AORecipeKwargs,
-    BnbQuantizationConfig,
     FP8RecipeKwargs,
     MSAMPRecipeKwargs,
     TERecipeKwargs,
 )
+from accelerate.extensions.quantize.config import BnbQuantizationConfig
 from cases import cases
 
 FOUR = {"load_in_4bit": True}

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from accelerate.parallel import tensor
+from accelerate.extensions.tensor import tensor
 from accelerate.utils import ParallelismConfig, TorchTensorParallelConfig
 from cases import cases
 

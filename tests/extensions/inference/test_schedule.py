@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate.parallel.batches import Inputs, Outputs
-from accelerate.parallel.stages import trace
+from accelerate.extensions.pipeline.batches import Inputs, Outputs
+from accelerate.extensions.pipeline.stages import trace
 
 CPU = torch.device("cpu")
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from accelerate import Accelerator
 from accelerate.config.enums import FP8BackendType
-from accelerate.precision import fp8
+from accelerate.extensions.fp8 import fp8
 from accelerate.state import AcceleratorState
 from accelerate.utils.imports import is_torchao_available
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from accelerate.comm.check import same_on_all
-from accelerate.parallel.documents import Documents
+from accelerate.extensions.sequence.documents import Documents
 from accelerate.runtime import torch_private
 
 if TYPE_CHECKING:

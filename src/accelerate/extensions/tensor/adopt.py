@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.config.strategies import traits_of
+from accelerate.extensions.tensor import experts
+from accelerate.extensions.tensor.tensor import sum_replicas
 from accelerate.modules.unwrap import is_compiled_module
-from accelerate.parallel import experts
-from accelerate.parallel.tensor import sum_replicas
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.runtime.run import Run
 from accelerate.strategies import consistency

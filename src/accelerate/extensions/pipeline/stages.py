@@ -19,7 +19,7 @@ import torch
 from torch import fx, nn
 from torch.distributed.pipelining import pipe_split
 
-from accelerate.parallel.batches import Inputs, Outputs
+from accelerate.extensions.pipeline.batches import Inputs, Outputs
 from accelerate.runtime.torch_private import is_view, pytree, traced_graph
 
 Context = Callable[[], contextlib.AbstractContextManager]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate.precision import transformer_engine as te
+from accelerate.extensions.fp8 import transformer_engine as te
 
 
 class FakeLinear(nn.Linear):

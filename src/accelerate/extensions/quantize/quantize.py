@@ -12,7 +12,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from accelerate.base.imports import is_4bit_bnb_available, is_8bit_bnb_available
 from accelerate.big_modeling import dispatch_model, init_empty_weights
 from accelerate.config.enums import CustomDtype
-from accelerate.config.low_bit import BnbQuantizationConfig
+from accelerate.extensions.quantize.config import BnbQuantizationConfig
 from accelerate.offload.device_map import check_device_map, computed_map
 from accelerate.offload.loading import CheckpointLoad
 from accelerate.offload.placement import Device, default_device, quantizes, set_module_tensor_to_device

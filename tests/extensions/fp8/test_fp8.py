@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from accelerate.config.enums import FP8BackendType
-from accelerate.config.low_bit import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
-from accelerate.precision import fp8
+from accelerate.extensions.fp8 import fp8
+from accelerate.extensions.fp8.recipes import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from cases import cases
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)

@@ -11,11 +11,10 @@ from accelerate.base._warn import warn_user
 from accelerate.base.environment import parse_choice_from_env
 from accelerate.base.imports import is_torchao_available, is_transformer_engine_available
 from accelerate.config.enums import FP8BackendType
-from accelerate.config.low_bit import AORecipeKwargs, TERecipeKwargs
 from accelerate.extension import Extension
-from accelerate.extensions.fp8 import SPEC
+from accelerate.extensions.fp8 import SPEC, transformer_engine
+from accelerate.extensions.fp8.recipes import AORecipeKwargs, TERecipeKwargs
 from accelerate.modules.optimizer_remap import remapping
-from accelerate.precision import transformer_engine
 from accelerate.runtime import storage
 from accelerate.runtime.run import Run
 

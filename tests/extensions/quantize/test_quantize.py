@@ -11,9 +11,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from accelerate import init_empty_weights
-from accelerate.config.low_bit import BnbQuantizationConfig
+from accelerate.extensions.quantize import quantize as bnb
+from accelerate.extensions.quantize.config import BnbQuantizationConfig
 from accelerate.hooks import remove_hook_from_submodules
-from accelerate.precision import quantize as bnb
 from accelerate.utils.modeling import get_state_dict_offloaded_model
 from cases import cases
 

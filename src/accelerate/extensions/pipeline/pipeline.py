@@ -19,8 +19,8 @@ from accelerate.base.versions import is_torch_version
 from accelerate.checkpoint.model_io import io_of
 from accelerate.checkpoint.state import run_on_all_ranks
 from accelerate.config.enums import DynamoBackend
-from accelerate.parallel import stages
-from accelerate.parallel.balance import costly_stages
+from accelerate.extensions.pipeline import stages
+from accelerate.extensions.pipeline.balance import costly_stages
 from accelerate.precision import master
 from accelerate.runtime.torch_private import local_part, pytree
 from accelerate.strategies import consistency

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 from accelerate import comm
-from accelerate.parallel import stages
+from accelerate.extensions.pipeline import stages
 from accelerate.process import PartialState
 
 _REFUSED = -1

@@ -14,7 +14,8 @@ from accelerate.checkpoint.model_io import ModelIO, io_of
 from accelerate.checkpoint.save import SavePlan
 from accelerate.checkpoint.state import Entries, Layout, Wanted
 from accelerate.config.handlers import GradScalerKwargs
-from accelerate.config.strategies import is_pipeline, traits_of
+from accelerate.config.strategies import traits_of
+from accelerate.extensions.pipeline import is_pipeline
 from accelerate.modules import norms
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.runtime.run import Run
