@@ -8,7 +8,7 @@ extension, and which methods of the Accelerator come from it. Its code is import
 import contextlib
 import importlib
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import entry_points
@@ -76,6 +76,30 @@ class Extension:
         Collective: call on every rank.
         """
         return model
+
+    def convert_optimizer(self, optimizer: Any) -> None:
+        """Change a new torch optimizer before it is wrapped.
+
+        Collective: call on every rank.
+        """
+
+    def sharding(self, model: Any, ignored: Collection[Any], policies: dict[Any, Any], units: set[Any]) -> None:
+        """Refuse a model that `fully_shard` cannot shard, or choose the precision of its modules.
+
+        Collective: call on every rank.
+
+        Args:
+            model: The model, before it is sharded.
+            ignored: Its parameters that stay unsharded.
+            policies: To be filled with the `MixedPrecisionPolicy` of each module that has another one than the model.
+            units: To be filled with the modules that have to be sharded by themselves.
+        """
+
+    def sharded(self, model: Any) -> None:
+        """Act on a model that `fully_shard` has sharded.
+
+        Collective: call on every rank.
+        """
 
     def registered(self, kind: str, prepared: Any, evaluation: bool) -> None:
         """Do what a newly prepared object needs, such as registering torch's hooks on it.
@@ -185,6 +209,7 @@ class Spec:
         options: ``"module:NAME"`` of the launcher's option rows.
         commands: The subcommands of ``accelerate``, by name.
         runners: Ways of starting processes for the launcher: ``"module"`` by name.
+        tensor_kinds: ``"module:Class"`` of each `modules.tensor_kinds.TensorKind`.
         storage: ``"module:Class"`` of a `checkpoint.storage.CheckpointStorage` for locations that are URLs.
     """
 
@@ -199,6 +224,7 @@ class Spec:
     options: str = ""
     commands: Mapping[str, Command] = field(default_factory=dict)
     runners: Mapping[str, str] = field(default_factory=dict)
+    tensor_kinds: tuple[str, ...] = ()
     storage: str = ""
 
     def install(self, owner: type) -> None:
@@ -342,6 +368,9 @@ class Extensions:
 
         self.arrives = overriding("arrives")
         self.convert = overriding("convert")
+        self.convert_optimizer = overriding("convert_optimizer")
+        self.sharding = overriding("sharding")
+        self.sharded = overriding("sharded")
         self.registered = overriding("registered")
         self.phase_begins = overriding("phase_begins")
         self.phase_ends = overriding("phase_ends")

@@ -5,6 +5,7 @@ TABLE = (
     "checks",
     "conditional",
     "ema",
+    "four_bit",
     "fp8",
     "inference",
     "pipeline",

@@ -39,6 +39,7 @@ class Run(Protocol):
         _dataloaders: Prepared loaders.
         _custom_objects: Those of ``register_for_checkpointing``.
         _strategy: The `strategies.base.Strategy` of the run.
+        extensions: Its `extension.Extensions`.
     """
 
     state: Any
@@ -62,6 +63,7 @@ class Run(Protocol):
     _dataloaders: list[Any]
     _custom_objects: list[Any]
     _strategy: Any
+    extensions: Any
 
     @property
     def parallelism_config(self) -> ParallelismConfig | None:

@@ -400,10 +400,8 @@ def prepare_optimizer(
         device_placement = accelerator.device_placement
     if isinstance(optimizer, AcceleratedOptimizer):  # its Accelerator let go of it; nothing is wrapped twice
         optimizer = optimizer.optimizer
-    if accelerator.is_fsdp2 and type(optimizer) is getattr(torch.optim, "Muon", None):
-        from accelerate.parallel import muon
-
-        muon.share(optimizer)  # type: ignore[arg-type]  # a Muon
+    for hook in accelerator.extensions.convert_optimizer:
+        hook(optimizer)
     with own_states(accelerator):
         remap_optimizer(optimizer, prepared.histories(accelerator.prepared))
         wrapped = AcceleratedOptimizer(optimizer, device_placement=device_placement, scaler=accelerator.scaler)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate.checkpoint import low_bit
+from accelerate.extensions.four_bit import low_bit
 
 optim = pytest.importorskip("torchao.optim")
 NAMES = ["AdamW8bit", "AdamW4bit"]

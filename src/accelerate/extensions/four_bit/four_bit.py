@@ -3,11 +3,14 @@
 Layers are known by that attribute, `quant_state`, so that nothing here imports bitsandbytes.
 """
 
+import sys
 from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
 from torch import nn
+
+from accelerate.modules.tensor_kinds import TensorKind
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -57,14 +60,19 @@ def require_shardable(model: nn.Module, ignored: Collection[nn.Parameter], cast_
             )
 
 
-def scales(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the scales of a model's 4-bit layers, which are neither parameters nor buffers, by their names."""
-    found: dict[str, torch.Tensor | None] = {}
-    for name, module in _layers(model):
-        state = _state(module)
-        found[f"{name}.absmax"], found[f"{name}.nested_offset"] = state.absmax, state.offset
-        found[f"{name}.nested_absmax"] = getattr(state.state2, "absmax", None)
-    return {name: tensor for name, tensor in found.items() if tensor is not None}
+class PackedWeights(TensorKind):
+    """Scales of 4-bit layers, which are neither parameters nor buffers."""
+
+    def of_model(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """Return the scales by their names."""
+        if "bitsandbytes" not in sys.modules:
+            return {}
+        found: dict[str, torch.Tensor | None] = {}
+        for name, module in _layers(model):
+            state = _state(module)
+            found[f"{name}.absmax"], found[f"{name}.nested_offset"] = state.absmax, state.offset
+            found[f"{name}.nested_absmax"] = getattr(state.state2, "absmax", None)
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
 def attach(model: nn.Module) -> None:

@@ -14,7 +14,28 @@ from typing import Any
 
 import torch
 
+from accelerate.modules.tensor_kinds import TensorKind
 from accelerate.runtime.torch_private import box
+
+
+class LowBitStates(TensorKind):
+    """States of torchao's optimizers."""
+
+    def is_kept_by(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Say whether an optimizer is one of torchao's."""
+        return makes(optimizer)
+
+    def plain(self, value: Any) -> Any:
+        """Return the parts of a value of few bits, or values."""
+        return plain(value)
+
+    def is_parts(self, value: Any) -> bool:
+        """Say whether a stored value has codes and scales."""
+        return is_parts(value)
+
+    def rebuilt(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a state with values of few bits where the optimizer keeps them."""
+        return rebuilt(optimizer, state)
 
 
 def plain(value: Any) -> Any:

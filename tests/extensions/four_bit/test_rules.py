@@ -8,8 +8,8 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin as Plugin
+from accelerate.extensions.four_bit import rules
 from accelerate.launch import config_file
-from accelerate.precision import rules
 from cases import cases
 
 LOW = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
