@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from accelerate.config.options import BY_NAME, FEATURES, NEEDS_DEVICES, OPTIONS, PARADIGMS, SECTIONS
 from accelerate.config.options.engines import DEEPSPEED_FIELDS, ONLY_FSDP_1
-from accelerate.config.strategies import SPECS
+from accelerate.config.strategies import specs
 from accelerate.launch import config_file, hardware, runners
 from accelerate.launch.config_file import FileSettings
 from accelerate.launch.errors import LaunchError
@@ -211,7 +211,7 @@ def _check_script(args: argparse.Namespace, values: Values) -> None:
 def _other_runner(values: Values, on: set[str], job: "Cluster | None") -> str | None:
     """Return the runner that starts the processes by another program, or None."""
     names = [name for feature, row in FEATURES.items() if feature in on for name in row.runners]
-    names += [spec.runner for spec in SPECS if spec.runner and spec.feature in on]
+    names += [spec.runner for spec in specs() if spec.runner and spec.feature in on]
     starting = [name for name in names if runners.module_of(name).starts(values, on, job)]
     return starting[0] if starting else None
 

@@ -176,22 +176,19 @@ def _registered(accelerator: "TrainingRun") -> Callable[[], None]:
 
     prepared, step = accelerator.prepared, accelerator.step
     registries = {name: list(getattr(accelerator, name)) for name in _REGISTRIES}
-    lists = [*prepared.lists(), prepared.hooks]
+    lists = prepared.lists()
     before = [list(registered) for registered in lists]
     loaders = [resume.kept(loader) for loader in accelerator._dataloaders]
-    context, hooks, attached = accelerator._cp_context, len(prepared.hooks), accelerator.extensions.attached
+    attached = accelerator.extensions.attached
 
     def put_back() -> None:
         for extension in [each for each in accelerator.extensions.attached if each not in attached]:
             extension.released()
-        for hook in prepared.hooks[hooks:]:
-            hook.remove()
         vars(accelerator).update({name: list(former) for name, former in registries.items()})
         for registered, former in zip(lists, before, strict=True):
             registered[:] = former
         for put_loader_back in loaders:
             put_loader_back()
-        accelerator._cp_context = context  # that of the failed try holds a process group
         gradients.reset(accelerator)
         accelerator.step = step
 
