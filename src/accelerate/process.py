@@ -19,9 +19,10 @@ from accelerate.base.environment import check_cuda_p2p_ib_support, parse_flag_fr
 from accelerate.base.nested import piece
 from accelerate.config import env
 from accelerate.config.enums import DistributedType, SageMakerDistributedType
-from accelerate.config.strategies import engines, traits_of
+from accelerate.config.strategies import engines, record_of, traits_of
 from accelerate.devices import Device, detect, row
 from accelerate.devices.table import DEVICES
+from accelerate.extension import imported
 from accelerate.runtime import failure, rendezvous, storage, torch_private
 
 logger = logging.getLogger(__name__)
@@ -297,8 +298,8 @@ class PartialState(ProcessView):
 
             # So that a rank which waits for this one can learn where it is.
             hang.watch(torch_private.default_store(), ranks.rank, ranks.world_size)
-            if abilities.deepspeed:
-                rendezvous.join_deepspeed(backend, hardware.type, ranks.local_rank or 0)
+            if joins := record_of(distributed_type).joins:
+                imported(joins)(backend, hardware.type, ranks.local_rank or 0)
         self._cpu = cpu
         self.backend = backend
         self.device = _place(hardware, ranks.local_rank, abilities.distributed)

@@ -13,12 +13,13 @@ import glob
 import itertools
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accelerate.checkpoint import load
+from accelerate.base.constants import MODEL_NAME
+from accelerate.checkpoint import load, manifest
 from accelerate.checkpoint.state import Kind, mapped_leaves
 from accelerate.modules.unwrap import canonical_name
 from accelerate.runtime import durable
@@ -35,6 +36,9 @@ CLASSES = (
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
     "deepspeed.utils.tensor_fragment.fragment_address",
 )
+# In folders of `save_state`, and of transformers' Trainer, which has one engine.
+_ENGINE_FILE = re.compile(rf"({MODEL_NAME}(?:_{manifest.NUMBER})?)/.*_model_states\.pt")
+_TRAINERS_ENGINE_FILE = re.compile(r"(global_step[0-9]+)/.*_model_states\.pt")
 _SHARD = r"(bf16_)?zero_pp_rank_([0-9]+)_mp_rank_([0-9]+)_optim_states\.pt"
 
 Groups = list[Mapping[str, torch.Size]]
@@ -58,6 +62,11 @@ def read_file(path: str, weights_only: bool = True) -> dict[str, Any]:
     with torch.serialization.safe_globals([(_Record, name) for name in CLASSES]):
         state = load.mapped_file(path)
     return state
+
+
+def engine_folder(index: int) -> str:
+    """Return the name of the folder of engine number `index`: ``pytorch_model``, ``pytorch_model_1``, ..."""
+    return os.path.splitext(manifest.model_file(index, safe_serialization=False))[0]
 
 
 def model_files(folder: str) -> list[str]:
@@ -85,10 +94,29 @@ def shard_files(folder: str) -> list[str]:
     return [os.path.join(folder, ranks[rank]) for rank in sorted(ranks)]
 
 
-def stored(folder: str, kind: Kind, checkpoint: load.CheckpointFolder | None = None) -> "CheckpointReader":
-    """Return the model or the optimizer in an engine's folder, which lies in that of a checkpoint. Any rank, alone."""
-    engine = Folder(folder, checkpoint=checkpoint)
-    return engine.model() if kind == "model" else engine.optimizer()
+class ZeroLayout:
+    """The layout: the folder of an engine is ``pytorch_model``, ``pytorch_model_1`` and so on; the Trainer's is ``global_stepN``."""
+
+    name, beside = "zero", BESIDE
+
+    def listed(self, folder: str | os.PathLike[str]) -> list[str]:
+        """Return files of the layout in a checkpoint, at least one for each engine. Not a collective."""
+        starts = (MODEL_NAME, "global_step")
+        return [file for start in starts for file in glob.glob(f"{start}*/*_model_states.pt", root_dir=folder)]
+
+    def folder(self, files: Collection[str], kind: Kind, index: int) -> str | None:
+        """Return the folder of the engine of a model or optimizer; models that have no engine do not count among the optimizers."""
+        found = {match[1] for match in map(_ENGINE_FILE.fullmatch, files) if match}
+        if index == 0 and (trainers := {match[1] for match in map(_TRAINERS_ENGINE_FILE.fullmatch, files) if match}):
+            return max(trainers, key=lambda name: (len(name), name))
+        if kind == "model":
+            return name if (name := engine_folder(index)) in found else None
+        return dict(enumerate(sorted(found, key=lambda name: (len(name), name)))).get(index)
+
+    def open(self, path: str, kind: Kind, checkpoint: load.CheckpointFolder | None = None) -> "CheckpointReader":
+        """Return the model or the optimizer in an engine's folder, which is in that of a checkpoint. Not a collective."""
+        engine = Folder(path, checkpoint=checkpoint)
+        return engine.model() if kind == "model" else engine.optimizer()
 
 
 class _Files(Sequence[dict[str, Any]]):

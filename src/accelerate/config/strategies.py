@@ -37,8 +37,9 @@ class Traits:
         needs_group: A single process needs a process group, too.
         xla: Steps are traced by torch_xla.
         sharded: Each rank holds shards of the parameters.
-        deepspeed: DeepSpeed's engine trains.
-        megatron: Megatron core's engine trains.
+        own_groups: Its engine keeps process groups of its own: no mesh is built for it, and the groups last as long as the process.
+        casts_itself: Its engine casts as its plugin says, so that autocast has no effect.
+        steps_in_backward: Its engine steps in `backward`.
     """
 
     custom_device_placement: bool = False
@@ -52,8 +53,9 @@ class Traits:
     needs_group: bool = False
     xla: bool = False
     sharded: bool = False
-    deepspeed: bool = False
-    megatron: bool = False
+    own_groups: bool = False
+    casts_itself: bool = False
+    steps_in_backward: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,10 +75,18 @@ class StrategySpec:
         section: The mapping of a configuration file that holds its options.
         options: Rows for the launcher's option table, of a strategy of another package.
         runner: The module of `launch.runners` that starts its processes if its `starts` returns True.
+        joins: ``"module:function"`` that lets its library communicate; called with the backend, the type of the device and the local
+            rank once the ranks have met.
         plugin: The attribute of the state that keeps its plugin; only for strategies of this package.
         plugin_class: ``"module:Class"`` of the plugin, which reads the launcher's settings.
+        plugin_set: ``"module:function"`` called with a new state and the plugin that it has, instead of the plugin's
+            ``set_mixed_precision``.
+        plugin_again: ``"module:function"`` called with a state and another plugin that was given to a later Accelerator, and that
+            raises where they contradict each other. Without it, the later plugin is ignored with a warning.
+        sets_switch: The variable of `switch` is set in a run whose plugin was given, for libraries that read it.
         has_model: Says of a model that `model_io` gives and takes its state, whichever run asks.
         model_io: ``"module:Class"`` of the `checkpoint.model_io.ModelIO` of such models.
+        layout: ``"module:Class"`` of the `checkpoint.layouts.EngineLayout` of files that only its library writes.
         wrappers: Module and class of each wrapper that keeps the model under ``.module``. A strategy that wraps models lists its
             wrapper here, so that optimizer states have the names of the model inside.
         order: Records with a smaller number are asked first; of equal ones, those of the core.
@@ -96,8 +106,13 @@ class StrategySpec:
     runner: str = ""
     plugin: str = ""
     plugin_class: str = ""
+    joins: str = ""
+    plugin_set: str = ""
+    plugin_again: str = ""
+    sets_switch: bool = False
     has_model: Callable[[Any], bool] | None = None
     model_io: str = ""
+    layout: str = ""
     wrappers: tuple[tuple[str, str], ...] = ()
     order: int = 50
 
@@ -156,7 +171,7 @@ _CORE = (
         "accelerate.strategies.deepspeed.engine:DeepSpeed",
         "accelerate.strategies.deepspeed.state_io:DeepSpeedIO",
         kinds=(DistributedType.DEEPSPEED,),
-        traits=Traits(**_ENGINE, deepspeed=True, needs_group=True),
+        traits=Traits(**_ENGINE, needs_group=True, own_groups=True, casts_itself=True, steps_in_backward=True),
         title="DeepSpeed",
         switch="use_deepspeed",
         feature="deepspeed",
@@ -164,6 +179,12 @@ _CORE = (
         runner="deepspeed",
         plugin="deepspeed_plugins",
         plugin_class="accelerate.config.deepspeed:DeepSpeedPlugin",
+        plugin_set="accelerate.strategies.deepspeed.selection:set_up",
+        plugin_again="accelerate.strategies.deepspeed.selection:refuse_another_engine",
+        sets_switch=True,
+        joins="accelerate.strategies.deepspeed.groups:join",
+        layout="accelerate.checkpoint.zero:ZeroLayout",
+        order=40,  # Its switch is looked at before FSDP's.
         wrappers=(("deepspeed.runtime.engine", "DeepSpeedEngine"),),
     ),
     StrategySpec(
@@ -187,13 +208,14 @@ _CORE = (
         "accelerate.strategies.megatron.strategy:MegatronLM",
         "accelerate.strategies.megatron.checkpoint:MegatronIO",
         kinds=(DistributedType.MEGATRON_LM,),
-        traits=Traits(**_ENGINE, places_batches=False, megatron=True),
+        traits=Traits(**_ENGINE, places_batches=False),
         title="Megatron-LM",
         switch="use_megatron_lm",
         feature="megatron",
         section="megatron_lm_config",
         plugin="megatron_lm_plugin",
         plugin_class="accelerate.config.megatron:MegatronLMPlugin",
+        sets_switch=True,
     ),
     StrategySpec(
         "single",
@@ -256,8 +278,8 @@ def register(spec: StrategySpec, before: str | None = None) -> None:
     if before is not None and before not in names:
         raise ValueError(f"before={before!r} is no registered strategy. Known: {names}.")
     specs().insert(0 if before is None else names.index(before), spec)
-    wrappers.cache_clear()
-    traits_of.cache_clear()
+    for cached in (wrappers, record_of, traits_of):
+        cached.cache_clear()
 
 
 @cache
@@ -277,6 +299,15 @@ def _imported(point: EntryPoint) -> StrategySpec:
             f"The strategy {point.name!r} of another package ({point.value}, entry points {GROUP!r}) cannot be imported: "
             f"{type(error).__name__}: {error}. Repair or uninstall that package."
         ) from error
+
+
+def plugin_record(name: str) -> StrategySpec:
+    """Return the record of a plugin, by the attribute of the state that keeps it; ValueError if its extension is not installed."""
+    if (spec := engines().get(name)) is None:
+        raise ValueError(
+            f"{name} was given, and no extension that is installed has the strategy for it. Known: {list(engines())}."
+        )
+    return spec
 
 
 def engines() -> dict[str, StrategySpec]:
@@ -303,11 +334,17 @@ def wrappers() -> tuple[tuple[str, str], ...]:
 
 
 @cache
-def traits_of(distributed_type: DistributedType | str) -> Traits:
-    """Return the abilities of a way of cooperating, a member or its name; ValueError lists the known ones."""
+def record_of(distributed_type: DistributedType | str) -> StrategySpec:
+    """Return the first record of a way of cooperating, a member or its name; ValueError lists the known ones."""
     kind = DistributedType(distributed_type)
     for spec in specs():
         if kind in spec.kinds:
-            return spec.traits
+            return spec
     known = [member.value for spec in specs() for member in spec.kinds]
     raise ValueError(f"No strategy serves {kind.value!r}: its extension is not installed. Known: {known}.")
+
+
+@cache
+def traits_of(distributed_type: DistributedType | str) -> Traits:
+    """Return the abilities of a way of cooperating, a member or its name; ValueError lists the known ones."""
+    return record_of(distributed_type).traits

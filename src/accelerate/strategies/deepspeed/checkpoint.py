@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accelerate.base._warn import warn_user
-from accelerate.checkpoint import layouts, manifest, optimizers, torch_files, zero
+from accelerate.checkpoint import layouts, optimizers, torch_files, zero
 from accelerate.checkpoint.load import CheckpointFolder, Deferred, copy_over, refuse_misfit
 from accelerate.checkpoint.model_io import io_of, numbered, tied_again
 from accelerate.checkpoint.save import SavePlan
@@ -35,7 +35,7 @@ def save(engine: Any, plan: SavePlan, index: int, **options: Any) -> None:
     """Let the engine put everything it has into a plan; `latest` and its scripts are written at once. All ranks."""
     _check_disk_optimizer(engine)
     with _files_of(engine, plan):
-        engine.save_checkpoint(plan.folder, manifest.engine_folder(index), **options)
+        engine.save_checkpoint(plan.folder, zero.engine_folder(index), **options)
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from accelerate.precision import amp
 from accelerate.runtime import simulated
 from accelerate.runtime.run import Run
 from accelerate.strategies.base import Strategy
-from accelerate.strategies.deepspeed import ulysses
+from accelerate.strategies.deepspeed import together, ulysses
 from accelerate.strategies.deepspeed.wrappers import (
     DeepSpeedOptimizerWrapper,
     DeepSpeedSchedulerWrapper,
@@ -113,11 +113,6 @@ def _check_disk(plugin: DeepSpeedPlugin) -> None:
                 f"{key}.device is 'nvme', for which DeepSpeed builds async_io, and this machine has no libaio. Install it with its headers "
                 "(libaio-dev, libaio-devel), or set the device to 'cpu'."
             )
-
-
-def is_schedule(scheduler: Any) -> bool:
-    """Whether this is one of DeepSpeed's schedulers, which derive from none of torch's."""
-    return any(kind.__module__ == "deepspeed.runtime.lr_schedules" for kind in type(scheduler).__mro__)
 
 
 def batch_size(loaders: Sequence[Any], smallest: bool, processes: int) -> int | None:
@@ -229,6 +224,14 @@ class DeepSpeed(Strategy):
 
     # -- prepare -------------------------------------------------------------------------------------------------
 
+    def prepare_together(self, accelerator: Any, objects: Sequence[Any]) -> tuple[Any, ...]:
+        """Prepare loaders, and then a new model with its optimizer and scheduler as one engine. All ranks."""
+        return together.prepare(accelerator, objects)
+
+    def share_loader(self, accelerator: Any, loader: Any) -> Any:
+        """Return what hands out parts of a loader's batches to the ranks that share a sequence. All ranks."""
+        return together.share_loader(accelerator, loader)
+
     def needs_wrapper(self, accelerator: Run, model: nn.Module) -> bool:
         """Always: the engine runs the model, also a frozen one."""
         return True
@@ -272,7 +275,7 @@ class DeepSpeed(Strategy):
             options["optimizer"] = _on_its_device(optimizer, plugin, config)
         if isinstance(scheduler, DummyScheduler) and scheduler.lr_scheduler_callable is not None:
             options["lr_scheduler"] = scheduler.lr_scheduler_callable
-        elif is_schedule(scheduler):
+        elif together.is_schedule(scheduler):
             options["lr_scheduler"] = scheduler
         layout = accelerator.parallelism_config
         shares = layout is not None and layout._sp_by_deepspeed
@@ -295,7 +298,7 @@ class DeepSpeed(Strategy):
         if optimizer is None:
             return engine, None, None
         if scheduler is not None:
-            stepped = isinstance(scheduler, DummyScheduler) or is_schedule(scheduler)
+            stepped = isinstance(scheduler, DummyScheduler) or together.is_schedule(scheduler)
             scheduler = DeepSpeedSchedulerWrapper(own_scheduler, own_optimizer) if stepped else scheduler
         return engine, DeepSpeedOptimizerWrapper(own_optimizer), scheduler
 

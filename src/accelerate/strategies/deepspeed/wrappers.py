@@ -145,6 +145,7 @@ class DummyOptim:
     """
 
     __module__ = "accelerate.utils.deepspeed"  # the path in pickles
+    _prepared_as = "optimizer"
 
     def __init__(self, params: Iterable[Any], lr: float = 0.001, weight_decay: float = 0, **kwargs: Any) -> None:
         self.params = params
@@ -166,6 +167,7 @@ class DummyScheduler:
     """
 
     __module__ = "accelerate.utils.deepspeed"  # the path in pickles
+    _prepared_as = "scheduler"
 
     def __init__(
         self,

@@ -61,6 +61,7 @@ class MegatronLMDummyScheduler:
     """
 
     __module__ = "accelerate.utils.megatron_lm"  # the path in pickles
+    _prepared_as = "scheduler"
 
     def __init__(
         self, optimizer: Any, total_num_steps: int | None = None, warmup_num_steps: int = 0, **kwargs: Any

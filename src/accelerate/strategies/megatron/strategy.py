@@ -21,6 +21,7 @@ from accelerate.strategies.megatron.steps import (
     MegatronLMOptimizerWrapper,
     MegatronLMSchedulerWrapper,
 )
+from accelerate.training import engines
 
 
 class MegatronLM(Strategy):
@@ -32,6 +33,10 @@ class MegatronLM(Strategy):
     prepares_together = "_prepare_megatron_lm"
 
     # -- prepare -------------------------------------------------------------------------------------------------
+
+    def prepare_together(self, accelerator: Any, objects: Sequence[Any]) -> tuple[Any, ...]:
+        """Prepare loaders, and then a new model with its optimizer and scheduler as one engine. All ranks."""
+        return tuple(engines.prepare(accelerator, objects, "Megatron-LM")[0])
 
     def make_scaler(self, accelerator: Run, handler: GradScalerKwargs | None) -> None:
         """Return no scaler, as core has its own; make core's groups and the layout of the ranks. The Accelerator calls it first, all ranks.
