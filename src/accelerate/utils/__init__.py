@@ -26,7 +26,7 @@ _HOMES = {
         "TERecipeKwargs TensorInformation TorchContextParallelConfig TorchDynamoPlugin TorchTensorParallelConfig "
         "TorchTensorParallelPlugin add_model_config_to_megatron_parser"
     ),
-    "accelerate.strategies.deepspeed.wrappers": (
+    "accelerate.extensions.deepspeed.wrappers": (
         "DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper DeepSpeedSchedulerWrapper DummyOptim DummyScheduler "
         "HfDeepSpeedConfig get_active_deepspeed_plugin map_pytorch_optim_to_deepspeed"
     ),

@@ -5,7 +5,7 @@ from accelerate.base._lazy import front
 _HOMES = {
     "typing": "TYPE_CHECKING",
     "accelerate.base.nested": "TensorInformation",
-    "accelerate.config.deepspeed": "DeepSpeedPlugin",
+    "accelerate.extensions.deepspeed.plugin": "DeepSpeedPlugin",
     "accelerate.config.enums": (
         "BaseEnum ComputeEnvironment CustomDtype DDPCommunicationHookType DistributedType DynamoBackend "
         "EnumWithContains FP8BackendType LoggerType PrecisionType RNGType SageMakerDistributedType"

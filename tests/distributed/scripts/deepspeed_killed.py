@@ -22,9 +22,9 @@ import torch
 from check_deepspeed import engines, prepared, train
 from crash_points import die_with_parent
 
-from accelerate.checkpoint import zero
 from accelerate.checkpoint.manifest import problems
 from accelerate.checkpoint.object_store import storage_of
+from accelerate.extensions.deepspeed import zero
 
 WORLD, LIMIT_S = 2, 120
 

@@ -7,9 +7,9 @@ import weakref
 import pytest
 from torch import nn
 
-from accelerate.config import deepspeed as home
-from accelerate.config.deepspeed import DeepSpeedPlugin as Plugin
-from accelerate.config.deepspeed import HfDeepSpeedConfig
+from accelerate.extensions.deepspeed import plugin as home
+from accelerate.extensions.deepspeed.plugin import DeepSpeedPlugin as Plugin
+from accelerate.extensions.deepspeed.plugin import HfDeepSpeedConfig
 from cases import cases
 
 STAGE_3 = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": "auto"}

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from accelerate.data.loader import PreparedLoader
-from accelerate.strategies.deepspeed import ulysses
-from accelerate.strategies.deepspeed.wrappers import DeepSpeedEngineWrapper
+from accelerate.extensions.deepspeed import ulysses
+from accelerate.extensions.deepspeed.wrappers import DeepSpeedEngineWrapper
 from accelerate.training import engines
 from accelerate.training import prepare as preparation
 from accelerate.training.run import TrainingRun

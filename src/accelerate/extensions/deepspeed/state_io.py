@@ -7,9 +7,9 @@ from torch import nn
 from accelerate.checkpoint.model_io import collected
 from accelerate.checkpoint.save import SavePlan
 from accelerate.checkpoint.state import Entries, Wanted
+from accelerate.extensions.deepspeed import checkpoint
+from accelerate.extensions.deepspeed.wrappers import DeepSpeedSchedulerWrapper, is_engine
 from accelerate.runtime.run import Run
-from accelerate.strategies.deepspeed import checkpoint
-from accelerate.strategies.deepspeed.wrappers import DeepSpeedSchedulerWrapper, is_engine
 from accelerate.strategies.state_io import StateIO
 
 

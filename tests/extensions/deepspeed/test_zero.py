@@ -8,10 +8,11 @@ import types
 import pytest
 import torch
 
-from accelerate.checkpoint import layouts, zero
+from accelerate.checkpoint import layouts
 from accelerate.checkpoint.formats import describe
 from accelerate.checkpoint.load import CheckpointFolder
 from accelerate.checkpoint.manifest import DamagedCheckpoint, Manifest
+from accelerate.extensions.deepspeed import zero
 
 RANKS = 4
 SHAPES = {"a": torch.Size((4, 3)), "b": torch.Size((7,)), "c": torch.Size((5, 2))}

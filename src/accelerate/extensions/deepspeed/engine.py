@@ -15,15 +15,10 @@ from torch import nn
 from accelerate.base.imports import is_transformers_available
 from accelerate.base.nested import recursively_apply
 from accelerate.checkpoint.state import run_on_all_ranks
-from accelerate.config.deepspeed import DeepSpeedPlugin
 from accelerate.config.handlers import GradScalerKwargs
-from accelerate.modules.unwrap import compile_regions_deepspeed
-from accelerate.precision import amp
-from accelerate.runtime import simulated
-from accelerate.runtime.run import Run
-from accelerate.strategies.base import Strategy
-from accelerate.strategies.deepspeed import together, ulysses
-from accelerate.strategies.deepspeed.wrappers import (
+from accelerate.extensions.deepspeed import together, ulysses
+from accelerate.extensions.deepspeed.plugin import DeepSpeedPlugin
+from accelerate.extensions.deepspeed.wrappers import (
     DeepSpeedOptimizerWrapper,
     DeepSpeedSchedulerWrapper,
     DummyOptim,
@@ -31,6 +26,11 @@ from accelerate.strategies.deepspeed.wrappers import (
     is_engine,
     map_pytorch_optim_to_deepspeed,
 )
+from accelerate.modules.unwrap import compile_regions_deepspeed
+from accelerate.precision import amp
+from accelerate.runtime import simulated
+from accelerate.runtime.run import Run
+from accelerate.strategies.base import Strategy
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from typing import Any, TypeGuard
 import torch
 
 from accelerate.base.imports import is_deepspeed_available
-from accelerate.config.deepspeed import DeepSpeedPlugin
+from accelerate.extensions.deepspeed.plugin import DeepSpeedPlugin
 from accelerate.modules.norms import clip_grad_norm
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler

@@ -5,9 +5,9 @@ from unittest.mock import Mock, call
 import pytest
 import torch
 
-from accelerate.config.deepspeed import DeepSpeedPlugin
+from accelerate.extensions.deepspeed import wrappers as home
+from accelerate.extensions.deepspeed.plugin import DeepSpeedPlugin
 from accelerate.state import AcceleratorState
-from accelerate.strategies.deepspeed import wrappers as home
 from accelerate.utils.deepspeed import DeepSpeedEngineWrapper, get_active_deepspeed_plugin
 
 

@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accelerate.base._warn import warn_user
-from accelerate.checkpoint import layouts, optimizers, torch_files, zero
+from accelerate.checkpoint import layouts, optimizers, torch_files
 from accelerate.checkpoint.load import CheckpointFolder, Deferred, copy_over, refuse_misfit
 from accelerate.checkpoint.model_io import io_of, numbered, tied_again
 from accelerate.checkpoint.save import SavePlan
 from accelerate.checkpoint.state import Entries, Wanted
+from accelerate.extensions.deepspeed import zero
 from accelerate.modules.unwrap import canonical_name
 from accelerate.runtime import torch_private
 
