@@ -167,27 +167,6 @@ _CORE = (
         order=10,  # Other strategies serve states with stages, too.
     ),
     StrategySpec(
-        "deepspeed",
-        "accelerate.extensions.deepspeed.engine:DeepSpeed",
-        "accelerate.extensions.deepspeed.state_io:DeepSpeedIO",
-        kinds=(DistributedType.DEEPSPEED,),
-        traits=Traits(**_ENGINE, needs_group=True, own_groups=True, casts_itself=True, steps_in_backward=True),
-        title="DeepSpeed",
-        switch="use_deepspeed",
-        feature="deepspeed",
-        section="deepspeed_config",
-        runner="deepspeed",
-        plugin="deepspeed_plugins",
-        plugin_class="accelerate.extensions.deepspeed.plugin:DeepSpeedPlugin",
-        plugin_set="accelerate.extensions.deepspeed.selection:set_up",
-        plugin_again="accelerate.extensions.deepspeed.selection:refuse_another_engine",
-        sets_switch=True,
-        joins="accelerate.extensions.deepspeed.groups:join",
-        layout="accelerate.extensions.deepspeed.zero:ZeroLayout",
-        order=40,  # Its switch is looked at before FSDP's.
-        wrappers=(("deepspeed.runtime.engine", "DeepSpeedEngine"),),
-    ),
-    StrategySpec(
         "fsdp2",
         "accelerate.strategies.sharded:FSDP2",
         "accelerate.strategies.sharded_io:FSDP2IO",

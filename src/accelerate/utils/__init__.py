@@ -28,8 +28,9 @@ _HOMES = {
     ),
     "accelerate.extensions.deepspeed.wrappers": (
         "DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper DeepSpeedSchedulerWrapper DummyOptim DummyScheduler "
-        "HfDeepSpeedConfig get_active_deepspeed_plugin map_pytorch_optim_to_deepspeed"
+        "get_active_deepspeed_plugin map_pytorch_optim_to_deepspeed"
     ),
+    "accelerate.extensions.deepspeed.plugin": "HfDeepSpeedConfig",
     "accelerate.base.environment": (
         "are_libraries_initialized check_cuda_fp8_capability check_cuda_p2p_ib_support clear_environment "
         "convert_dict_to_env_variables get_cpu_distributed_information get_current_device_type get_gpu_info "

@@ -105,7 +105,7 @@ def ruin(folder, rank):
 @pytest.mark.parametrize("how", [sliced, split])
 def test_the_whole_is_joined(tmp_path, deepspeed_record, how):
     folder = written(tmp_path, how)
-    model, optimizer = zero.stored(str(folder), "model"), zero.stored(str(folder), "optimizer")
+    model, optimizer = zero.ZeroLayout().open(str(folder), "model"), zero.ZeroLayout().open(str(folder), "optimizer")
     read, states = model.read(model.state), optimizer.read(optimizer.state)
     assert all(torch.equal(read[name], WEIGHTS[name]) and read[name].dtype is torch.float32 for name in SHAPES)
     assert all(torch.equal(states["state"][name]["exp_avg"], MOMENTS[name]) for name in SHAPES)
@@ -115,7 +115,7 @@ def test_the_whole_is_joined(tmp_path, deepspeed_record, how):
 
 def test_parameters_that_lie_in_another_order_are_found(tmp_path, deepspeed_record):
     """DeepSpeed's round_robin_gradients puts them so."""
-    model = zero.stored(str(written(tmp_path, sliced, ("c", "a", "b"))), "model")
+    model = zero.ZeroLayout().open(str(written(tmp_path, sliced, ("c", "a", "b"))), "model")
     read = model.read(model.state)
     assert all(torch.equal(read[name], WEIGHTS[name]) for name in SHAPES)
 
@@ -124,7 +124,7 @@ def test_parameters_that_lie_in_another_order_are_found(tmp_path, deepspeed_reco
 def test_files_are_opened_by_those_that_need_them(tmp_path, deepspeed_record, how):
     folder = written(tmp_path, how)
     ruin(folder, RANKS - 1)
-    model = zero.stored(str(folder), "model")
+    model = zero.ZeroLayout().open(str(folder), "model")
     assert torch.equal(model.read_flat(model.state["a"], 1, 2), WEIGHTS["a"].flatten()[1:3])
     assert torch.equal(model.read_flat(model.state["a"], 5, 3), WEIGHTS["a"].flatten()[5:8])
     with pytest.raises(DamagedCheckpoint, match=f"rank_{RANKS - 1}_mp_rank_00_optim_states.pt could not be read"):
