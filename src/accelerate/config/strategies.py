@@ -184,8 +184,8 @@ _CORE = (
     ),
     StrategySpec(
         "megatron",
-        "accelerate.strategies.megatron.strategy:MegatronLM",
-        "accelerate.strategies.megatron.checkpoint:MegatronIO",
+        "accelerate.extensions.megatron.strategy:MegatronLM",
+        "accelerate.extensions.megatron.checkpoint:MegatronIO",
         kinds=(DistributedType.MEGATRON_LM,),
         traits=Traits(**_ENGINE, places_batches=False),
         title="Megatron-LM",
@@ -193,7 +193,7 @@ _CORE = (
         feature="megatron",
         section="megatron_lm_config",
         plugin="megatron_lm_plugin",
-        plugin_class="accelerate.config.megatron:MegatronLMPlugin",
+        plugin_class="accelerate.extensions.megatron.plugin:MegatronLMPlugin",
         sets_switch=True,
     ),
     StrategySpec(

@@ -62,7 +62,7 @@ _HOMES = {
         "PrepareForLaunch _filter_args prepare_deepspeed_cmd_env prepare_multi_gpu_env prepare_sagemager_args_inputs "
         "prepare_simple_launcher_cmd_env prepare_tpu"
     ),
-    "accelerate.strategies.megatron.steps": (
+    "accelerate.extensions.megatron.steps": (
         "AbstractTrainStep BertTrainStep GPTTrainStep MegatronLMDummyDataLoader MegatronLMDummyScheduler T5TrainStep "
         "avg_losses_across_data_parallel_group"
     ),

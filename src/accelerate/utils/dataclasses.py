@@ -16,7 +16,7 @@ _HOMES = {
         "AutocastKwargs DistributedDataParallelKwargs GradientAccumulationPlugin GradScalerKwargs "
         "InitProcessGroupKwargs KwargsHandler ProfileKwargs TorchDynamoPlugin"
     ),
-    "accelerate.config.megatron": (
+    "accelerate.extensions.megatron.plugin": (
         "MODEL_CONFIGS_TO_MEGATRON_PARSERS MegatronLMPlugin add_model_config_to_megatron_parser parse_bert_config "
         "parse_glm4_moe_config parse_gpt2_config parse_llama_config parse_t5_config"
     ),

@@ -3,7 +3,7 @@ import types
 import pytest
 import torch
 
-from accelerate.config.megatron import MegatronLMPlugin as Plugin
+from accelerate.extensions.megatron.plugin import MegatronLMPlugin as Plugin
 from accelerate.utils import MegatronLMDummyScheduler
 
 

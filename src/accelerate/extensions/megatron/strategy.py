@@ -12,15 +12,15 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from accelerate.checkpoint.state import run_on_all_ranks
 from accelerate.config.handlers import GradScalerKwargs
 from accelerate.data import adapter
-from accelerate.parallelism_config import ParallelismConfig
-from accelerate.runtime.run import Run
-from accelerate.strategies.base import Strategy
-from accelerate.strategies.megatron.engine import MegatronEngine
-from accelerate.strategies.megatron.steps import (
+from accelerate.extensions.megatron.engine import MegatronEngine
+from accelerate.extensions.megatron.steps import (
     MegatronLMDummyDataLoader,
     MegatronLMOptimizerWrapper,
     MegatronLMSchedulerWrapper,
 )
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.runtime.run import Run
+from accelerate.strategies.base import Strategy
 from accelerate.training import engines
 
 

@@ -12,10 +12,10 @@ from torch import nn
 from accelerate.base.nested import send_to_device
 from accelerate.checkpoint.model_io import tied_again
 from accelerate.checkpoint.state import Entries, Wanted, run_on_all_ranks
-from accelerate.config.megatron import MegatronLMPlugin
+from accelerate.extensions.megatron.models import Row, Translation, build
+from accelerate.extensions.megatron.plugin import MegatronLMPlugin
+from accelerate.extensions.megatron.steps import GPTTrainStep, MegatronLMDummyScheduler
 from accelerate.runtime.run import Run
-from accelerate.strategies.megatron.models import Row, Translation, build
-from accelerate.strategies.megatron.steps import GPTTrainStep, MegatronLMDummyScheduler
 from accelerate.strategies.mesh import take_from_first
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

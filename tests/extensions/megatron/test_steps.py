@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from accelerate.strategies.megatron import steps as home
+from accelerate.extensions.megatron import steps as home
 
 
 def test_what_is_missing_is_said(monkeypatch):

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from accelerate.checkpoint.state import from_first_rank
-from accelerate.config.megatron import MegatronLMPlugin, unknown_model
+from accelerate.extensions.megatron.plugin import MegatronLMPlugin, unknown_model
 
 # Core's modules, and what a Llama and a GPT-2 have in their place: in each layer, and around the layers.
 _PREFIXES = ("decoder.layers.{}.", "model.layers.{}.", "transformer.h.{}.")

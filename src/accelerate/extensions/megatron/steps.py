@@ -9,7 +9,7 @@ import torch
 
 from accelerate.base.imports import is_megatron_lm_available
 from accelerate.base.nested import recursively_apply
-from accelerate.config.megatron import unknown_model
+from accelerate.extensions.megatron.plugin import unknown_model
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 

@@ -15,9 +15,9 @@ from accelerate.checkpoint.load import CheckpointFolder, Deferred, refuse_misfit
 from accelerate.checkpoint.model_io import collected
 from accelerate.checkpoint.save import SavePlan
 from accelerate.checkpoint.state import Entries, Wanted
+from accelerate.extensions.megatron.engine import MegatronEngine
+from accelerate.extensions.megatron.steps import MegatronLMSchedulerWrapper
 from accelerate.runtime.run import Run
-from accelerate.strategies.megatron.engine import MegatronEngine
-from accelerate.strategies.megatron.steps import MegatronLMSchedulerWrapper
 from accelerate.strategies.state_io import StateIO
 
 
