@@ -119,7 +119,7 @@ class StrategySpec:
 
 def _has_stages(state: Any) -> bool:
     layout = getattr(state, "parallelism_config", None)
-    return state.distributed_type is not DistributedType.MEGATRON_LM and layout is not None and layout.pp_enabled
+    return layout is not None and layout.pp_enabled
 
 
 def _shards_layers_alone(state: Any) -> bool:
@@ -144,7 +144,6 @@ def is_pipeline(model: Any) -> bool:
 
 
 _REPLICAS = tuple(kind for kind in DistributedType if kind.value.startswith("MULTI_"))
-_ENGINE = {"custom_device_placement": True, "scales_loss": False, "clips_by_value": False}
 _FSDP = {
     "kinds": (DistributedType.FSDP,),
     "traits": Traits(custom_device_placement=True, clips_by_value=False, sharded=True),
@@ -181,20 +180,6 @@ _CORE = (
         has_model=is_fsdp1,
         model_io="accelerate.strategies.fsdp1_io:FSDP1Models",
         wrappers=(("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"),),
-    ),
-    StrategySpec(
-        "megatron",
-        "accelerate.extensions.megatron.strategy:MegatronLM",
-        "accelerate.extensions.megatron.checkpoint:MegatronIO",
-        kinds=(DistributedType.MEGATRON_LM,),
-        traits=Traits(**_ENGINE, places_batches=False),
-        title="Megatron-LM",
-        switch="use_megatron_lm",
-        feature="megatron",
-        section="megatron_lm_config",
-        plugin="megatron_lm_plugin",
-        plugin_class="accelerate.extensions.megatron.plugin:MegatronLMPlugin",
-        sets_switch=True,
     ),
     StrategySpec(
         "single",
