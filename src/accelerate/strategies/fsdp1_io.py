@@ -24,6 +24,7 @@ class FSDP1Models(ModelIO):
 
     is_collective = True
     gives_copies = True
+    gathers_itself = True
 
     def unwrapped(self, model: nn.Module) -> nn.Module:
         """Return the model as it is, out of torch.compile. Not a collective."""
