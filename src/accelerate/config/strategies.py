@@ -8,7 +8,6 @@ imports nothing heavy, too.
 This module imports nothing heavy, because the command line reads it. Classes are named by strings, and imported on first use.
 """
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -131,29 +130,14 @@ def _is_fsdp2(state: Any) -> bool:
     return getattr(state, "is_fsdp2", False)
 
 
-def is_fsdp1(model: Any) -> bool:
-    """Say whether a model is, or contains, a FullyShardedDataParallel. Not a collective."""
-    # While the module is not imported there is no such model, and importing it is slow.
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and any(isinstance(part, fsdp.FullyShardedDataParallel) for part in model.modules())
-
-
 def is_pipeline(model: Any) -> bool:
     """Say whether a model is what `Accelerator.prepare_pipeline` returned. Not a collective."""
     return hasattr(model, "holdings")
 
 
 _REPLICAS = tuple(kind for kind in DistributedType if kind.value.startswith("MULTI_"))
-_FSDP = {
-    "kinds": (DistributedType.FSDP,),
-    "traits": Traits(custom_device_placement=True, clips_by_value=False, sharded=True),
-    "title": "FSDP",
-    "switch": "use_fsdp",
-    "feature": "fsdp",
-    "section": "fsdp_config",
-    "plugin": "fsdp_plugin",
-    "plugin_class": "accelerate.config.fsdp:FullyShardedDataParallelPlugin",
-}
+# The abilities of FSDP, in either version.
+SHARDED = Traits(custom_device_placement=True, clips_by_value=False, sharded=True)
 
 _CORE = (
     StrategySpec(
@@ -169,17 +153,15 @@ _CORE = (
         "fsdp2",
         "accelerate.strategies.sharded:FSDP2",
         "accelerate.strategies.sharded_io:FSDP2IO",
+        kinds=(DistributedType.FSDP,),
         matches=_is_fsdp2,
-        **_FSDP,
-    ),
-    StrategySpec(
-        "fsdp1",
-        "accelerate.strategies.fsdp1:FSDP1",
-        "accelerate.strategies.fsdp1_io:FSDP1IO",
-        **_FSDP,
-        has_model=is_fsdp1,
-        model_io="accelerate.strategies.fsdp1_io:FSDP1Models",
-        wrappers=(("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"),),
+        traits=SHARDED,
+        title="FSDP",
+        switch="use_fsdp",
+        feature="fsdp",
+        section="fsdp_config",
+        plugin="fsdp_plugin",
+        plugin_class="accelerate.config.fsdp:FullyShardedDataParallelPlugin",
     ),
     StrategySpec(
         "single",

@@ -1,4 +1,4 @@
 """Features that the core does not know by name. Each folder can be deleted with its row here; see `accelerate.extension`."""
 
 # Each folder, in the order in which their hooks are called where their `order` is equal.
-TABLE = ("checks", "deepspeed", "ema", "megatron", "preemption", "reports")
+TABLE = ("checks", "deepspeed", "ema", "fsdp1", "megatron", "preemption", "reports")

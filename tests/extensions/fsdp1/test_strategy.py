@@ -7,7 +7,7 @@ from torch.distributed import fsdp
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, wrap
 
 from accelerate import ParallelismConfig
-from accelerate.strategies import fsdp1
+from accelerate.extensions.fsdp1 import strategy
 from cases import cases
 from sharded_samples import Block, Machine, batch, fake_group, loss, net, sharding
 
@@ -116,12 +116,12 @@ def test_policy_objects(alone, version, kind):
 
 def test_a_hybrid_strategy_keeps_a_copy_on_each_machine(eight, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    mesh = fsdp1._mesh(Machine(), ShardingStrategy.HYBRID_SHARD)
+    mesh = strategy._mesh(Machine(), ShardingStrategy.HYBRID_SHARD)
     assert mesh.mesh.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert fsdp1._mesh(Machine(), ShardingStrategy.FULL_SHARD) is None
+    assert strategy._mesh(Machine(), ShardingStrategy.FULL_SHARD) is None
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     with pytest.raises(ValueError, match="the 8 processes are not a multiple of the 3 on this one.*dp_replicate_size"):
-        fsdp1._mesh(Machine(), ShardingStrategy._HYBRID_SHARD_ZERO2)
+        strategy._mesh(Machine(), ShardingStrategy._HYBRID_SHARD_ZERO2)
 
 
 @pytest.mark.parametrize(("given", "used"), [("FULL_SHARD", "HYBRID_SHARD"), ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2")])
@@ -129,7 +129,7 @@ def test_replicas_in_the_mesh_make_the_strategy_hybrid(eight, given, used):
     accelerator = sharding(1, sharding_strategy=given)
     machine = Machine(dp_replicate_size=2, dp_shard_size=4)
     machine.state = accelerator.state
-    options = fsdp1._options(machine, net())
+    options = strategy._options(machine, net())
     assert options["sharding_strategy"] is getattr(ShardingStrategy, used)
     assert options["device_mesh"].mesh_dim_names == ("dp_replicate", "dp_shard")
 

@@ -11,8 +11,8 @@ from torch import nn
 from accelerate.checkpoint import low_bit
 from accelerate.checkpoint.model_io import inner_optimizer
 from accelerate.config.handlers import GradScalerKwargs
-from accelerate.config.strategies import is_fsdp1
 from accelerate.devices import row
+from accelerate.extensions.fsdp1 import is_fsdp1
 from accelerate.modules.optimizer_remap import named, remap_optimizers
 from accelerate.modules.unwrap import is_compiled_module, loaded_wrappers
 from accelerate.parallelism_config import ParallelismConfig
