@@ -161,9 +161,9 @@ class Spec:
         attributes: The same for read-only attributes.
         handlers: ``"module:Class"`` of each class of ``kwargs_handlers``, by the attribute of the Accelerator that it becomes.
         strategies: Records (`StrategySpec`) for `config.strategies`, which sorts them by their `order`.
-        options: ``"module:NAME"`` of the launcher's option rows.
+        options: The module of its rows in the launcher's option table, see `config.options`.
         commands: The subcommands of ``accelerate``: ``"module"`` by name.
-        runners: Ways of starting processes for the launcher: ``"module"`` by name.
+        runners: Ways of starting processes for the launcher, see `launch.runners`: ``"module"`` by name.
         storage: ``"module:Class"`` of a `checkpoint.storage.CheckpointStorage` for locations that are URLs.
     """
 

@@ -5,7 +5,6 @@ then what the hardware suggests, then default.
 """
 
 import argparse
-import importlib
 import math
 import os
 import re
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING
 from accelerate.config.options import BY_NAME, FEATURES, NEEDS_DEVICES, OPTIONS, PARADIGMS, SECTIONS
 from accelerate.config.options.engines import DEEPSPEED_FIELDS, ONLY_FSDP_1
 from accelerate.config.strategies import specs
-from accelerate.launch import config_file, hardware
+from accelerate.launch import config_file, hardware, runners
 from accelerate.launch.config_file import FileSettings
 from accelerate.launch.errors import LaunchError
 from accelerate.launch.plan import BACKENDS, LaunchPlan, Rendezvous, Resolved, Source, features_on
@@ -33,8 +32,6 @@ _SPEAKERS = (*[names[0] for _, names in SCHEMES[1:]], "SLURM_STEP_ID", "SLURM_JO
 
 # What `--rdzv_conf` can say about several machines, in seconds.
 _SECONDS = ("timeout", "join_timeout", "heartbeat_timeout")
-# Runners that start processes on machines of which the launcher knows neither the cores nor the devices.
-_REMOTE = ("sagemaker", "tpu_pod")
 # Options that only one version of FSDP reads, and what the other has in their place.
 _OF_ONE_VERSION = {name: ("1", instead) for name, instead in ONLY_FSDP_1.items()}
 _OF_ONE_VERSION["fsdp_module_precision"] = ("2", "mixed_precision holds for the whole model")
@@ -88,7 +85,7 @@ def resolve(args: argparse.Namespace, environ: Environ | None = None, needs_scri
         local = count // meet.machines
 
     runner = other_runner or _own_runner(values, count, meet.machines, scheduler_task)
-    if runner not in _REMOTE:
+    if not (other_runner and getattr(runners.module_of(other_runner), "REMOTE", False)):
         _check_layout(values, on, notes)
         _share_cores(values, 1 if simulated else local, job if scheduler_task else None, notes)
     if job and runner in ("single", "local") and not scheduler_task:
@@ -215,19 +212,10 @@ def _check_script(args: argparse.Namespace, values: Values) -> None:
 
 def _other_runner(values: Values, on: set[str], job: "Cluster | None") -> str | None:
     """Return the runner that starts the processes by another program, or None."""
-    runners = [spec.runner for spec in specs() if spec.runner and spec.feature in on]
-    own = [
-        name
-        for name in runners
-        if importlib.import_module(f"accelerate.launch.runners.{name}").starts(values, on, job)
-    ]
-    if "sagemaker" in on:
-        return "sagemaker"
-    if "tpu" in on:
-        return "tpu_pod" if values["tpu_use_cluster"].value else "tpu"
-    if "mpi" in on:
-        return "mpi"
-    return own[0] if own else None
+    names = [name for feature, row in FEATURES.items() if feature in on for name in row.runners]
+    names += [spec.runner for spec in specs() if spec.runner and spec.feature in on]
+    starting = [name for name in names if runners.module_of(name).starts(values, on, job)]
+    return starting[0] if starting else None
 
 
 def _own_runner(values: Values, count: int, machines: int, task: Ranks | None) -> str:

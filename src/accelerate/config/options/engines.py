@@ -1,4 +1,4 @@
-"""Options of what some runs use: the engines, FP8, several kinds of parallelism, TPUs, SageMaker, MPI."""
+"""Options of what some runs use: the engines, FP8, several kinds of parallelism."""
 
 from functools import partial
 
@@ -218,38 +218,6 @@ MEGATRON_OPTIONS = (
 )
 
 
-_tpu = rows("TPU", feature="tpu")
-_tpu_switch = partial(_tpu, default=False, switch=True)
-_POD = {"tpu_use_cluster": (True,)}
-_pod = partial(_tpu, when=_POD)
-_pod_key = partial(_pod, flags=())
-
-TPU_OPTIONS = (
-    _tpu(
-        "main_training_function",
-        "The function of the script to run on each core.",
-        offer="main",
-        check=matching(r"[^\W\d]\w*", "that is no name of a function"),
-    ),
-    _tpu_switch(
-        "tpu_use_cluster", "Train on a TPU pod of Google Cloud.", flags=("--tpu_cluster",), negation="--no_tpu_cluster"
-    ),
-    _tpu_switch(
-        "downcast_bf16",
-        "With bf16, turn float64 tensors into float32 rather than bfloat16.",
-        chapter="precision",
-        when={"kind": ("XLA",), "mixed_precision": ("bf16",)},
-    ),
-    _pod_key("tpu_name", "Name of the TPU."),
-    _pod_key("tpu_zone", "Zone of the TPU."),
-    _tpu_switch("tpu_use_sudo", "Run the script with sudo in the pod.", when=_POD),
-    _pod_key("command_file", "File of commands to run in the pod.", optional=True, check=existing_file),
-    _pod_key("commands", "Commands to run in the pod.", type="strs", when={**_POD, "command_file": NOT_GIVEN}),
-    _pod("vm", "A virtual machine of the pod; give it once for each.", type="strs", key="tpu_vm"),
-    _pod("env", "A NAME=VALUE to set in the pod; give it once for each.", type="strs", key="tpu_env"),
-)
-
-
 _fp8 = rows("FP8 Arguments", "fp8_", section="fp8_config", feature="fp8", env="ACCELERATE_FP8_*", key="*")
 _AO = {"fp8_backend": ("ao",)}
 _ao = partial(_fp8, default=True, style=BIT, when=_AO)
@@ -282,23 +250,8 @@ FP8_OPTIONS = (
     _ao("pad_inner_dim", "Pad matrices to sizes FP8 can do (ao)."),
 )
 
-_aws = rows("AWS Arguments", key="", feature="sagemaker", chapter="other")
-_mpi = rows("MPI Arguments", section="mpirun_config", chapter="mpi")
-
-ENVIRONMENT_OPTIONS = (
-    _aws("aws_access_key_id", "Access key of the AWS account."),
-    _aws("aws_secret_access_key", "Secret key of the AWS account."),
-    _mpi("mpirun_hostfile", "Host file of mpirun, to start CPU processes through it.", check=existing_file),
-    _mpi(
-        "mpirun_ccl",
-        "Workers of oneCCL for each process.",
-        flags=(),
-        feature="mpi",
-        offer="1",
-        check=matching(r"[0-9]+", "it must be a whole number"),
-    ),
-    rows("options")("compute_environment", "Where the run is.", flags=(), choices="LOCAL_MACHINE AMAZON_SAGEMAKER"),
-)
+# What it may be besides a machine of one's own is with the features of extensions.
+ENVIRONMENT_OPTION = rows("options")("compute_environment", "Where the run is.", flags=(), choices="LOCAL_MACHINE")
 
 _WITH_FSDP, _WITH_DEEPSPEED = {"distributed_type": ("FSDP",)}, {"distributed_type": ("DEEPSPEED",)}
 # The interview asks for meshes beside an engine alone, where pipelines have no question.
@@ -364,7 +317,6 @@ PARALLELISM_OPTIONS = (
 
 
 OPTIONS: tuple[Option, ...] = (
-    *TPU_OPTIONS,
     *(*DEEPSPEED_OPTIONS, *FSDP_OPTIONS, *MEGATRON_OPTIONS),
-    *(*FP8_OPTIONS, *ENVIRONMENT_OPTIONS, *PARALLELISM_OPTIONS),
+    *(*FP8_OPTIONS, ENVIRONMENT_OPTION, *PARALLELISM_OPTIONS),
 )

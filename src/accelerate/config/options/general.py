@@ -45,7 +45,6 @@ OPTIONS: tuple[Option, ...] = (
         chapter="machines",
     ),
     _hardware("multi_gpu", "Insist on one process per GPU, and fail where there are not enough.", key=""),
-    _hardware("tpu", "Run on TPUs.", key=""),
     _resource(
         "mixed_precision",
         "Number format of the forward and backward pass; the weights stay as they are.",

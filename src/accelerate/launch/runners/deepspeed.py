@@ -17,10 +17,12 @@ from accelerate.base.constants import DEEPSPEED_MULTINODE_LAUNCHERS
 from accelerate.config.options import BY_NAME
 from accelerate.launch import runners
 from accelerate.launch.errors import LaunchError
+from accelerate.launch.host_files import read_hosts
 from accelerate.launch.plan import LaunchPlan, Resolved, Source
-from accelerate.launch.runners import Process, mpi
+from accelerate.launch.runners import Process
 from accelerate.runtime.ranks import DEFAULT_PORT
 
+BY = "by DeepSpeed's launcher"
 _OPTION = "--deepspeed_hostfile"
 # Where DeepSpeed looks when no option names a file.
 _DEFAULT_HOSTFILE = "/job/hostfile"
@@ -43,7 +45,7 @@ def process(plan: LaunchPlan, environment: Mapping[str, str]) -> Process:
     options = {name: resolved.value for name, resolved in plan.settings.items()}
     options |= {"num_processes": plan.num_processes, "deepspeed_hostfile": path}
     words = command(options, plan.script, plan.script_args)
-    hosts = mpi.read_hosts(path, _OPTION, repeated=False)  # DeepSpeed refuses them, too
+    hosts = read_hosts(path, _OPTION, repeated=False)  # DeepSpeed refuses them, too
     if name == "nossh" and not plan["main_process_ip"]:
         raise LaunchError(f"--deepspeed_multinode_launcher {name} needs --main_process_ip, the address of machine 0.")
     variables = runners.without_ranks(environment)

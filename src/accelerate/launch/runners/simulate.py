@@ -11,6 +11,7 @@ from accelerate.launch.plan import LaunchPlan, Resolved, Source, features_on
 from accelerate.launch.runners import Process
 from accelerate.runtime.ranks import Ranks
 
+BY = "in place of the launcher, as one rank whose others are made up"
 # What start processes by themselves, or talk past torch's process groups.
 _REFUSED = ("deepspeed", "megatron", "tpu", "mpi", "sagemaker", "fp8")
 # What says how processes of several machines are started and meet.
