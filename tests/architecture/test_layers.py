@@ -28,6 +28,7 @@ LAYERS: list[str] = [
     "extensions",
     "local_sgd inference simulation simulation_checkpoints simulation_report launch launchers",
     "commands",
+    "extensions.deepspeed.runner",
     "test_utils",
     "utils memory_utils",
 ]

@@ -7,6 +7,8 @@ from accelerate.extension import Spec
 _HERE = "accelerate.extensions.deepspeed"
 SPEC = Spec(
     "deepspeed",
+    options=f"{_HERE}.options",
+    runners={"deepspeed": f"{_HERE}.runner"},
     strategies=(
         StrategySpec(
             "deepspeed",

@@ -18,8 +18,8 @@ from accelerate.base.imports import is_deepspeed_available, is_transformers_avai
 from accelerate.config import env
 from accelerate.config.enums import at_public_path
 from accelerate.config.fsdp import classes_named
-from accelerate.config.options.engines import DEEPSPEED_FIELDS
 from accelerate.config.options.schema import one_of, to_names
+from accelerate.extensions.deepspeed.options import FIELDS
 
 if TYPE_CHECKING:
     from torch import nn
@@ -195,7 +195,7 @@ class DeepSpeedPlugin:
     def __post_init__(self) -> None:
         self._selected = False
         steps_given = self.gradient_accumulation_steps is not None
-        for name, (_, default) in DEEPSPEED_FIELDS.items():
+        for name, (_, default) in FIELDS.items():
             setattr(self, name, env.setting(getattr(self, name), name, default))
         source = env.setting(self.hf_ds_config, "deepspeed_config_file")
         if source is None or (isinstance(source, str) and source == "none"):
@@ -216,7 +216,7 @@ class DeepSpeedPlugin:
         one_of("zero_stage", self.zero_stage, (0, 1, 2, 3))
         config: dict[str, Any] = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}
         # Of gradient_clipping 0 is no limit, and what is not there 1.0.
-        for name, (place, _) in DEEPSPEED_FIELDS.items():
+        for name, (place, _) in FIELDS.items():
             *path, key = place.split(".")
             node = config
             for part in path:
@@ -230,7 +230,7 @@ class DeepSpeedPlugin:
     def _read_config(self, source: Any, steps_given: bool) -> None:
         # Settings of the launcher that have no effect next to a configuration file.
         said = os.environ.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")
-        if ignored := [name for name in said if name in DEEPSPEED_FIELDS or name == "mixed_precision"]:
+        if ignored := [name for name in said if name in FIELDS or name == "mixed_precision"]:
             raise ValueError(f"The launcher sets {', '.join(ignored)}; set them in the DeepSpeed config file instead.")
         self.hf_ds_config = source if isinstance(source, HfDeepSpeedConfig) else HfDeepSpeedConfig(source)
         self.deepspeed_config = self.hf_ds_config.config
@@ -239,7 +239,7 @@ class DeepSpeedPlugin:
         if "gradient_accumulation_steps" not in self.deepspeed_config:
             steps = self.gradient_accumulation_steps if steps_given else 1
             self.deepspeed_config["gradient_accumulation_steps"] = 1 if steps == "auto" else steps
-        for name, (key, _) in DEEPSPEED_FIELDS.items():
+        for name, (key, _) in FIELDS.items():
             value = self.get_value(key)
             if value == "auto":
                 self.fill_match(key, must_match=False, **{key: getattr(self, name)})

@@ -10,6 +10,7 @@ from accelerate.extension import Spec
 _HERE = "accelerate.extensions.megatron"
 SPEC = Spec(
     "megatron",
+    options=f"{_HERE}.options",
     strategies=(
         StrategySpec(
             "megatron",

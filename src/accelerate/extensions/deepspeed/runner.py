@@ -15,6 +15,7 @@ from typing import Any
 
 from accelerate.base.constants import DEEPSPEED_MULTINODE_LAUNCHERS
 from accelerate.config.options import BY_NAME
+from accelerate.extensions.deepspeed.options import FIELDS
 from accelerate.launch import runners
 from accelerate.launch.errors import LaunchError
 from accelerate.launch.host_files import read_hosts
@@ -118,8 +119,17 @@ def check_launcher(name: str) -> None:
         raise LaunchError(f"--deepspeed_multinode_launcher is {name!r}; choose one of {known}.")
 
 
-def exports(settings: Mapping[str, Resolved], environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that a run with DeepSpeed needs beside those of the options, whatever starts it."""
+def notes(settings: Mapping[str, Resolved]) -> list[str]:
+    """Return a line for each option of the command line that a configuration file of DeepSpeed may override."""
+    config = settings["deepspeed_config_file"].value
+    if config in (None, "none"):
+        return []
+    given = [name for name in FIELDS if settings[name].source is Source.COMMAND_LINE]
+    return [f"--{name} counts only where {config} says 'auto': a file's own values hold." for name in given]
+
+
+def variables(settings: Mapping[str, Resolved], environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that a run with DeepSpeed needs besides those of the options, whatever starts it."""
     read = {"mixed_precision", *(name for name in BY_NAME if BY_NAME[name].section == "deepspeed_config")}
     fields = [name for name, resolved in settings.items() if resolved.source is Source.FILE and name in read]
     folders = [part for part in environment.get("PYTHONPATH", "").split(os.pathsep) if part]
