@@ -289,9 +289,9 @@ class PartialState(ProcessView):
         abilities = traits_of(distributed_type)
         ranks = rendezvous.ALONE
         hardware = device_for(cpu, backend) if abilities.distributed else detect(cpu)
-        if abilities.xla:
+        if abilities.distributed and not abilities.torch_distributed:
             rank, size, local_rank = hardware.ranks()
-            ranks = rendezvous.Ranks(rank, size, local_rank, None, "xla")
+            ranks = rendezvous.Ranks(rank, size, local_rank, None, hardware.type)
         elif abilities.distributed:
             ranks = _join(backend, hardware, settings)
             from accelerate.diagnostics import hang  # a single process waits for nobody

@@ -179,7 +179,7 @@ class AcceleratorState(ProcessView):
             self._set_engine(spec, plugins[spec.plugin])
 
     def _set_engine(self, spec: StrategySpec, plugin: Any) -> None:
-        if traits_of(self.distributed_type).xla:
+        if traits_of(self.distributed_type).traced:
             raise NotImplementedError(
                 f"{spec.plugin} does not work on XLA devices. Leave it out to train with data parallelism."
             )
@@ -441,7 +441,7 @@ class GradientState:
         """Say whether the coming backward pass ends an accumulation step."""
         self.sync_gradients = sync_gradients
         if sync_gradients and not self.is_xla_gradients_synced and "distributed_type" in storage.process.current:
-            if traits_of(storage.process.current["distributed_type"]).xla:
+            if traits_of(storage.process.current["distributed_type"]).traced:
                 # Runs what was recorded so far, or the graph would grow over the whole accumulation step.
                 from accelerate.devices.table import DEVICES
 

@@ -30,11 +30,10 @@ class Traits:
         clips_by_value: Gradients can be clipped element by element.
         joins_uneven_inputs: Ranks may run out of batches at different steps.
         places_batches: Prepared loaders move batches to the device.
-        reduces_on_step: Gradients are reduced in `optimizer.step`, not during `backward`.
         distributed: More than one process may cooperate.
         torch_distributed: The processes cooperate through `torch.distributed`.
         needs_group: A single process needs a process group, too.
-        xla: Steps are traced by torch_xla.
+        traced: Operations are recorded, and run when the graph ends.
         sharded: Each rank holds shards of the parameters.
         own_groups: Its engine keeps process groups of its own: no mesh is built for it, and the groups last as long as the process.
         casts_itself: Its engine casts as its plugin says, so that autocast has no effect.
@@ -46,11 +45,10 @@ class Traits:
     clips_by_value: bool = True
     joins_uneven_inputs: bool = False
     places_batches: bool = True
-    reduces_on_step: bool = False
     distributed: bool = True
     torch_distributed: bool = True
     needs_group: bool = False
-    xla: bool = False
+    traced: bool = False
     sharded: bool = False
     own_groups: bool = False
     casts_itself: bool = False
@@ -85,6 +83,8 @@ class StrategySpec:
         sets_switch: The variable of `switch` is set in a run whose plugin was given, for libraries that read it.
         has_model: Says of a model that `model_io` gives and takes its state, whichever run asks.
         model_io: ``"module:Class"`` of the `checkpoint.model_io.ModelIO` of such models.
+        communicator: ``"module:Class"`` of the `comm.base.Communicator` of processes that do not meet through `torch.distributed`.
+        loader: ``"module:function"`` that returns the class of loaders that move batches to the device, in place of `DataLoaderShard`.
         layout: ``"module:Class"`` of the `checkpoint.layouts.EngineLayout` of files that only its library writes.
         wrappers: Module and class of each wrapper that keeps the model under ``.module``. A strategy that wraps models lists its
             wrapper here, so that optimizer states have the names of the model inside.
@@ -111,6 +111,8 @@ class StrategySpec:
     sets_switch: bool = False
     has_model: Callable[[Any], bool] | None = None
     model_io: str = ""
+    communicator: str = ""
+    loader: str = ""
     layout: str = ""
     wrappers: tuple[tuple[str, str], ...] = ()
     order: int = 50
@@ -183,16 +185,6 @@ _CORE = (
         wrappers=(
             ("torch.nn.parallel.distributed", "DistributedDataParallel"),
             ("torch.nn.parallel.data_parallel", "DataParallel"),
-        ),
-    ),
-    StrategySpec(
-        "xla",
-        "accelerate.strategies.ddp:XLA",
-        kinds=(DistributedType.XLA,),
-        traits=Traits(reduces_on_step=True, torch_distributed=False, xla=True),
-        wrappers=(
-            ("torch_xla.distributed.fsdp.xla_fully_sharded_data_parallel", "XlaFullyShardedDataParallel"),
-            ("torch_xla.experimental.spmd_fully_sharded_data_parallel", "SpmdFullyShardedDataParallel"),
         ),
     ),
 )

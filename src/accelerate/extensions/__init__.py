@@ -2,4 +2,4 @@
 
 # Each folder, in the order in which their hooks are called where their `order` is equal. Options with the same position in the table, and
 # runners that would start the same run, follow it, too.
-TABLE = ("checks", "deepspeed", "ema", "fsdp1", "megatron", "preemption", "reports", "sagemaker", "tpu", "mpi")
+TABLE = ("checks", "deepspeed", "ema", "fsdp1", "megatron", "preemption", "reports", "sagemaker", "tpu", "mpi", "xla")

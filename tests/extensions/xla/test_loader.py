@@ -10,8 +10,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from accelerate.config.enums import DistributedType
-from accelerate.data import build, resume
+from accelerate.data import resume
 from accelerate.data.build import prepare_data_loader
+from accelerate.extensions.xla import loader
 from accelerate.process import PartialState
 from accelerate.state import GradientState
 
@@ -49,7 +50,7 @@ def prepare(monkeypatch):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setitem(state.__dict__, "distributed_type", DistributedType.XLA)
-    build.xla_shard.cache_clear()
+    loader.loader_class.cache_clear()
     yield lambda length, shard=0: prepare_data_loader(
         DataLoader(list(range(length)), 2),
         device=torch.device("cpu"),
@@ -57,7 +58,7 @@ def prepare(monkeypatch):
         num_processes=2,
         process_index=shard,
     )
-    build.xla_shard.cache_clear()
+    loader.loader_class.cache_clear()
 
 
 def test_the_end_belongs_to_the_batch_that_is_handed_out(prepare):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from accelerate import Accelerator
-from accelerate.strategies.ddp import XLA
+from accelerate.extensions.xla.strategy import XLA, ReduceBeforeStep
 
 
 @pytest.fixture
@@ -23,6 +23,7 @@ def xm(monkeypatch):
 
     module = types.ModuleType("torch_xla.core.xla_model")
     module.all_reduce, module.calls = all_reduce, calls
+    module.mark_step = lambda: calls.append("mark")
     module._fetch_gradients = lambda optimizer: [
         parameter.grad for group in optimizer.param_groups for parameter in group["params"]
     ]
@@ -52,3 +53,18 @@ def test_gradients_of_all_optimizers_are_averaged_once_before_they_are_clipped(x
     assert xm.calls == [("sum", 1)] * 2
     expected = [[2.5, -1.0]] if by_value else [[4.0, -1.0]]
     assert [parameter.grad.tolist() for parameter in parameters] == [expected] * 2
+
+
+def test_gradients_are_averaged_once_before_a_step_and_the_graph_ends_after_it(xm):
+    accelerator = Accelerator(cpu=True)
+    accelerator.extensions.add(ReduceBeforeStep(accelerator))
+    model = nn.Linear(2, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    for clips in (False, True):
+        model.weight.grad = torch.tensor([[8.0, -2.0]])
+        if clips:
+            XLA().clip_grad_value(accelerator, model.parameters(), 100.0)
+        optimizer.step()
+    assert xm.calls == [("sum", 1), "mark"] * 2
+    assert model.weight.tolist() == [[-8.0, 2.0]]

@@ -45,7 +45,7 @@ class XlaCommunicator(Communicator):
         """Return every rank's object."""
         buffer = io.BytesIO()
         torch.save(obj, buffer)
-        payloads = self._model.rendezvous("accelerate.comm.xla.gather_object", buffer.getvalue())
+        payloads = self._model.rendezvous("accelerate.extensions.xla.gather_object", buffer.getvalue())
         return [torch.load(io.BytesIO(payload), weights_only=False) for payload in payloads]
 
     def broadcast_object_list(self, objects: list[Any], src: int = 0) -> list[Any]:
@@ -55,4 +55,4 @@ class XlaCommunicator(Communicator):
 
     def barrier(self) -> None:
         """Wait until every rank has come here."""
-        self._model.rendezvous("accelerate.comm.xla.barrier")
+        self._model.rendezvous("accelerate.extensions.xla.barrier")
