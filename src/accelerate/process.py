@@ -281,6 +281,7 @@ class PartialState(ProcessView):
 
     def _start(self, cpu: bool, settings: dict[str, Any]) -> None:
         env.refuse_removed_variables()
+        env.refuse_missing_strategies()
         kind = os.environ.get("ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE")
         asked = parse_flag_from_env("ACCELERATE_USE_SAGEMAKER") and kind == SageMakerDistributedType.DATA_PARALLEL
         sagemaker = settings.pop("_use_sagemaker_dp", asked)

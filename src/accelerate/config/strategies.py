@@ -278,7 +278,7 @@ def record_of(distributed_type: DistributedType | str) -> StrategySpec:
     for spec in specs():
         if kind in spec.kinds:
             return spec
-    known = [member.value for spec in specs() for member in spec.kinds]
+    known = sorted({member.value for spec in specs() for member in spec.kinds})
     raise ValueError(f"No strategy serves {kind.value!r}: its extension is not installed. Known: {known}.")
 
 

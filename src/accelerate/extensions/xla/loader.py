@@ -5,7 +5,7 @@ from functools import lru_cache
 from typing import Any
 
 from accelerate.data.loader import DataLoaderShard
-from accelerate.data.resume import Pending
+from accelerate.data.progress import Pending
 
 
 @lru_cache(maxsize=1)
