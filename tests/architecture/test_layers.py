@@ -36,7 +36,7 @@ LAYERS: list[str] = [
 ]
 LAYER_OF = {f"accelerate.{unit}": number for number, units in enumerate(LAYERS) for unit in units.split()}
 # Re-exports for users: they hold no code, and nothing below layer 10 may import them.
-FRONTS = {f"accelerate{front}" for front in ("", ".data_loader", ".tracking")}
+FRONTS = {f"accelerate{front}" for front in ("", ".big_modeling", ".data_loader", ".hooks", ".inference", ".tracking")}
 FRONT_LIMIT = 10
 
 
