@@ -2,4 +2,16 @@
 
 # Each folder, in the order in which their hooks are called where their `order` is equal. Options with the same position in the table, and
 # runners that would start the same run, follow it, too.
-TABLE = ("checks", "ema", "preemption", "reports", "sagemaker", "tpu", "mpi")
+TABLE = (
+    "checks",
+    "ema",
+    "preemption",
+    "reports",
+    "sagemaker",
+    "tpu",
+    "mpi",
+    "machines",
+    "slurm",
+    "notebook",
+    "local_sgd",
+)

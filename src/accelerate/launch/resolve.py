@@ -25,7 +25,7 @@ from accelerate.launch.plan import BACKENDS, LaunchPlan, Rendezvous, Resolved, S
 from accelerate.runtime.ranks import DEFAULT_PORT, SCHEMES, Ranks, is_of_agent
 
 if TYPE_CHECKING:
-    from accelerate.launch.cluster import Cluster
+    from accelerate.extensions.slurm.cluster import Cluster
 
 # Where none of these is set, no scheduler and no MPI launcher has anything to say.
 _SPEAKERS = (*[names[0] for _, names in SCHEMES[1:]], "SLURM_STEP_ID", "SLURM_JOB_ID")
@@ -58,7 +58,7 @@ def resolve(args: argparse.Namespace, environ: Environ | None = None, needs_scri
 
         simulated = simulate.arrange(values, notes)
     elif not environ.keys().isdisjoint(_SPEAKERS):
-        from accelerate.launch import cluster  # most runs have no scheduler
+        from accelerate.extensions.slurm import cluster  # most runs have no scheduler
 
         scheduler = cluster.find(environ)
     job = _ask_scheduler(values, scheduler, notes)

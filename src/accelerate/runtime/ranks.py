@@ -10,7 +10,7 @@ process is believed:
 4. MPICH and Intel MPI: PMI_RANK, PMI_SIZE, MPI_LOCALRANKID, MPI_LOCALNRANKS.
 5. MVAPICH: MV2_COMM_WORLD_*.
 6. Slurm, inside a step of `srun` with several tasks: SLURM_PROCID, SLURM_STEP_NUM_TASKS or SLURM_NTASKS, SLURM_LOCALID.
-   The batch script itself has most of these too, and is one process; see `accelerate.runtime.slurm`.
+   The batch script itself has most of these too, and is one process; see `accelerate.extensions.slurm.variables`.
 """
 
 import contextlib
@@ -143,7 +143,7 @@ def _checked(source: str, names: tuple[str, ...], numbers: list[int | None]) -> 
 
 
 def _slurm(environ: Mapping[str, str]) -> Ranks | None:
-    from accelerate.runtime import slurm  # only where no other launcher speaks
+    from accelerate.extensions.slurm import variables as slurm  # only where no other launcher speaks
 
     step = slurm.step(environ)
     if step is None:
@@ -154,7 +154,7 @@ def _slurm(environ: Mapping[str, str]) -> Ranks | None:
 
 def slurm_address(environ: Mapping[str, str]) -> tuple[str, int] | None:
     """Return where the tasks of a Slurm step can meet: its first node, and a port from the numbers of the job."""
-    from accelerate.runtime import slurm
+    from accelerate.extensions.slurm import variables as slurm
 
     host = slurm.first_node(environ)
     return None if host is None else (host, slurm.port(environ) or PORTS[0])

@@ -10,10 +10,13 @@ from accelerate.base import _lazy
 from accelerate.base.constants import DEEPSPEED_MULTINODE_LAUNCHERS as DEEPSPEED_MULTINODE_LAUNCHERS
 from accelerate.config.enums import DistributedType
 from accelerate.config.options import BY_NAME
+from accelerate.extensions.mpi import runner as mpi
+from accelerate.extensions.sagemaker import jobs as sagemaker
+from accelerate.extensions.tpu import cores as tpu
 from accelerate.launch.errors import LaunchError, MissingAccountError
 from accelerate.launch.plan import Resolved, exports
 from accelerate.launch.resolve import merge
-from accelerate.launch.runners import deepspeed, mpi, sagemaker, tpu
+from accelerate.launch.runners import deepspeed
 from accelerate.runtime.ports import get_free_port, is_port_in_use
 from accelerate.runtime.ranks import DEFAULT_PORT
 

@@ -14,6 +14,6 @@ FEATURES = {
         "compute_environment",
         wanted="AMAZON_SAGEMAKER",
         runners=("sagemaker",),
-        interview="accelerate.commands.config.sagemaker:ask_sagemaker",
+        interview="accelerate.extensions.sagemaker.interview:ask_sagemaker",
     ),
 }

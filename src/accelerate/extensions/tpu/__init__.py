@@ -5,6 +5,6 @@ from accelerate.extension import Spec
 SPEC = Spec(
     "tpu",
     options="accelerate.extensions.tpu.options",
-    runners={"tpu": "accelerate.launch.runners.tpu", "tpu_pod": "accelerate.launch.runners.tpu_pod"},
-    commands={"tpu-config": "accelerate.commands.tpu"},
+    runners={"tpu": "accelerate.extensions.tpu.cores", "tpu_pod": "accelerate.extensions.tpu.pod"},
+    commands={"tpu-config": "accelerate.extensions.tpu.command"},
 )

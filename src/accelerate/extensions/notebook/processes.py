@@ -29,7 +29,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from accelerate.config.options import BY_NAME
-from accelerate.launch import elastic, machine_rendezvous
+from accelerate.extensions.machines import rendezvous as machine_rendezvous
+from accelerate.launch import elastic
 from accelerate.launch.errors import LaunchError, Reporter, RunError, WorkerFailure, endings_of
 from accelerate.launch.plan import BACKENDS, Rendezvous
 from accelerate.runtime import failure, torch_private

@@ -2,7 +2,7 @@
 
 import pytest
 
-from accelerate.launch.cluster import find
+from accelerate.extensions.slurm.cluster import find
 from accelerate.runtime.ranks import Ranks
 from cases import cases
 

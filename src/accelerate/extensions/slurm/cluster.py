@@ -19,7 +19,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from accelerate.base.environment import integer_in
-from accelerate.runtime import ranks, slurm
+from accelerate.extensions.slurm import variables as slurm
+from accelerate.runtime import ranks
 from accelerate.runtime.ranks import Ranks
 
 Environ = Mapping[str, str]
