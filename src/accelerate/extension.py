@@ -164,6 +164,8 @@ class Spec:
         options: The module of its rows in the launcher's option table, see `config.options`.
         commands: The subcommands of ``accelerate``: ``"module"`` by name.
         runners: Ways of starting processes for the launcher, see `launch.runners`: ``"module"`` by name.
+        schedulers: Modules that read what a scheduler says of a run, see `runtime.ranks.schedulers`: by each variable that it sets.
+        joined: ``"module:function"`` that each process calls with its state, once it has its rank and device: by the option that asks for it.
         storage: ``"module:Class"`` of a `checkpoint.storage.CheckpointStorage` for locations that are URLs.
     """
 
@@ -178,6 +180,8 @@ class Spec:
     options: str = ""
     commands: Mapping[str, str] = field(default_factory=dict)
     runners: Mapping[str, str] = field(default_factory=dict)
+    schedulers: Mapping[str, str] = field(default_factory=dict)
+    joined: Mapping[str, str] = field(default_factory=dict)
     storage: str = ""
 
     def install(self, owner: type) -> None:

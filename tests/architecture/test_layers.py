@@ -16,7 +16,7 @@ LAYERS: list[str] = [
     "config parallelism_config",
     "runtime.storage runtime.durable devices",
     "comm",
-    "runtime.slurm runtime.failure runtime.ranks runtime.ports runtime.random runtime.rendezvous "
+    "runtime.failure runtime.ranks runtime.ports runtime.random runtime.rendezvous "
     "runtime.simulated runtime.run diagnostics process state",
     "logging modules precision optimizer scheduler",
     "strategies.mesh strategies.consistency strategies.shard strategies.fsdp",
@@ -28,6 +28,7 @@ LAYERS: list[str] = [
     "extensions",
     "local_sgd inference simulation simulation_checkpoints simulation_report launch launchers",
     "commands",
+    "extensions.mpi extensions.tpu extensions.sagemaker extensions.machines extensions.slurm extensions.notebook",
     "test_utils",
     "utils memory_utils",
 ]

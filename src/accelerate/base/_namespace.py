@@ -28,7 +28,7 @@ HOMES: dict[str, str] = {
     "accelerate.commands.tpu": "tpu_command_parser",
     "accelerate.commands.utils": "CustomArgumentParser",
     "accelerate.data_loader": "DataLoaderDispatcher",
-    "accelerate.devices.affinity": "_parse_cpu_list",
+    "accelerate.devices.cores": "_parse_cpu_list",
     "accelerate.logging": "get_logger",
     "accelerate.offload.align": "_compiler_disable",
     "accelerate.offload.device_map": "_init_infer_auto_device_map",

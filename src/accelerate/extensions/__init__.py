@@ -14,4 +14,5 @@ TABLE = (
     "slurm",
     "notebook",
     "local_sgd",
+    "affinity",
 )

@@ -1,4 +1,4 @@
-"""What the launchers of functions decide before anything is started; `tests/distributed/test_notebook.py` starts processes."""
+"""What the launchers of functions decide before anything is started; `test_notebook.py` starts processes."""
 
 import os
 import sys

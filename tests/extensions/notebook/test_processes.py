@@ -101,7 +101,7 @@ def failed(exitcode):
 
 
 def test_a_process_without_a_traceback(start):
-    """Real ones, some of them killed: tests/distributed/test_notebook.py."""
+    """Real ones, some of them killed: test_notebook.py."""
     with pytest.raises(
         WorkerError, match="^Rank 0 failed in train:\n\nThe process 7 failed with exit status 3, and left no"
     ) as caught:

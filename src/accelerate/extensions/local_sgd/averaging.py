@@ -47,6 +47,8 @@ class LocalSGD:
         Stich, Local SGD Converges Fast and Communicates Little, https://arxiv.org/abs/1805.09767
     """
 
+    __module__ = "accelerate.local_sgd"  # the path in pickles
+
     def __init__(
         self, accelerator: "Accelerator", model: nn.Module, local_sgd_steps: int | None, enabled: bool = True
     ) -> None:
