@@ -25,10 +25,9 @@ LAYERS: list[str] = [
     "diagnostics.estimator",
     "strategies",
     "training accelerator",
-    "extensions",
     "local_sgd inference simulation simulation_checkpoints simulation_report launch launchers",
     "commands",
-    "extensions.mpi extensions.tpu extensions.sagemaker extensions.machines extensions.slurm extensions.notebook",
+    "extensions",
     "test_utils",
     "utils memory_utils",
 ]
