@@ -1,4 +1,4 @@
-"""Memory as `accelerate.diagnostics.estimator` predicts it, and as torch's allocator counts it in real steps on CPUs.
+"""Memory as `accelerate.extensions.reports.estimator` predicts it, and as torch's allocator counts it in real steps on CPUs.
 
     python benchmarks/estimates.py [--models llama bert] [--layouts one ddp] [--json] [--write]
 
@@ -127,9 +127,9 @@ def cases(models: list[str], layouts: list[str]) -> list[dict]:
 
 def predict(case: dict) -> int:
     """Return the predicted peak of a row."""
-    from accelerate.devices.specs import device_spec
-    from accelerate.diagnostics.activations import measure
-    from accelerate.diagnostics.estimator import Layout, memory
+    from accelerate.extensions.plan.activations import measure
+    from accelerate.extensions.reports.device_specs import device_spec
+    from accelerate.extensions.reports.estimator import Layout, memory
 
     def on_meta() -> nn.Module:
         with torch.device("meta"):

@@ -6,7 +6,6 @@
 """
 
 import argparse
-import importlib
 import json
 import os
 import pathlib
@@ -18,7 +17,7 @@ from typing import Any
 for _name in ("HF_HOME", "XDG_CACHE_HOME"):
     os.environ.pop(_name, None)
 
-from accelerate.commands.accelerate_cli import COMMANDS  # noqa: E402
+from accelerate.commands.accelerate_cli import commands, parser_of  # noqa: E402
 from accelerate.config.options import BY_NAME, FEATURES, OPTIONS, SWITCH_OF_DISTRIBUTED_TYPE, Option  # noqa: E402
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -81,21 +80,19 @@ def page() -> str:
     recorded = json.loads(RECORD.read_text("utf-8"))["commands"]
     lines = [HEAD]
     lines += [f"| command | |\n|---|---|\n{''.join(_overview(recorded))}"]
-    for name in COMMANDS:
+    for name in commands():
         lines += _command(name, recorded.get(name))
     return "\n".join(lines).rstrip() + "\n"
 
 
 def _overview(recorded: dict[str, Any]) -> Iterator[str]:
-    for name, command in COMMANDS.items():
+    for name, command in commands().items():
         ours = "" if name in recorded else f" {OURS}"
         yield f"| [`accelerate {name}`](#accelerate-{name}){ours} | {command.help} |\n"
 
 
 def _command(name: str, recorded: dict[str, Any] | None) -> Iterator[str]:
-    row = COMMANDS[name]
-    parser = getattr(importlib.import_module(f"accelerate.commands.{row.module}"), row.parser)()
-    yield from _section(f"accelerate {name}", parser, recorded, "##")
+    yield from _section(f"accelerate {name}", parser_of(name), recorded, "##")
 
 
 def _section(

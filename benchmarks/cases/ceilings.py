@@ -6,8 +6,8 @@ import time
 import torch
 from device import CPU, DEVICE, finish
 
-from accelerate.devices.specs import device_spec
-from accelerate.diagnostics.ceilings import measured
+from accelerate.extensions.plan.ceilings import measured
+from accelerate.extensions.reports.device_specs import device_spec
 
 MEGABYTES = 16 if CPU else 1024
 

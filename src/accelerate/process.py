@@ -23,7 +23,7 @@ from accelerate.config.strategies import engines, traits_of
 from accelerate.devices import Device, detect, row
 from accelerate.devices.table import DEVICES
 from accelerate.extension import imported, specs
-from accelerate.runtime import failure, rendezvous, storage, torch_private
+from accelerate.runtime import failure, peers, rendezvous, storage, torch_private
 
 logger = logging.getLogger(__name__)
 failure.watch()
@@ -294,10 +294,7 @@ class PartialState(ProcessView):
             ranks = rendezvous.Ranks(rank, size, local_rank, None, "xla")
         elif abilities.distributed:
             ranks = _join(backend, hardware, settings)
-            from accelerate.diagnostics import hang  # a single process waits for nobody
-
-            # So that a rank which waits for this one can learn where it is.
-            hang.watch(torch_private.default_store(), ranks.rank, ranks.world_size)
+            peers.joined(torch_private.default_store(), ranks.rank, ranks.world_size)
             if abilities.deepspeed:
                 rendezvous.join_deepspeed(backend, hardware.type, ranks.local_rank or 0)
         self._cpu = cpu
@@ -460,9 +457,7 @@ def _join(backend: str | None, hardware: Device, settings: dict[str, Any]) -> re
     if hardware.type == "cpu" and "OMP_NUM_THREADS" not in os.environ and (ranks.local_world_size or 1) > 1:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks.local_world_size))
     crowded = hardware.type != "cpu" and (ranks.local_world_size or 1) > max(hardware.count(), 1)
-    from accelerate.diagnostics import monitor
-
-    waiting = partial(monitor.joining, ranks.rank, ranks.world_size)
+    waiting = partial(peers.joining, ranks.rank, ranks.world_size)
     rendezvous.init_process_group(ranks, backend, waiting, **settings)
     if crowded and backend != "gloo":
         rendezvous.check_devices_are_distinct(ranks, hardware.torch_device(ranks.local_rank), backend)

@@ -60,8 +60,8 @@ def test_what_is_not_needed_is_not_loaded(program, names):
 
 HELP = """
 import sys
-from accelerate.commands.accelerate_cli import COMMANDS, main
-for words in ([], *([name] for name in COMMANDS), ["config", "default"]):
+from accelerate.commands.accelerate_cli import commands, main
+for words in ([], *([name] for name in commands()), ["config", "default"]):
     sys.argv = ["accelerate", *words, "--help"]
     try:
         main()

@@ -33,7 +33,7 @@ OURS = (
     "accelerate.checkpoint",
     "accelerate.data",
     "accelerate.runtime",
-    "accelerate.diagnostics",
+    "accelerate.extensions.hang",
     "accelerate.extensions.preemption.watch",
     "accelerate.comm",
     "accelerate.utils",

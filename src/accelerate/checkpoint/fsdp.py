@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate.checkpoint import layouts, load, low_bit, optimizers
+from accelerate.checkpoint import layouts, load, optimizers
 from accelerate.checkpoint import state as states
 from accelerate.checkpoint.model_io import inner_optimizer, io_of
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.config.strategies import is_fsdp1
-from accelerate.modules.unwrap import canonical_name, extract_model_from_parallel
-from accelerate.offload.tensors import is_peft_model
+from accelerate.modules import tensor_kinds
+from accelerate.modules.unwrap import canonical_name, extract_model_from_parallel, is_peft_model
 
 
 def _get_model_state_dict(model: nn.Module, adapter_only: bool = False, sd_options: Any = None) -> dict[str, Any]:
@@ -154,4 +154,4 @@ def load_fsdp_optimizer(
     )
     inner = inner_optimizer(optimizer)
     # What it keeps as it is may be memory of the file.
-    inner.load_state_dict(load.in_memory(low_bit.rebuilt(inner, state)))
+    inner.load_state_dict(load.in_memory(tensor_kinds.rebuilt(inner, state)))

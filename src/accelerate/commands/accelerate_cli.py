@@ -1,56 +1,61 @@
-"""The console script `accelerate`: it imports only the command that was asked for."""
+"""The console script `accelerate`, which imports only the command that it runs."""
 
 import argparse
 import importlib
 import sys
-from dataclasses import dataclass
-from typing import NoReturn
+from functools import cache
+from typing import Any, NoReturn
 
 from accelerate import __version__
 from accelerate.base import _lazy
 from accelerate.commands.utils import CustomArgumentParser, as_program, or_exit
+from accelerate.extension import Command, specs, third_parties
 from accelerate.launch.config_file import nearest
 
 __getattr__ = _lazy.aliases(__name__)
 
 
-@dataclass(frozen=True)
-class Command:
-    """A command of the console script; `parser` is the function of its module that makes its parser."""
-
-    module: str
-    parser: str
-    help: str
-
-
-COMMANDS: dict[str, Command] = {
-    "checkpoint": Command("checkpoint", "checkpoint_command_parser", "List, verify, convert and prune checkpoints."),
-    "config": Command("config", "get_config_parser", "Write and update configuration files."),
-    "diagnose": Command("diagnose", "diagnose_command_parser", "Read what ranks that hung or failed have left."),
-    "env": Command("env", "env_command_parser", "Print versions, devices and configuration, for a bug report."),
-    "estimate-memory": Command("estimate", "estimate_command_parser", "Estimate how much memory a model needs."),
-    "launch": Command("launch", "launch_command_parser", "Start a training script, in one process or several."),
-    "merge-weights": Command("merge", "merge_command_parser", "Merge the shards of an FSDP checkpoint."),
-    "plan": Command("plan", "plan_command_parser", "List the layouts of a training that fit on a cluster."),
-    "stacks": Command("diagnose", "stacks_command_parser", "Ask the ranks of a running job where their threads are."),
-    "test": Command("test", "test_command_parser", "Check that training works here, through the launcher."),
-    "to-fsdp2": Command("to_fsdp2", "to_fsdp2_command_parser", "Convert a configuration file from FSDP 1 to FSDP 2."),
-    "tpu-config": Command("tpu", "tpu_command_parser", "Run commands on the machines of a TPU pod."),
+_HOME = "accelerate.commands"
+# Extensions have more; see `commands`.
+_CORE: dict[str, Command] = {
+    "config": Command(f"{_HOME}.config", "get_config_parser", "Write and update configuration files."),
+    "env": Command(
+        f"{_HOME}.env", "env_command_parser", "Print versions, devices and configuration, for a bug report."
+    ),
+    "launch": Command(
+        f"{_HOME}.launch", "launch_command_parser", "Start a training script, in one process or several."
+    ),
+    "test": Command(f"{_HOME}.test", "test_command_parser", "Check that training works here, through the launcher."),
 }
 
 
+@cache
+def commands() -> dict[str, Command]:
+    """Return the commands of the core and of all extensions, by name."""
+    rows = dict(_CORE)
+    for spec in (*specs(), *third_parties()):
+        rows.update(spec.commands)
+    return dict(sorted(rows.items()))
+
+
+def parser_of(name: str, *subparsers: Any) -> argparse.ArgumentParser:
+    """Return the parser of a command, or add it to what ``add_subparsers`` returned."""
+    command = commands()[name]
+    return getattr(importlib.import_module(command.module), command.parser)(*subparsers)
+
+
 def main() -> None:
-    """Run the command that stands on the command line; status 2 if it cannot be run, 1 without one, or its own."""
+    """Run the command that the command line names; status 2 if it cannot be run, 1 without a command, else that of the command."""
     with as_program("accelerate"):
         name, *rest = sys.argv[1:] or [None]
-        if name in COMMANDS:
-            _run(COMMANDS[name], f"accelerate {name}", rest)
-        else:
+        command = _CORE.get(name) or commands().get(name)
+        if command is None:
             _without_command(name)
+        _run(command, f"accelerate {name}", rest)
 
 
 def _run(command: Command, prog: str, words: list[str]) -> None:
-    module = importlib.import_module(f"accelerate.commands.{command.module}")
+    module = importlib.import_module(command.module)
     args = getattr(module, command.parser)().parse_args(words)
     if hasattr(module, "console"):  # it starts programs, whose output is theirs
         module.console(args)
@@ -60,11 +65,12 @@ def _run(command: Command, prog: str, words: list[str]) -> None:
 
 def _without_command(word: str | None) -> NoReturn:
     """Answer a command line that does not begin with a command."""
-    width = max(map(len, COMMANDS)) + 2
+    rows = commands()
+    width = max(map(len, rows)) + 2
     parser = CustomArgumentParser(
         "accelerate",
         usage="accelerate <command> [<args>]",
-        description="\n".join(["commands:", *(f"  {name:{width}}{row.help}" for name, row in COMMANDS.items())]),
+        description="\n".join(["commands:", *(f"  {name:{width}}{command.help}" for name, command in rows.items())]),
         epilog="`accelerate <command> --help` lists the arguments of a command.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -77,8 +83,8 @@ def _without_command(word: str | None) -> NoReturn:
         parser.parse_args([word])
     if word.endswith(".py"):
         parser.error(f"{word!r} is no command; did you mean `accelerate launch {word}`?")
-    near = nearest(word.lower().replace("_", "-"), COMMANDS)
-    hint = f"did you mean {near}?" if near else f"choose one of {', '.join(COMMANDS)}."
+    near = nearest(word.lower().replace("_", "-"), rows)
+    hint = f"did you mean {near}?" if near else f"choose one of {', '.join(rows)}."
     parser.error(f"{word!r} is no command; {hint}")
 
 

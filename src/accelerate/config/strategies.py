@@ -1,8 +1,9 @@
 """One record for each strategy: all that the package knows of it by name.
 
 The launcher's features and options, the plugins that choose a strategy, its abilities, its wrappers and its classes are read from
-here. A strategy of this package is one row of `SPECS`. A strategy of another package is a `StrategySpec` under the entry-point
-group `accelerate.backends`; nothing else has to change. Put that record into a module that imports nothing heavy, too.
+here. A strategy of the core is one row of `_CORE`, one of an extension is in `Spec.strategies`. A strategy of another package is a
+`StrategySpec` under the entry-point group `accelerate.backends`; nothing else has to change. Put that record into a module that
+imports nothing heavy, too.
 
 This module imports nothing heavy, because the command line reads it. Classes are named by strings, and imported on first use.
 """
@@ -14,6 +15,7 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
+from accelerate import extension
 from accelerate.config.enums import DistributedType
 
 GROUP = "accelerate.backends"
@@ -77,6 +79,7 @@ class StrategySpec:
         model_io: ``"module:Class"`` of the `checkpoint.model_io.ModelIO` of such models.
         wrappers: Module and class of each wrapper that keeps the model under ``.module``. A strategy that wraps models lists its
             wrapper here, so that optimizer states have the names of the model inside.
+        order: Records with a smaller number are asked first; of equal ones, those of the core.
     """
 
     name: str
@@ -96,16 +99,7 @@ class StrategySpec:
     has_model: Callable[[Any], bool] | None = None
     model_io: str = ""
     wrappers: tuple[tuple[str, str], ...] = ()
-
-
-def _has_stages(state: Any) -> bool:
-    layout = getattr(state, "parallelism_config", None)
-    return state.distributed_type is not DistributedType.MEGATRON_LM and layout is not None and layout.pp_enabled
-
-
-def _shards_layers_alone(state: Any) -> bool:
-    layout = getattr(state, "parallelism_config", None)
-    return state.distributed_type in _REPLICAS and layout is not None and layout.tp_enabled
+    order: int = 50
 
 
 def _is_fsdp2(state: Any) -> bool:
@@ -119,12 +113,7 @@ def is_fsdp1(model: Any) -> bool:
     return fsdp is not None and any(isinstance(part, fsdp.FullyShardedDataParallel) for part in model.modules())
 
 
-def is_pipeline(model: Any) -> bool:
-    """Say whether a model is what `Accelerator.prepare_pipeline` returned. Not a collective."""
-    return hasattr(model, "holdings")
-
-
-_REPLICAS = tuple(kind for kind in DistributedType if kind.value.startswith("MULTI_"))
+REPLICAS = tuple(kind for kind in DistributedType if kind.value.startswith("MULTI_"))
 _ENGINE = {"custom_device_placement": True, "scales_loss": False, "clips_by_value": False}
 _FSDP = {
     "kinds": (DistributedType.FSDP,),
@@ -137,16 +126,7 @@ _FSDP = {
     "plugin_class": "accelerate.config.fsdp:FullyShardedDataParallelPlugin",
 }
 
-# The first one that serves a state is taken.
-SPECS: list[StrategySpec] = [
-    StrategySpec(
-        "pipeline",
-        "accelerate.strategies.pipeline:PipelineParallel",
-        "accelerate.strategies.pipeline:PipelineIO",
-        matches=_has_stages,
-        has_model=is_pipeline,
-        model_io="accelerate.strategies.pipeline:PipelineModels",
-    ),
+_CORE = (
     StrategySpec(
         "deepspeed",
         "accelerate.strategies.deepspeed.engine:DeepSpeed",
@@ -198,15 +178,9 @@ SPECS: list[StrategySpec] = [
         traits=Traits(distributed=False, torch_distributed=False),
     ),
     StrategySpec(
-        "tensor_parallel",
-        "accelerate.strategies.sharded:TensorParallel",
-        "accelerate.strategies.sharded_io:TensorParallelIO",
-        matches=_shards_layers_alone,
-    ),
-    StrategySpec(
         "ddp",
         "accelerate.strategies.ddp:DataParallel",
-        kinds=_REPLICAS,
+        kinds=REPLICAS,
         traits=Traits(joins_uneven_inputs=True),
         wrappers=(
             ("torch.nn.parallel.distributed", "DistributedDataParallel"),
@@ -223,7 +197,14 @@ SPECS: list[StrategySpec] = [
             ("torch_xla.experimental.spmd_fully_sharded_data_parallel", "SpmdFullyShardedDataParallel"),
         ),
     ),
-]
+)
+
+
+@cache
+def specs() -> list[StrategySpec]:
+    """Return the records of the core and of its extensions, to which `register` adds. The first one that serves a state is used."""
+    added = [record for spec in extension.specs() for record in spec.strategies]
+    return sorted([*_CORE, *added], key=lambda record: record.order)
 
 
 def register(spec: StrategySpec, before: str | None = None) -> None:
@@ -241,10 +222,10 @@ def register(spec: StrategySpec, before: str | None = None) -> None:
         raise ValueError(
             f"The strategy {spec.name!r} has plugin={spec.plugin!r}, which no Accelerator takes. Read its settings from variables."
         )
-    names = [known.name for known in SPECS]
+    names = [known.name for known in specs()]
     if before is not None and before not in names:
         raise ValueError(f"before={before!r} is no registered strategy. Known: {names}.")
-    SPECS.insert(0 if before is None else names.index(before), spec)
+    specs().insert(0 if before is None else names.index(before), spec)
     wrappers.cache_clear()
     traits_of.cache_clear()
 
@@ -252,10 +233,10 @@ def register(spec: StrategySpec, before: str | None = None) -> None:
 @cache
 def third_parties() -> tuple[StrategySpec, ...]:
     """Register the strategies of other packages, once, and return them; ImportError names one that cannot be imported."""
-    specs = tuple(_imported(point) for point in entry_points(group=GROUP))
-    for spec in specs:
+    added = tuple(_imported(point) for point in entry_points(group=GROUP))
+    for spec in added:
         register(spec)
-    return specs
+    return added
 
 
 def _imported(point: EntryPoint) -> StrategySpec:
@@ -271,7 +252,7 @@ def _imported(point: EntryPoint) -> StrategySpec:
 def engines() -> dict[str, StrategySpec]:
     """Return the strategies that a plugin chooses, by the attribute of the state that keeps the plugin."""
     chosen: dict[str, StrategySpec] = {}
-    for spec in SPECS:
+    for spec in specs():
         if spec.plugin:
             chosen.setdefault(spec.plugin, spec)
     return chosen
@@ -279,7 +260,7 @@ def engines() -> dict[str, StrategySpec]:
 
 def serving(state: Any) -> StrategySpec | None:
     """Return the record of the strategy that serves a state now; None without one."""
-    for spec in SPECS:
+    for spec in specs():
         if state.distributed_type in spec.kinds if spec.matches is None else spec.matches(state):
             return spec
     return None
@@ -288,11 +269,15 @@ def serving(state: Any) -> StrategySpec | None:
 @cache
 def wrappers() -> tuple[tuple[str, str], ...]:
     """Return module and class of each wrapper that keeps the model under ``.module``."""
-    return tuple([pair for spec in SPECS for pair in spec.wrappers])
+    return tuple([pair for spec in specs() for pair in spec.wrappers])
 
 
 @cache
 def traits_of(distributed_type: DistributedType | str) -> Traits:
     """Return the abilities of a way of cooperating, a member or its name; ValueError lists the known ones."""
     kind = DistributedType(distributed_type)
-    return next(spec.traits for spec in SPECS if kind in spec.kinds)
+    for spec in specs():
+        if kind in spec.kinds:
+            return spec.traits
+    known = [member.value for spec in specs() for member in spec.kinds]
+    raise ValueError(f"No strategy serves {kind.value!r}: its extension is not installed. Known: {known}.")

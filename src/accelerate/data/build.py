@@ -19,7 +19,6 @@ from accelerate.config.strategies import traits_of
 from accelerate.data import adapter, contents, iterable, plan
 from accelerate.data.adapter import as_stateful, batching_sampler, is_stateful, is_stream, skipping, variant
 from accelerate.data.agreement import Agreement
-from accelerate.data.budget import TokenBudgetSampler
 from accelerate.data.dispatcher import DataLoaderDispatcher
 from accelerate.data.iterable import CountingCollate, IterableDatasetShard, SizingCollate
 from accelerate.data.loader import DataLoaderShard, PreparedLoader, SkipDataLoader
@@ -125,7 +124,8 @@ def prepare_data_loader(
         check_split(getattr(batching, "batch_size", None) if size is None else size, layout.num_shards)
     if use_seedable_sampler:
         dataloader = _with_seedable_sampler(dataloader, num_processes, data_seed)
-    if reading == plan.OWN_SHARD and isinstance(batching_sampler(dataloader), TokenBudgetSampler):
+    # A batch sampler whose steps are made for a number of ranks.
+    if reading == plan.OWN_SHARD and hasattr(batching_sampler(dataloader), "check_ranks"):
         batching_sampler(dataloader).check_ranks(layout.num_shards)
     generator = None if dispatch or num_processes == 1 else _shared_generator(dataloader)
     if rng_types is not None:

@@ -1,18 +1,35 @@
 """Features that the core does not know by name. Each folder can be deleted with its row here; see `accelerate.extension`."""
 
-# Each folder, in the order in which their hooks are called where their `order` is equal. Options with the same position in the table, and
-# runners that would start the same run, follow it, too.
+# Options with the same position in the table, and runners that would start the same run, follow this order: so mpi is behind sagemaker and tpu.
 TABLE = (
+    "affinity",
+    "batch_size",
+    "big_models",
+    "budget",
     "checks",
+    "conditional",
+    "convert",
     "ema",
+    "four_bit",
+    "fp8",
+    "hang",
+    "inference",
+    "local_sgd",
+    "machines",
+    "notebook",
+    "object_store",
+    "pipeline",
+    "plan",
     "preemption",
+    "quantize",
     "reports",
     "sagemaker",
-    "tpu",
-    "mpi",
-    "machines",
+    "sequence",
+    "simulate",
     "slurm",
-    "notebook",
-    "local_sgd",
-    "affinity",
+    "tensor",
+    "to_fsdp2",
+    "tpu",
+    "trackers",
+    "mpi",
 )

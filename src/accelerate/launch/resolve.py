@@ -16,7 +16,7 @@ from types import MappingProxyType
 
 from accelerate.config.options import BY_NAME, FEATURES, NEEDS_DEVICES, OPTIONS, PARADIGMS, SECTIONS
 from accelerate.config.options.engines import DEEPSPEED_FIELDS, ONLY_FSDP_1
-from accelerate.config.strategies import SPECS
+from accelerate.config.strategies import specs
 from accelerate.launch import config_file, hardware, runners
 from accelerate.launch.config_file import FileSettings
 from accelerate.launch.errors import LaunchError
@@ -45,11 +45,9 @@ def resolve(args: argparse.Namespace, environ: Environ | None = None, needs_scri
     values, file = merge(args, environ)
     notes = list(file.unused) if file else []
     choose_paradigm(values)
-    simulated = scheduler = None
-    if values["simulate"].value is not None:  # then no scheduler, device or other machine has a say
-        from accelerate.launch.runners import simulate  # only where it is asked for
-
-        simulated = simulate.arrange(values, notes)
+    own_rank = scheduler = None
+    if arranging := runners.arranging(values):
+        own_rank = runners.module_of(arranging).arrange(values, notes)
     else:
         scheduler = next(filter(None, (module.find(environ) for module in schedulers(environ))), None)
     job = _ask_scheduler(values, scheduler, notes)
@@ -58,7 +56,7 @@ def resolve(args: argparse.Namespace, environ: Environ | None = None, needs_scri
     if needs_script:
         _check_script(args, values)
 
-    other_runner = "simulate" if simulated else _other_runner(values, on, job)
+    other_runner = arranging or _other_runner(values, on, job)
     scheduler_task = job.task if job and not other_runner else None
     meet = Rendezvous() if other_runner or scheduler_task else _machines(values)
     devices, usable = _devices(values, environ)
@@ -78,14 +76,14 @@ def resolve(args: argparse.Namespace, environ: Environ | None = None, needs_scri
     runner = other_runner or _own_runner(values, count, meet.machines, scheduler_task)
     if not (other_runner and getattr(runners.module_of(other_runner), "REMOTE", False)):
         _check_layout(values, on, notes)
-        _share_cores(values, 1 if simulated else local, job if scheduler_task else None, notes)
+        _share_cores(values, 1 if own_rank else local, job if scheduler_task else None, notes)
     if job and runner in ("single", "local") and not scheduler_task:
         notes += job.notes
     is_alone = False
     if runner == "single" and not scheduler_task:
         is_alone = is_of_agent(environ) or bool(scheduler and scheduler.task)
         notes += [] if is_alone else _joined(environ)
-    extra = simulated.variables if simulated else _extra(values, environ, job if scheduler_task else None, is_alone)
+    extra = own_rank.variables if own_rank else _extra(values, environ, job if scheduler_task else None, is_alone)
     return LaunchPlan(
         settings=MappingProxyType(values),
         script=args.training_script,
@@ -204,7 +202,7 @@ def _check_script(args: argparse.Namespace, values: Values) -> None:
 def _other_runner(values: Values, on: set[str], job: Cluster | None) -> str | None:
     """Return the runner that starts the processes by another program, or None."""
     names = [name for feature, row in FEATURES.items() if feature in on for name in row.runners]
-    names += [spec.runner for spec in SPECS if spec.runner and spec.feature in on]
+    names += [spec.runner for spec in specs() if spec.runner and spec.feature in on]
     starting = [name for name in names if runners.module_of(name).starts(values, on, job)]
     return starting[0] if starting else None
 

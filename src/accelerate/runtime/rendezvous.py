@@ -135,6 +135,14 @@ _stores: dict[tuple[Any, ...], list[Any]] = {}  # place to store, and how many g
 _leaves_at_exit = False
 
 
+def connection(store: Any) -> Any:
+    """Return a store with a connection of its own, if it can have one: a thread in `store.wait` lets no other request through."""
+    try:
+        return store.clone()
+    except Exception:  # older torch, and stores written in Python, cannot
+        return store
+
+
 # Long enough for a thread that waits for the interpreter lock to get it; a process ends this much later.
 _SETTLING_S = 0.05
 

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from accelerate.checkpoint import low_bit
 from accelerate.checkpoint.model_io import inner_optimizer
 from accelerate.config.handlers import GradScalerKwargs
 from accelerate.config.strategies import is_fsdp1
 from accelerate.devices import row
+from accelerate.modules import tensor_kinds
 from accelerate.modules.optimizer_remap import named, remap_optimizers
 from accelerate.modules.unwrap import is_compiled_module, loaded_wrappers
 from accelerate.parallelism_config import ParallelismConfig
@@ -38,7 +38,7 @@ class FSDP1(Sharded):
 
     def check(self, accelerator: Run, objects: Sequence[Any]) -> None:
         """Refuse dimensions of the mesh that flat parameters cannot have, and optimizers whose states torch cannot gather from them."""
-        for found in filter(low_bit.makes, map(inner_optimizer, objects)):
+        for found in filter(tensor_kinds.kept_by, map(inner_optimizer, objects)):
             raise ValueError(
                 f"{type(found).__name__} keeps states of few bits, which fsdp_version=1 cannot gather for a checkpoint. Set fsdp_version=2."
             )

@@ -11,7 +11,7 @@ from torch import nn
 from accelerate.checkpoint.model_io import ModelIO, ModelState, inner_optimizer, renamed, tied_again
 from accelerate.checkpoint.state import Entries, Wanted, quietly
 from accelerate.modules.unwrap import canonical_names, is_compiled_module
-from accelerate.runtime import simulated, torch_private
+from accelerate.runtime import torch_private
 from accelerate.runtime.run import Run
 from accelerate.strategies.sharded_io import ShardedIO
 
@@ -80,7 +80,7 @@ class FSDP1Models(ModelIO):
 
         inner = inner_optimizer(optimizer)
         self.own_names(optimizer, model)  # a ValueError for a parameter that the model does not have
-        if simulated.current() is not None:  # torch asks others for the names of what this rank has no part of
+        if torch_private.is_fake():  # torch asks others for the names of what this rank has no part of
             return inner.state_dict()
         with _gives_shards(model):
             raw = FullyShardedDataParallel.optim_state_dict(self.unwrapped(model), inner, group=_group(model))

@@ -10,7 +10,7 @@ from torch import nn
 
 from accelerate.checkpoint.save import Background
 from accelerate.comm.base import Communicator
-from accelerate.config.enums import FP8BackendType, LoggerType, RNGType
+from accelerate.config.enums import LoggerType, RNGType
 from accelerate.config.handlers import AutocastKwargs
 from accelerate.config.project import DataLoaderConfiguration
 from accelerate.extension import Extensions
@@ -86,10 +86,6 @@ class TrainingRun(Run, Protocol):
         """Whether ranks get equally many batches."""
 
     @property
-    def fp8_backend(self) -> FP8BackendType:
-        """The library that computes in fp8."""
-
-    @property
     def is_main_process(self) -> bool:
         """Whether this is rank 0."""
 
@@ -158,15 +154,3 @@ class TrainingRun(Run, Protocol):
 
     def _prepare_device_mesh(self) -> None:
         """Build the device mesh."""
-
-    def _prepare_ao(self, *args: Any) -> tuple[Any, ...]:
-        """Convert models to torchao's float8."""
-
-    def _prepare_te(self, *args: Any) -> tuple[Any, ...]:
-        """Convert models to Transformer Engine."""
-
-    def _prepare_tp(self, *args: Any) -> tuple[Any, ...]:
-        """Split the layers of models."""
-
-    def _prepare_cp(self, *args: Any) -> tuple[Any, ...]:
-        """Let models work on parts of sequences."""

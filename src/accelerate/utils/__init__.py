@@ -7,9 +7,9 @@ from accelerate.utils.tqdm import tqdm as tqdm
 
 _HOMES = {
     "accelerate.commands.config.default": "write_basic_config",
-    "accelerate.parallel.sequence": "aggregate_loss shift_labels",
+    "accelerate.extensions.sequence.sequence": "aggregate_loss shift_labels",
     "accelerate.parallelism_config": "ParallelismConfig",
-    "accelerate.precision.ao": "convert_model_to_fp8_ao filter_first_and_last_linear_layers has_ao_layers",
+    "accelerate.extensions.fp8.ao": "convert_model_to_fp8_ao filter_first_and_last_linear_layers has_ao_layers",
     "accelerate.utils.bnb": "has_4bit_bnb_layers load_and_quantize_model",
     "accelerate.base.constants": (
         "MITA_PROFILING_AVAILABLE_PYTORCH_VERSION MODEL_NAME OPTIMIZER_NAME PROFILE_PATTERN_NAME RNG_STATE_NAME "
@@ -93,7 +93,7 @@ _HOMES = {
     ),
     "accelerate.runtime.random": "set_seed synchronize_rng_state synchronize_rng_states",
     "accelerate.utils.torch_xla": "install_xla",
-    "accelerate.precision.transformer_engine": (
+    "accelerate.extensions.fp8.transformer_engine": (
         "apply_fp8_autowrap contextual_fp8_autocast convert_model has_transformer_engine_layers"
     ),
     "accelerate.base.versions": "compare_versions is_torch_version",

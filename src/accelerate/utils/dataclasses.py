@@ -10,7 +10,8 @@ _HOMES = {
         "BaseEnum ComputeEnvironment CustomDtype DDPCommunicationHookType DistributedType DynamoBackend "
         "EnumWithContains FP8BackendType LoggerType PrecisionType RNGType SageMakerDistributedType"
     ),
-    "accelerate.config.low_bit": "AORecipeKwargs BnbQuantizationConfig FP8RecipeKwargs MSAMPRecipeKwargs TERecipeKwargs",
+    "accelerate.extensions.fp8.recipes": "AORecipeKwargs FP8RecipeKwargs MSAMPRecipeKwargs TERecipeKwargs",
+    "accelerate.extensions.quantize.config": "BnbQuantizationConfig",
     "accelerate.config.fsdp": "FullyShardedDataParallelPlugin get_module_class_from_name",
     "accelerate.config.handlers": (
         "AutocastKwargs DistributedDataParallelKwargs GradientAccumulationPlugin GradScalerKwargs "

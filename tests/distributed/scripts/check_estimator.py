@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accelerate import FullyShardedDataParallelPlugin, ParallelismConfig
-from accelerate.diagnostics.activations import measure
-from accelerate.diagnostics.estimator import Layout, traffic
+from accelerate.extensions.plan.activations import measure
+from accelerate.extensions.reports.estimator import Layout, traffic
 from accelerate.utils import TorchTensorParallelConfig, shift_labels
 
 PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}

@@ -23,7 +23,7 @@ from accelerate import Accelerator, DataLoaderConfiguration, ParallelismConfig
 from accelerate.checkpoint import dcp as our_dcp
 from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint
 from accelerate.extensions.checks.replicas import ReplicasDiffer
-from accelerate.extensions.reports import memory
+from accelerate.extensions.reports import out_of_memory
 from accelerate.precision import master
 from accelerate.strategies import shard
 from accelerate.training import saving
@@ -270,7 +270,7 @@ def check_what_this_rank_holds_is_said_when_memory_runs_out():
         accelerator = fresh_accelerator(**options)
         model, optimizer = accelerator.prepare(*build())
         learn(accelerator, model(torch.ones(2, 4)).sum(), optimizer)
-        text, (row, *_) = memory.explain(error), accelerator.memory_report().rows
+        text, (row, *_) = out_of_memory.explain(error), accelerator.memory_report().rows
         assert f"\n   {rank()}  " in text and master.size(row.parameters) in text
 
 

@@ -24,7 +24,7 @@ from crash_points import die_with_parent
 
 from accelerate.checkpoint import zero
 from accelerate.checkpoint.manifest import problems
-from accelerate.checkpoint.object_store import storage_of
+from accelerate.checkpoint.storage import storage_of
 
 WORLD, LIMIT_S = 2, 120
 

@@ -1,18 +1,15 @@
 """The console script: commands, help, and answers to requests that cannot be run."""
 
 import argparse
-import importlib
+import sys
 
 import pytest
 
 from accelerate import __version__
-from accelerate.commands.accelerate_cli import COMMANDS
+from accelerate.commands import accelerate_cli
+from accelerate.commands.accelerate_cli import commands, parser_of
+from accelerate.extension import Command, Spec
 from cases import cases
-
-
-def parser_of(name, *subparsers):
-    command = COMMANDS[name]
-    return getattr(importlib.import_module(f"accelerate.commands.{command.module}"), command.parser)(*subparsers)
 
 
 def parsers_of(name):
@@ -26,7 +23,7 @@ def parsers_of(name):
                 pending += [([*words, sub], inner) for sub, inner in action.choices.items()]
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", commands())
 def test_parser_of_every_command(accelerate, name):
     for words, parser in parsers_of(name):
         assert parser.description, words
@@ -43,7 +40,7 @@ def test_parser_of_every_command(accelerate, name):
 
 def test_help(accelerate):
     status, out, _ = accelerate()
-    assert status == 1 and all(name in out for name in COMMANDS)
+    assert status == 1 and all(name in out for name in commands())
     assert accelerate("--help") == (0, out, "") and "Start a training script" in out
     out = accelerate("launch", "--help")[1]
     assert "--num_processes" in out and "--num-processes" not in out
@@ -77,3 +74,23 @@ def test_unknown_command(accelerate, word, answer):
 def test_usage_errors_have_no_traceback(accelerate, words, problem):
     status, _, err = accelerate(*words.split())
     assert status == 2 and problem in err and "Traceback" not in err
+
+
+def test_command_of_an_extension(accelerate, monkeypatch, place):
+    (place / "greet.py").write_text(
+        "import argparse\n"
+        "def parser(subparsers=None):\n"
+        "    made = argparse.ArgumentParser('accelerate greet')\n"
+        "    made.set_defaults(func=lambda args: print('hello'))\n"
+        "    return made\n",
+        "utf-8",
+    )
+    monkeypatch.syspath_prepend(str(place))
+    row = Command("greet", "parser", "Greet.")
+    monkeypatch.setattr(accelerate_cli, "specs", lambda: (Spec("greeting", commands={"greet": row}),))
+    accelerate_cli.commands.cache_clear()
+    try:
+        assert "greet" in accelerate("--help")[1] and "greet" not in sys.modules
+        assert accelerate("greet") == (0, "hello\n", "")
+    finally:
+        accelerate_cli.commands.cache_clear()

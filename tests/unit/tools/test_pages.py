@@ -6,7 +6,6 @@ A block that begins with `# yours:` is a part of a program and lists what stands
 
 import ast
 import builtins
-import importlib
 import json
 import os
 import pathlib
@@ -20,7 +19,7 @@ import pytest
 import yaml
 
 from accelerate import Accelerator
-from accelerate.commands.accelerate_cli import COMMANDS
+from accelerate.commands.accelerate_cli import commands, parser_of
 from accelerate.state import AcceleratorState
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -33,6 +32,7 @@ ELSEWHERE = {
     "docs/guides/pipeline-training.md": "tests/distributed/test_pages.py",
     "docs/guides/tensor-parallel.md": "tests/unit/strategies/test_guides.py",
     "docs/upstream/state-reset.md": "tests/interop/test_upstream.py",
+    "docs/guides/extensions.md": "tests/distributed/test_extension.py",
 }
 # Run in a process of their own, because they start processes or change classes for all; and the package that they need.
 ALONE = {
@@ -44,7 +44,7 @@ ALONE = {
 }
 # Written by programs from the option table, the docstrings and measurements.
 WRITTEN = {"docs/reference.md", "docs/reference/cli.md", "docs/benchmarks.md", "docs/gpu.md", "docs/scale.md"}
-PAGES = 46
+PAGES = 47
 # Reference and notes, where a member that stands in a list is not taught.
 NO_TEACHERS = {"differences", "architecture", "support", "benchmarks", "scale", "cli"}
 
@@ -89,7 +89,7 @@ def missing(block, made):
     return needed
 
 
-LANGUAGES = {"python", "bash", "console", "json", "yaml", "text"}
+LANGUAGES = {"python", "bash", "console", "json", "yaml", "text", "toml"}
 PYTHON = [page for page in DOCUMENTS if blocks(page, "python")]
 RUN = [page for page in PYTHON if page not in ELSEWHERE and page not in ALONE]
 
@@ -166,9 +166,8 @@ def typed(console):
 
 def test_commands_are_shell_and_their_options_exist():
     known = {}
-    for name, command in COMMANDS.items():
-        parser = getattr(importlib.import_module(f"accelerate.commands.{command.module}"), command.parser)()
-        known[name] = {option for action in parser._actions for option in action.option_strings}
+    for name in commands():
+        known[name] = {option for action in parser_of(name)._actions for option in action.option_strings}
     found, texts = [], []
     for page in DOCUMENTS:
         shell = blocks(page, "bash")

@@ -19,7 +19,7 @@ from accelerate.config.options.schema import Chapter, Feature, Option
 OPTIONS: list[Option] = [*general.OPTIONS, *engines.OPTIONS]
 
 # Strategies that the launcher can be asked for; FSDP's two have one switch.
-_SWITCHED = list({spec.switch: spec for spec in strategies.SPECS if spec.switch}.values())
+_SWITCHED = list({spec.switch: spec for spec in strategies.specs() if spec.switch}.values())
 
 # What the launcher can be asked to run.
 FEATURES: dict[str, Feature] = {

@@ -7,7 +7,6 @@ from accelerate.config.options.schema import ON, SEVERAL, UPPER, Option, at_leas
 RESOURCES = "Resource Selection Arguments"
 PARADIGM = "Training Paradigm Arguments"
 DISTRIBUTED = "Distributed GPUs"
-SIMULATION = "Simulation Arguments"
 
 DYNAMO_WORDS = (
     "no eager aot_eager inductor aot_ts_nvfuser nvprims_nvfuser cudagraphs ofi fx2trt onnxrt tensorrt "
@@ -26,8 +25,6 @@ _paradigm = rows(PARADIGM, "use_", default=False, switch=True, key="", env="ACCE
 _distributed = rows(DISTRIBUTED, chapter="machines", when={"num_machines": SEVERAL})
 _machines = partial(_distributed, feature="machines")
 _runner = rows(DISTRIBUTED, key="")
-# Of one launch: a configuration file is for the run itself.
-_simulate = rows(SIMULATION, "simulate", key="", env="ACCELERATE_SIMULATE*")
 
 OPTIONS: tuple[Option, ...] = (
     _general("config_file", "Configuration file (YAML or JSON) to read instead of the default one."),
@@ -137,22 +134,4 @@ OPTIONS: tuple[Option, ...] = (
         style=ON,
     ),
     _switch("dry_run", "Print what would be started, and where each setting comes from, and start nothing."),
-    _simulate(
-        "",
-        "Run the script as one rank of so many machines x processes on this machine's CPU, the others made up, and report layout, data, "
-        "memory, collectives and checkpoints: 128x8.",
-        check=matching(r"[1-9]\d{0,5}x[1-9]\d{0,5}", "write machines x processes of each, such as 128x8"),
-    ),
-    _simulate("_rank", "Which rank a simulated run is; 0 by default.", type="int", check=at_least(0)),
-    _simulate("_steps", "End a simulated run after so many optimizer steps.", type="int", check=at_least(1)),
-    _simulate(
-        "_shapes_only",
-        "Let tensors of a simulated run have shapes alone, so that the model may be larger than this machine's memory.",
-        switch=True,
-        style=ON,
-    ),
-    _simulate(
-        "_device", "Compare a simulated run with a kind of device, such as h100-80gb, and estimate a step on it."
-    ),
-    _simulate("_report", "File for the report of a simulated run, as JSON."),
 )

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from accelerate.base.table import Report
-from accelerate.diagnostics.estimator import Layout, resting
-from accelerate.diagnostics.inventory import inventory_of_model
+from accelerate.extensions.reports.estimator import Layout, resting
+from accelerate.extensions.reports.inventory import inventory_of_model
 from accelerate.modules.unwrap import id_tensor_storage
 from accelerate.precision.footprint import pieces, tensors_here, zero_stage
 from accelerate.precision.master import size

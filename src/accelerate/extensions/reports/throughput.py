@@ -20,8 +20,8 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_flop_c
 
 from accelerate.base.table import Report
 from accelerate.config.strategies import traits_of
-from accelerate.devices import specs
 from accelerate.extension import Extension
+from accelerate.extensions.reports import device_specs
 from accelerate.modules.unwrap import is_compiled_module
 from accelerate.runtime import torch_private
 from accelerate.runtime.run import Run
@@ -269,7 +269,7 @@ def report(
 ) -> ThroughputReport:
     """Return what all ranks measured since the last report; RuntimeError on all where one measured nothing. All ranks."""
     cuda = meter is not None and meter.device.type == "cuda"
-    known = specs.peak_flops(torch.cuda.get_device_name(meter.device)) if cuda else None
+    known = device_specs.peak_flops(torch.cuda.get_device_name(meter.device)) if cuda else None
     peak = peak_flops or known or math.nan
     rows = gather(None if meter is None else meter.row(rank, peak))
     if meter is None or None in rows:

@@ -8,6 +8,8 @@ A runner is a module of this folder, or one that an extension names in `Spec.run
 - `BY` says who starts the processes, such as "by mpirun".
 - `starts(values, on, job)`, of a runner that a `Feature` or a `StrategySpec` names, says whether it starts this run: the settings, the
   features that are on, and what a scheduler has started.
+- `arrange(values, notes)`, of a runner that an option of its name asks for, changes the settings, and returns the `Ranks` of the one process
+  that it starts. No scheduler, device or other machine is asked then. Optional.
 - `REMOTE = True` says that the launcher knows neither the cores nor the devices of the machines. Optional.
 - `summary(plan)` returns how many processes run on what, instead of the function here. Optional.
 
@@ -38,7 +40,7 @@ from accelerate.launch.secrets import command, masked
 from accelerate.runtime.ranks import SCHEMES
 
 # Those of this folder.
-_MODULES = ("single", "local", "deepspeed", "simulate")
+_MODULES = ("single", "local", "deepspeed")
 # Variables that describe a machine, a login or a terminal; on another machine they would be wrong.
 _OF_THIS_MACHINE = re.compile(
     r"_|HOME|USER|LOGNAME|SHELL|PWD|OLDPWD|SHLVL|HOST|HOSTNAME|MAIL|TMPDIR|TMP|TEMP|TERM|TERMCAP|DISPLAY|WAYLAND_DISPLAY"
@@ -95,6 +97,15 @@ def module_for(plan: LaunchPlan) -> types.ModuleType:
     return module_of(plan.runner)
 
 
+def arranging(values: Mapping[str, Resolved]) -> str | None:
+    """Return the runner of an extension whose option is set and which has `arrange`, or None."""
+    runners = [
+        name for specs in (extension.specs, extension.third_parties) for spec in specs() for name in spec.runners
+    ]
+    names = [name for name in runners if name in values and values[name].value not in (None, False)]
+    return next((name for name in names if hasattr(module_of(name), "arrange")), None)
+
+
 def module_of(name: str) -> types.ModuleType:
     """Return the runner of a name, imported on first use; LaunchError if neither the core nor an extension has it."""
     if name in _MODULES:
@@ -130,7 +141,7 @@ def summary(plan: LaunchPlan, devices: str = "") -> str:
     """Return how many processes of a plan run on what, in words; `devices` is what they run on where the plan does not say."""
     where = devices or ("the CPU" if plan.on_cpu else f"{plan.hardware.device} devices")
     # A scheduler has started a launch for each process.
-    is_one_of_them = plan.runner in ("single", "simulate") and plan.num_processes > 1
+    is_one_of_them = plan.runner == "single" and plan.num_processes > 1
     count = f"1 of {plan.num_processes}" if is_one_of_them else plan.num_processes
     return f"{count} {'process' if plan.num_processes == 1 else 'processes'} on {where}"
 

@@ -19,7 +19,7 @@ from accelerate.config.deepspeed import DeepSpeedPlugin
 from accelerate.config.handlers import GradScalerKwargs
 from accelerate.modules.unwrap import compile_regions_deepspeed
 from accelerate.precision import amp
-from accelerate.runtime import simulated
+from accelerate.runtime import torch_private
 from accelerate.runtime.run import Run
 from accelerate.strategies.base import Strategy
 from accelerate.strategies.deepspeed import ulysses
@@ -279,7 +279,7 @@ class DeepSpeed(Strategy):
         if shares:
             options["mpu"] = ulysses.share(accelerator, model, config["train_micro_batch_size_per_gpu"])
         amp.remember(model)
-        if simulated.current() is not None:
+        if torch_private.is_fake():
             compared: Any = importlib.import_module("deepspeed.runtime.zero.utils")
             compared.get_lst_from_rank0 = _numbers_of_rank0
             compared.assert_lst_len_same_as_other_ranks = lambda numbers: _numbers_of_rank0([len(numbers)])

@@ -1,0 +1,511 @@
+"""`accelerate plan`: which layouts of a training fit on a cluster, how long a step takes, and the configuration file of one of them."""
+
+import argparse
+import contextlib
+import copy
+import dataclasses
+import importlib
+import inspect
+import json
+import os
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from accelerate.base.environment import patch_environment
+from accelerate.base.table import size_text, table
+from accelerate.commands.config import config_utils
+from accelerate.commands.utils import brief, make_parser
+from accelerate.extensions.plan import estimate
+from accelerate.extensions.reports import device_specs
+from accelerate.extensions.reports.estimator import (
+    WITHIN_LAYERS,
+    Fleet,
+    Layout,
+    Memory,
+    StepTime,
+    memory,
+    step_seconds,
+    traffic,
+)
+from accelerate.extensions.reports.inventory import Profile
+from accelerate.launch.errors import LaunchError
+from accelerate.runtime.ranks import Ranks
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+# Of a device's memory, what its driver, the library of collectives and fragments take; an assumption.
+RESERVE = 0.08
+_COLUMNS = ("layout", "micro x steps", "recompute", "memory", "activations", "slow link", "step", "limit")
+_SHOWN = 12
+# Tokens of a sequence, where neither an option nor a program says how many.
+_SEQUENCE = 2048
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A layout with what it needs; `why` says what does not fit, or is empty."""
+
+    layout: Layout
+    memory: Memory | None = None
+    time: StepTime | None = None
+    slow: int = 0
+    why: str = ""
+
+
+def name_of(layout: Layout) -> str:
+    """Return a strategy in words, such as "HSDP 2 x 8, tp_size=2"."""
+    if layout.zero is not None:
+        first = f"ZeRO {layout.zero}, {layout.batches} ranks"
+    elif layout.shards and layout.dp_replicate > 1:
+        first = f"HSDP {layout.dp_replicate} x {layout.dp_shard}"
+    elif layout.shards:
+        first = f"FSDP2 {layout.dp_shard}{'' if layout.reshard else ', kept gathered'}"
+    else:
+        first = f"DDP {layout.dp_replicate}" if layout.dp_replicate > 1 else ""
+    sizes = [f"{name}_size={getattr(layout, name)}" for name in WITHIN_LAYERS if getattr(layout, name) > 1]
+    return ", ".join([*filter(None, [first]), *sizes, *(["offload"] if layout.offload else [])]) or "one process"
+
+
+# -- the model ---------------------------------------------------------------------------------------------------------
+
+
+def load(
+    name: str, trust_remote_code: bool = False
+) -> tuple[Callable[[], "nn.Module"], Callable[..., dict[str, Any]]]:
+    """Return what builds a model on the meta device, and what makes the arguments of its forward for a batch and a sequence.
+
+    Args:
+        name: a folder or file with a transformers configuration, the name of a model on the Hub, or "package.module:factory", where
+            the factory returns a model, or a model and a function of batch and sequence that returns the arguments.
+
+    Raises:
+        LaunchError: it cannot be found or built.
+    """
+    inputs = None
+    if ":" in name and not os.path.exists(name):
+        import torch
+
+        module, _, attribute = name.partition(":")
+        try:
+            factory = getattr(importlib.import_module(module), attribute)
+            with torch.device("meta"):
+                model = factory()
+        except Exception as error:  # the user's own code
+            hint = "Name an importable package.module:factory."
+            raise LaunchError(f"{name!r} gives no model: {brief(error)}. {hint}") from error
+        if isinstance(model, tuple):
+            model, inputs = model
+    else:
+        model = estimate.create_empty_model(os.path.expanduser(name), "transformers", trust_remote_code)
+    return lambda: copy.deepcopy(model), inputs or inputs_of(model)
+
+
+def inputs_of(model: "nn.Module") -> Callable[[int, int], dict[str, Any]]:
+    """Return what makes arguments for a transformers model: tokens or pictures, with labels where its forward takes them.
+
+    Raises:
+        LaunchError: the model's arguments are not known.
+    """
+    import torch
+
+    main, config = getattr(model, "main_input_name", None), getattr(model, "config", None)
+    if main not in ("input_ids", "pixel_values"):
+        raise LaunchError(
+            f"What {type(model).__name__} takes is not known (main_input_name is {main!r}). Name a package.module:factory that "
+            "returns the model and a function of batch and sequence with the arguments of its forward."
+        )
+    takes_labels = "labels" in inspect.signature(model.forward).parameters
+    one_label = (
+        main == "pixel_values" or "Classification" in type(model).__name__ and "Token" not in type(model).__name__
+    )
+
+    def arguments(batch: int, sequence: int) -> dict[str, Any]:
+        given = torch.zeros(batch, sequence, dtype=torch.long)
+        labels = torch.zeros(batch, dtype=torch.long) if one_label else given.clone()
+        if main == "pixel_values":
+            sides = config.image_size if isinstance(config.image_size, (tuple, list)) else [config.image_size] * 2
+            given = torch.zeros(batch, getattr(config, "num_channels", 3), *sides)
+        return {main: given, **({"labels": labels} if takes_labels else {})}
+
+    return arguments
+
+
+def load_program(args: argparse.Namespace) -> tuple[Callable[[], "nn.Module"], Callable[..., dict[str, Any]]]:
+    """Return what `load` returns, of the model that a program trains; it runs up to the model's first call, as rank 0 of a simulated run.
+
+    Args:
+        args: options of the command. The sequence, the micro-batch, the batch of a step and the state of the optimizer become those
+            of the program, where they were not given.
+
+    Raises:
+        ValueError: the program fails, or calls no model that it has prepared, or calls it without a tensor.
+    """
+    import torch
+
+    from accelerate.extensions.simulate import simulation
+    from accelerate.runtime.torch_private import pytree
+
+    own = Ranks(0, args.gpus, 0, args.gpus // args.nodes, "torchrun")
+    settings = {"accelerate_use_cpu": "true", "accelerate_mixed_precision": args.mixed_precision}
+    with patch_environment(**own.variables, **settings), contextlib.redirect_stdout(sys.stderr):
+        call = simulation.first_call(args.script, own)
+    tensors = [leaf for leaf in pytree.tree_leaves(call.arguments) if isinstance(leaf, torch.Tensor) and leaf.ndim]
+    if not tensors:
+        called = f"{args.script[0]} calls {type(call.model).__name__}"
+        raise LaunchError(f"{called} without a tensor, so its batch is not known.")
+    batch, *more = tensors[0].shape
+    # Tokens, or vectors in their place.
+    length = more[0] if len(more) == 1 + tensors[0].is_floating_point() else 0
+
+    def size_of(at: int, size: int, ndim: int, samples: int, sequence: int) -> int:
+        if at == 0:
+            return samples if size == batch else size
+        return sequence if size == length and (at == 1 or ndim == 4) else size  # a mask has four dimensions
+
+    def inputs(*sizes: int) -> dict[str, Any]:
+        def resized(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            shape = [size_of(at, size, leaf.ndim, *sizes) for at, size in enumerate(leaf.shape)]
+            return torch.zeros(shape, dtype=leaf.dtype)
+
+        return pytree.tree_map(resized, call.arguments)
+
+    args.model = f"{args.script[0]} ({type(call.model).__name__})"
+    args.sequence = args.sequence or length or 1
+    args.micro_batch = args.micro_batch or batch
+    args.global_batch = args.global_batch or args.micro_batch * args.gpus * call.accumulation
+    args.state = _state(call.optimizers[0]) if call.optimizers else args.state
+    return lambda: copy.deepcopy(call.model), inputs
+
+
+def _state(optimizer: "torch.optim.Optimizer") -> int:
+    """Bytes that an optimizer keeps for each number, as a step with a small parameter shows it."""
+    import torch
+
+    from accelerate.runtime.torch_private import pytree
+
+    def per_number(states: Any, parameter: torch.Tensor) -> int:
+        kept = [leaf for leaf in pytree.tree_leaves(states) if isinstance(leaf, torch.Tensor)]
+        return round(sum(leaf.nbytes for leaf in kept) / parameter.numel())
+
+    for parameter, states in optimizer.state.items():
+        if states:  # some make them when they are made, and only for their own parameters
+            return per_number(states, parameter)
+    sample, twin = torch.nn.Parameter(torch.zeros(64, 64)), object.__new__(type(optimizer))
+    sample.grad = torch.zeros(64, 64)
+    groups = [{**optimizer.param_groups[0], "params": [sample]}]
+    vars(twin).update(vars(optimizer), state=defaultdict(dict), param_groups=groups)
+    try:
+        type(optimizer).step(twin)
+    except Exception as error:  # such as one that needs a GPU
+        name = type(optimizer).__name__
+        print(f"{name} takes no step here ({brief(error)}), so it is counted as Adam.", file=sys.stderr)
+        return Layout.state
+    return per_number(dict(twin.state), sample)
+
+
+class Profiles:
+    """Measures a model once for each split, dtype of its weights and recomputation: with one sample and two, as memory is linear in them."""
+
+    def __init__(self, build: Callable[[], "nn.Module"], inputs: Callable[..., dict[str, Any]], sequence: int) -> None:
+        self._arguments, self._sequence = (build, inputs), sequence
+        self._found: dict[Any, tuple[Profile, ...] | str] = {}
+        model = build()
+        config = getattr(model, "config", None)
+        names = ("num_local_experts", "num_experts", "n_routed_experts")
+        counts = [getattr(config, name, None) for name in names if getattr(model, "ep_plan", None)]
+        # Of a layer that ranks can share; 0 if they cannot.
+        self.experts = next((count for count in counts if isinstance(count, int)), 0)
+
+    def of(self, layout: Layout) -> Profile:
+        """Return the profile for a layout; ValueError if the model cannot run so."""
+        from accelerate.extensions.plan.activations import measure
+
+        within = layout.tp, layout.cp, layout.sp, layout.ep
+        key = (layout.precision, layout.checkpointing, layout.casts, *within)
+        if key not in self._found:
+            # torch's context parallelism keeps what a rank's own keys need
+            alone = dataclasses.replace(layout, cp=1, fsdp=layout.shards > 0)
+            one, two = (dataclasses.replace(alone, micro_batch=size) for size in (1, 2))
+            length = self._sequence // layout.cp
+            try:
+                self._found[key] = tuple(measure(*self._arguments, each, length, gpu=True) for each in (one, two))
+            except ValueError as error:
+                self._found[key] = str(error)
+        found = self._found[key]
+        if isinstance(found, str):
+            raise ValueError(found)
+        one, two = found
+        profile = two.extended(one, layout.micro_batch)
+        if layout.cp == 1:
+            return profile
+        # Each rank's queries meet the keys of all: arithmetic is the part of that of the whole sequence.
+        whole = self.of(dataclasses.replace(layout, cp=1, fsdp=True))
+        pairs = zip(profile.segments, whole.segments, strict=True)
+        parts = (dataclasses.replace(own, flops=all_of.flops // layout.cp) for own, all_of in pairs)
+        return dataclasses.replace(profile, segments=tuple(parts))
+
+
+# -- the layouts -------------------------------------------------------------------------------------------------------
+
+
+def layouts(gpus: int, nodes: int, sequence: int, precision: str, experts: int = 0) -> Iterator[Layout]:
+    """Yield the layouts of so many ranks that this package runs, with a micro-batch of one sample; of models with so many experts also with those split."""
+    for name, size in [("", 1), *((name, size) for name in WITHIN_LAYERS for size in (2, 4, 8))]:
+        # A rank of context parallelism gets a part from the front and one from the back.
+        rests = {"cp": sequence % (2 * size), "sp": sequence % size, "ep": not experts or experts % size}
+        if gpus // nodes % size or rests.get(name):
+            continue
+        data = gpus if name == "ep" else gpus // size
+        common = {"precision": precision, **({name: size} if name else {})}
+        if not name:
+            yield Layout(dp_replicate=data, **common)
+            if data > 1:
+                yield from (Layout(dp_replicate=data, zero=stage, **common) for stage in (2, 3))
+        elif data == 1 and name == "tp":
+            yield Layout(**common)
+        if data > 1 or name in ("cp", "sp"):
+            yield Layout(dp_shard=data, fsdp=True, **common)
+            if not name:
+                yield Layout(dp_shard=data, fsdp=True, reshard=False, **common)
+            split = size if name == "ep" else 1
+            if data > nodes > 1 and data % (nodes * split) == 0:
+                yield Layout(dp_replicate=nodes, dp_shard=data // nodes, fsdp=True, **common)
+
+
+def choose(profiles: Profiles, base: Layout, fleet: Fleet, global_batch: int, sizes: Sequence[int]) -> Choice:
+    """Return the fastest way to run a layout that fits, over micro-batches of these sizes and recomputation; else why none fits."""
+    room = fleet.device.memory * (1 - RESERVE)
+    micros = [size for size in sizes if global_batch % (base.batches * size) == 0]
+    if not micros:
+        each = f" with micro-batches of {sizes[0]}" if sizes[0] > 1 else ""
+        why = f"global_batch={global_batch} is not a multiple of its {base.batches} data-parallel ranks{each}"
+        return Choice(base, why=why)
+
+    def arranged(micro: int, again: bool) -> Layout:
+        steps = global_batch // (base.batches * micro)
+        return dataclasses.replace(base, checkpointing=again, micro_batch=micro, accumulation=steps)
+
+    best: Choice | None = None
+    least: Choice | None = None
+    for again in (False, True):
+        wholes = [arranged(micro, False) for micro in micros] if again and best else []
+        if wholes and min(step_seconds(profiles.of(each), each, fleet).total for each in wholes) >= best.time.total:
+            break  # to compute again takes longer with each micro-batch, and those that would fit then are no faster without it
+        for layout in (arranged(micro, again) for micro in micros):
+            try:
+                profile = profiles.of(layout)
+            except ValueError as error:
+                least = least or Choice(layout, why=str(error))
+                break
+            needs = memory(profile, layout, fleet.device)
+            if needs.total > room:
+                if least is None or least.memory is None or needs.total < least.memory.total:
+                    least = Choice(layout, needs, why=_advice(needs, layout, fleet))
+                break
+            time = step_seconds(profile, layout, fleet)
+            if best is None or time.total < best.time.total:
+                slow = sum(each.bytes for each in traffic(profile, layout) if fleet.crosses(each))
+                best = Choice(layout, needs, time, slow)
+    return best or least
+
+
+def _advice(needs: Memory, layout: Layout, fleet: Fleet) -> str:
+    """Say what takes the memory, and what makes it less."""
+    size, room = size_text(getattr(needs, needs.largest)), size_text(fleet.device.memory)
+    if needs.largest == "activations":
+        cut = layout.cp * layout.tp * layout.sp > 1
+        hint = "a larger cp_size or a shorter --sequence" if cut else "cp_size=2 or tp_size=2"
+    elif needs.largest == "gathered":
+        hint = "tp_size=2, so that less is whole at once" if layout.shards else "FSDP2, which has no buckets"
+    else:
+        hint = "more ranks, tp_size or offload" if layout.shards else "FSDP2, which shards them"
+    return f"{needs.largest} {size} of {room}, {size_text(needs.total)} in all: use {hint}"
+
+
+def plan(profiles: Profiles, fleet: Fleet, args: argparse.Namespace) -> list[Choice]:
+    """Return all layouts, those that fit first and the fastest of them first; offload is tried where none fits."""
+    found = layouts(args.gpus, args.nodes, args.sequence, args.mixed_precision, profiles.experts)
+    bases = [dataclasses.replace(base, state=args.state) for base in found]
+    sizes = [args.micro_batch] if args.micro_batch else [2**power for power in range(7)]
+    found = [choose(profiles, base, fleet, args.global_batch, sizes) for base in bases]
+    if all(each.why for each in found):
+        able = (dataclasses.replace(base, offload=True) for base in bases if base.shards and base.reshard)
+        found += [choose(profiles, base, fleet, args.global_batch, sizes) for base in able]
+    return sorted(found, key=lambda each: (bool(each.why), each.time.total if each.time else 0, each.layout.zero or 0))
+
+
+# -- what is written ---------------------------------------------------------------------------------------------------
+
+
+def configuration(layout: Layout, nodes: int) -> dict[str, Any]:
+    """Return the configuration file of a layout, as `accelerate launch` reads it."""
+    content: dict[str, Any] = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "MULTI_GPU" if layout.ranks > 1 else "NO",
+        "mixed_precision": layout.precision,
+        "num_machines": nodes,
+        "num_processes": layout.ranks,
+    }
+    if nodes > 1:
+        content |= {"machine_rank": 0, "main_process_ip": "127.0.0.1", "main_process_port": 29500}
+    if layout.zero is not None:
+        content["distributed_type"] = "DEEPSPEED"
+        several = {"deepspeed_multinode_launcher": "standard"} if nodes > 1 else {}
+        steps = {"gradient_accumulation_steps": layout.accumulation}
+        content["deepspeed_config"] = {"zero_stage": layout.zero, **steps, **several}
+    if layout.shards:
+        content["distributed_type"] = "FSDP"
+        content["fsdp_config"] = {
+            "fsdp_version": 2,
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "fsdp_reshard_after_forward": layout.reshard,
+            "fsdp_activation_checkpointing": layout.checkpointing,
+            "fsdp_offload_params": layout.offload,
+        }
+    named = {name: getattr(layout, name) for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp")}
+    sizes = {f"parallelism_config_{name}_size": size for name, size in named.items() if size > 1}
+    if (layout.zero is None and len(sizes) > 1) or layout.tp * layout.cp * layout.sp > 1:
+        torch_sp = {"parallelism_config_sp_backend": "torch"} if layout.sp > 1 else {}
+        content["parallelism_config"] = sizes | torch_sp
+    return content
+
+
+def in_the_program(layout: Layout) -> str:
+    """Say what the training program has to do for a layout, which no configuration file can."""
+    steps = f"Accelerator(gradient_accumulation_steps={layout.accumulation})"
+    lines = [f"a batch size of {layout.micro_batch}, and {steps}."]
+    if layout.cp * layout.sp > 1:
+        otherwise = "without it each rank of a sequence computes all of it"
+        lines.append(f"Each batch in `with accelerator.maybe_context_parallel(...)`: {otherwise}.")
+    if layout.ep > 1:
+        size = f"dp_replicate_size={layout.dp_replicate}, dp_shard_size={layout.dp_shard}, ep_size={layout.ep}"
+        config = f"Accelerator(parallelism_config=ParallelismConfig({size}))"
+        lines.append(f"{config}, for which there is no entry in the file.")
+    if layout.checkpointing and not layout.shards:
+        lines.append("model.gradient_checkpointing_enable().")
+    return "In the program: " + "\n  ".join(lines)
+
+
+def plan_command(args: argparse.Namespace) -> None:
+    """Print the layouts of what `plan_command_parser` parsed, and write a file if it is asked for.
+
+    Raises:
+        LaunchError: the model, the device or the numbers cannot be used, or, with `--write`, no layout fits.
+    """
+    for name in ("gpus", "nodes", "sequence", "global_batch", "micro_batch"):
+        if (number := getattr(args, name)) is not None and number < 1:
+            raise LaunchError(f"--{name} is {number}; it must be at least 1.")
+    if bool(args.model) == bool(args.script):
+        raise LaunchError("Name one of MODEL and --script train.py: what is planned for.")
+    if args.global_batch is None and args.model:
+        raise LaunchError("--global_batch is missing: how many samples an optimizer step has, on all ranks together.")
+    if not 0 < args.efficiency <= 1 or not 0 <= args.overlap <= 1:
+        asked = f"--efficiency is {args.efficiency} and --overlap {args.overlap}"
+        raise LaunchError(f"{asked}; pass parts of 1, the first above 0.")
+    if args.gpus % args.nodes:
+        asked = f"--gpus is {args.gpus}, which --nodes={args.nodes} does not divide"
+        raise LaunchError(f"{asked}; name all GPUs of all machines.")
+    device, between = device_specs.device_spec(args.gpu), device_specs.link(args.link)
+    if args.mixed_precision not in device.flops:
+        asked = f"--mixed_precision is {args.mixed_precision}, for which {device.name} has no arithmetic"
+        raise LaunchError(f"{asked}; use {' or '.join(device.flops)}.")
+    if args.measure:
+        device = _measured(device)
+    fleet = Fleet(device, args.gpus // args.nodes, between, args.efficiency, args.overlap)
+    args.state = Layout.state
+    build, inputs = load_program(args) if args.script else load(args.model, args.trust_remote_code)
+    args.sequence = args.sequence or _SEQUENCE
+    found = plan(Profiles(build, inputs, args.sequence), fleet, args)
+    if args.json:
+        print(json.dumps([dataclasses.asdict(each) | {"name": name_of(each.layout)} for each in found], indent=1))
+    else:
+        _print(args, found, fleet)
+    if args.write:
+        best = found[0]  # those that fit come first
+        if best.why:
+            raise LaunchError(f"No layout fits, so {args.write} was not written; the reasons are above.")
+        config_utils.check_writable(args.write)
+        config_utils.write(args.write, configuration(best.layout, args.nodes))
+        see = f"see it by `accelerate launch --config_file {args.write} --dry_run train.py`"
+        print(f"{args.write}: {name_of(best.layout)}; {see}.\n{in_the_program(best.layout)}")
+
+
+def _measured(device: device_specs.DeviceSpec) -> device_specs.DeviceSpec:
+    """Return the row with rates of this machine's device; LaunchError if that is another kind."""
+    from accelerate.devices import table as devices
+    from accelerate.extensions.plan.ceilings import measured
+
+    here = devices.detect()
+    name = here.namespace().get_device_name() if here.type != "cpu" else "the CPU"
+    if not any(word in name for word in device.words):
+        asked = f"--measure takes the rates of this machine's device, which is {name}, and --gpu is {device.name}"
+        raise LaunchError(f"{asked}; leave it out, or name the kind that is here.")
+    return measured(device, here.current())
+
+
+def _print(args: argparse.Namespace, found: list[Choice], fleet: Fleet) -> None:
+    rows = [
+        (
+            name_of(each.layout),
+            f"{each.layout.micro_batch} x {each.layout.accumulation}",
+            "yes" if each.layout.checkpointing else "no",
+            size_text(each.memory.total),
+            size_text(each.memory.activations),
+            size_text(each.slow),
+            f"{each.time.total:.3g} s",
+            each.time.limit,
+        )
+        for each in found
+        if not each.why
+    ]
+    where = f"{args.gpus} x {fleet.device.name} on {args.nodes} machine(s)"
+    step = f"{args.global_batch} sequences of {args.sequence} a step"
+    print(f"{args.model} on {where}, {step}, mixed_precision={args.mixed_precision}\n")
+    if rows:
+        right = [name for name in _COLUMNS if name not in ("layout", "limit")]
+        print(table(_COLUMNS, rows[:_SHOWN], right, rule=True))
+    rates = f"{fleet.device.flops[args.mixed_precision] / 1e12:,.0f} TFLOP/s and {fleet.device.bandwidth / 1e12:.2f} TB/s of memory"
+    print(f"\nDevice: {rates}, {fleet.device.source}.")
+    print(
+        f"Step: estimated, with {fleet.efficiency:.0%} of the peak rate, and {fleet.overlap:.0%} of a pass hiding exchanges of data "
+        f"parallelism.\nMemory: of one rank at its peak; {RESERVE:.0%} of the device is left for driver, collectives and fragments."
+    )
+    if left_out := [f"  {name_of(each.layout)}: {each.why}" for each in found if each.why]:
+        print("\nDo not fit:", *left_out, sep="\n")
+
+
+def plan_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+    """Return the parser of `accelerate plan`, or add it to what `add_subparsers` returned."""
+    description = "List the layouts of a training that fit on a cluster, and write the configuration file of the best."
+    parser = make_parser("plan", description, subparsers, plan_command)
+    add = parser.add_argument
+    model = "A config.json or a folder with one, a model of the Hugging Face Hub, or package.module:factory."
+    add("model", nargs="?", help=model)
+    add("--gpus", type=int, required=True, help="How many GPUs there are, on all machines together.")
+    add("--gpu", required=True, metavar="NAME", help=f"Their kind: {', '.join(device_specs.DEVICES)}.")
+    add("--nodes", type=int, default=1, help="How many machines they are in.")
+    sequence = f"Tokens of a sequence; {_SEQUENCE}, or those of the script, by default. Without effect for pictures."
+    add("--sequence", type=int, help=sequence)
+    batch = "Samples of an optimizer step, of all ranks; by default those of the script on as many ranks."
+    add("--global_batch", type=int, help=batch)
+    add(
+        "--micro_batch", type=int, help="Samples of a micro-batch; by default the script's, or those that are fastest."
+    )
+    add("--mixed_precision", default="bf16", choices=["no", "fp16", "bf16"], help="Precision of the passes.")
+    add("--link", default=device_specs.USUAL_LINK, help=f"What connects machines: {', '.join(device_specs.LINKS)}.")
+    add("--measure", action="store_true", help="Take rates that the device of this machine reaches, not the table's.")
+    add("--efficiency", type=float, default=0.5, help="What of the peak rate a pass reaches.")
+    add("--overlap", type=float, default=0.7, help="What of a pass hides exchanges of data parallelism.")
+    add("--trust_remote_code", action="store_true", help="Let the model's own code run.")
+    add("--write", metavar="FILE", help="Write the configuration file of the first layout.")
+    add("--json", action="store_true", help="Print JSON, with all sizes in bytes.")
+    script = "A program and its arguments, in place of the model: the one that it trains. The last option."
+    add("--script", nargs=argparse.REMAINDER, metavar="train.py", help=script)
+    return parser
