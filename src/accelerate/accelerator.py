@@ -557,15 +557,11 @@ class Accelerator(Processes, ExtensionMethods):
 
     def _prepare_deepspeed(self, *args: Any) -> tuple[Any, ...]:
         """Prepare objects for DeepSpeed."""
-        from accelerate.training import engines
-
-        return engines.prepare(self, args)
+        return registry.load("deepspeed").prepare_together(self, args)
 
     def _prepare_megatron_lm(self, *args: Any) -> tuple[Any, ...]:
         """Prepare objects for Megatron-LM."""
-        from accelerate.training import engines
-
-        return engines.prepare_megatron(self, args)
+        return registry.load("megatron").prepare_together(self, args)
 
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: nn.Module) -> Any:
         """Adapt a loader to DeepSpeed's sequence parallelism, as ``prepare`` does for those that come with their model. All ranks.
@@ -580,9 +576,8 @@ class Accelerator(Processes, ExtensionMethods):
         Raises:
             ValueError: DeepSpeed shares no sequences in this run, or no model was prepared yet.
         """
-        from accelerate.training import engines
-
-        return engines.share_loader(self, dl)
+        deepspeed: Any = registry.load("deepspeed")
+        return deepspeed.share_loader(self, dl)
 
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
@@ -919,8 +914,7 @@ class Accelerator(Processes, ExtensionMethods):
             ...     product = torch.ones(2, 2) @ torch.ones(2, 2)
         """
         handler = self.autocast_handler if autocast_handler is None else autocast_handler
-        # An engine of DeepSpeed's casts by itself.
-        kind = "no" if traits_of(self.distributed_type).deepspeed else self.mixed_precision
+        kind = "no" if traits_of(self.distributed_type).casts_itself else self.mixed_precision
         return amp.autocast_context(self.device.type, precision(kind), handler)
 
     @contextlib.contextmanager

@@ -29,7 +29,7 @@ STAGES = (
     *(f"checkpoints/{name}.py" for name in ("callbacks", "capture", "choose", "save", "sharded", "streams")),
 )
 OURS = (
-    "accelerate.strategies.deepspeed",
+    "accelerate.extensions.deepspeed",
     "accelerate.checkpoint",
     "accelerate.data",
     "accelerate.runtime",

@@ -3,7 +3,7 @@
 # Each home with the names that other modules give, too.
 HOMES: dict[str, str] = {
     "accelerate.accelerator": "Accelerator",
-    "accelerate.strategies.megatron.engine": "MegatronEngine",
+    "accelerate.extensions.megatron.engine": "MegatronEngine",
     "accelerate.big_modeling": "dispatch_model init_empty_weights",
     "accelerate.checkpointing": "load_accelerator_state load_custom_state save_accelerator_state save_custom_state",
     "accelerate.commands.config": "get_config_parser",

@@ -131,9 +131,9 @@ def find_executable_batch_size(
 
 
 def _store() -> Any | None:
-    """Return the store in which the ranks exchange sizes; None for one rank, and under DeepSpeed, which holds on to its process group."""
+    """Return the store in which the ranks exchange sizes; None for one rank, and with an engine that keeps its process group."""
     kind = storage.process.current.get("distributed_type", DistributedType.NO)
-    return None if traits_of(kind).deepspeed else default_store()
+    return None if traits_of(kind).own_groups else default_store()
 
 
 def _next_size(name: str, store: Any | None, failed: bool, reduced: Callable[[], int]) -> int | None:
