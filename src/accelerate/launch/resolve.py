@@ -92,7 +92,7 @@ def resolve(args: argparse.Namespace, environ: Environ | None = None, needs_scri
     if runner == "single" and not scheduler_task:
         is_alone = is_of_agent(environ) or bool(scheduler and scheduler.task)
         notes += [] if is_alone else _joined(environ)
-    extra = own_rank.variables if own_rank else _extra(values, environ, job if scheduler_task else None, is_alone)
+    extra = own_rank.variables if own_rank else _extra(values, environ, on, job if scheduler_task else None, is_alone)
     return LaunchPlan(
         settings=MappingProxyType(values),
         script=args.training_script,
