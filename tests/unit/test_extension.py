@@ -210,7 +210,7 @@ def test_each_folder_has_a_row_a_spec_and_a_readme():
     assert [name for name in sorted(rows) if not (folder / name / "README.md").exists()] == []
 
 
-def test_the_declarations_for_type_checkers_are_up_to_date():
-    tool = Path(__file__).parents[2] / "tools" / "extension_methods.py"
+def test_declarations_and_table_are_up_to_date():
+    tool = Path(__file__).parents[2] / "tools" / "extensions.py"
     checked = subprocess.run([sys.executable, tool, "--check"], capture_output=True, text=True)
     assert checked.returncode == 0, checked.stderr
