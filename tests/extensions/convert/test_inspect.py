@@ -11,7 +11,6 @@ from torch.distributed.checkpoint import metadata
 import checkpoint_samples as samples
 from accelerate.checkpoint import headers, manifest
 from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint
-from accelerate.checkpoint.object_store import storage_of
 from accelerate.checkpoint.storage import storage_of
 from accelerate.extensions.convert import inspect
 
