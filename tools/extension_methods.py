@@ -17,6 +17,7 @@ from accelerate import extension
 
 PAGE = pathlib.Path(__file__).parents[1] / "src" / "accelerate" / "extensions" / "methods.pyi"
 HEAD = '''"""Methods and attributes of the Accelerator that come from extensions. Written by tools/extension_methods.py."""
+# ruff: noqa: I001
 '''
 
 
@@ -26,6 +27,7 @@ def signature_of(function: Callable[..., Any]) -> str:
     own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
     plain = [each.replace(default=...) if each.default is not each.empty else each for each in parameters]
     text = str(inspect.signature(function).replace(parameters=[own, *plain]))
+    text = re.sub(r"(?<![\w.])Any\b", "typing.Any", text)  # a bare Any loses its module
     return text.replace("=Ellipsis", "=...").replace("= Ellipsis", "= ...").replace("Ellipsis", "...")
 
 

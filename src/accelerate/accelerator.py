@@ -30,7 +30,7 @@ from accelerate.checkpoint import torch_files
 from accelerate.checkpoint.save import Background
 from accelerate.comm import operations
 from accelerate.comm.base import Communicator
-from accelerate.config.enums import DistributedType, DynamoBackend, FP8BackendType, LoggerType, RNGType
+from accelerate.config.enums import DistributedType, DynamoBackend, LoggerType, RNGType
 from accelerate.config.handlers import (
     AutocastKwargs,
     DistributedDataParallelKwargs,
@@ -41,7 +41,6 @@ from accelerate.config.handlers import (
     ProfileKwargs,
     TorchDynamoPlugin,
 )
-from accelerate.config.low_bit import AORecipeKwargs, FP8RecipeKwargs, TERecipeKwargs
 from accelerate.config.project import DataLoaderConfiguration, ProjectConfiguration
 from accelerate.config.strategies import traits_of
 from accelerate.data.build import plan_of, prepare_data_loader, skip_first_batches  # noqa: F401 - see `_replaceable`
@@ -50,16 +49,14 @@ from accelerate.devices.memory import memory_snapshot
 from accelerate.extension import Extensions, specs, third_parties
 from accelerate.logging import get_logger
 from accelerate.parallelism_config import ParallelismConfig
-from accelerate.precision import amp, fp8
+from accelerate.precision import amp
 from accelerate.precision.amp import apply_downcast, precision
-from accelerate.precision.ao import convert_model_to_fp8_ao
 from accelerate.process import Processes
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.strategies import mesh, registry
 from accelerate.strategies.base import Strategy
 from accelerate.trackers.base import GeneralTracker
 from accelerate.trackers.registry import filter_trackers
-from accelerate.training import conditional as conditionals
 from accelerate.training import gradients, metrics, restoring, saving, setup
 from accelerate.training import prepare as preparation
 from accelerate.training.prepared import PreparedObjects
@@ -68,6 +65,7 @@ from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
 # What this module gives and does not hold itself.
 _HOMES = {
+    "accelerate.config.enums": "FP8BackendType",
     "accelerate.modules.unwrap": "model_has_dtensor",
     "accelerate.extensions.big_models.weights": "get_state_dict_offloaded_model",
     "accelerate.trackers.registry": "LOGGER_TYPE_TO_CLASS",
@@ -75,6 +73,7 @@ _HOMES = {
         "DTENSOR_PYTORCH_VERSION FSDP2_PYTORCH_VERSION FSDP_PYTORCH_VERSION MODEL_NAME SAFE_WEIGHTS_INDEX_NAME "
         "SAFE_WEIGHTS_NAME SAFE_WEIGHTS_PATTERN_NAME SCALER_NAME WEIGHTS_INDEX_NAME WEIGHTS_NAME WEIGHTS_PATTERN_NAME"
     ),
+    "accelerate.utils.ao": "convert_model_to_fp8_ao",
     "accelerate.utils.fsdp_utils": "fsdp2_canonicalize_names",
 }
 __getattr__, __dir__, _ = front(__name__, _HOMES, [])
@@ -224,9 +223,6 @@ class Accelerator(Processes, ExtensionMethods):
     init_handler: InitProcessGroupKwargs | None
     autocast_handler: AutocastKwargs | None
     profile_handler: ProfileKwargs | None
-    fp8_recipe_handler: FP8RecipeKwargs | None
-    ao_recipe_handler: AORecipeKwargs | None
-    te_recipe_handler: TERecipeKwargs | None
     deepspeed_config: dict[str, Any]  # set when DeepSpeed makes an engine
 
     # Subclasses of libraries set what the constructor sets, and do not call it; these are the attributes that they do not know.
@@ -236,7 +232,6 @@ class Accelerator(Processes, ExtensionMethods):
     fp8_enabled: bool = _derived(lambda self: precision(self.state.mixed_precision).needs_engine)
     _strategy: Strategy = _derived(lambda self: registry.resolve(self.state))
     _state_io = property(lambda self: registry.load_state_io(self._strategy.name))
-    _fp8_backend: FP8BackendType = _derived(lambda self: fp8.setup(self, {}))
     _scales_loss = _derived(lambda self: traits_of(self.state.distributed_type).scales_loss)
     _window = _derived(lambda self: Window())
     _background = _derived(lambda self: Background())
@@ -279,8 +274,7 @@ class Accelerator(Processes, ExtensionMethods):
             raise ValueError("Pass either deepspeed_plugin or deepspeed_plugins, not both.")
         deepspeed = deepspeed_plugins if deepspeed_plugin is None else deepspeed_plugin
         plugins = setup.plugins(deepspeed, fsdp_plugin, megatron_lm_plugin, dynamo_plugin, dynamo_backend)
-        handlers = setup.sort_handlers(kwargs_handlers)
-        self.__dict__.update(handlers)
+        self.__dict__.update(setup.sort_handlers(kwargs_handlers))
         accumulation = setup.accumulation(gradient_accumulation_plugin, gradient_accumulation_steps)
         split = None if split_batches is _split_batches else split_batches
         self.dataloader_config = setup.loaders(dataloader_config, split)
@@ -300,16 +294,16 @@ class Accelerator(Processes, ExtensionMethods):
                 **plugins,
                 **options,
             )
-            self._fp8_backend = fp8.setup(self, handlers)
             apply_downcast(self.device.type, self.state.mixed_precision)
             self.scaler = self._strategy.make_scaler(self, self.scaler_handler)
-        self.has_fp8_handler = self.fp8_enabled
-        self.delayed_fp8_autocast = False
-        self.native_amp = precision(self.state.mixed_precision).autocast_dtype is not None
-        # 3. What training needs, and the extensions that this run asks for.
-        self._begin(accumulation)
-        _install_third_parties()
-        self.extensions = Extensions.of(self)
+            self.has_fp8_handler, self.delayed_fp8_autocast = self.fp8_enabled, False
+            self.native_amp = precision(self.state.mixed_precision).autocast_dtype is not None
+            # 3. What training needs, and the extensions that this run asks for.
+            self._begin(accumulation)
+            _install_third_parties()
+            self.extensions = Extensions.of(self)
+            if self.fp8_enabled:
+                self.extensions.require(["mixed_precision='fp8'"])
 
     def _begin(self, accumulation: GradientAccumulationPlugin) -> None:
         """Set what belongs to gradients, to prepared and registered objects, and to checkpoints: none yet."""
@@ -363,11 +357,6 @@ class Accelerator(Processes, ExtensionMethods):
     def torch_device_mesh(self) -> Any:
         """The torch device mesh, or None."""
         return getattr(self.state, "device_mesh", None)
-
-    @property
-    def fp8_backend(self) -> FP8BackendType:
-        """The library that computes in fp8, or would: ``FP8BackendType.NO`` where nothing asks for one."""
-        return self._fp8_backend
 
     @property
     def even_batches(self) -> bool:
@@ -482,83 +471,6 @@ class Accelerator(Processes, ExtensionMethods):
         """
         return preparation.prepare_model(self, model, device_placement, evaluation_mode)
 
-    def prepare_pipeline(
-        self,
-        model: nn.Module,
-        schedule: str = "1F1B",
-        microbatches: int | None = None,
-        split: str | Sequence[str] = "auto",
-        example_args: Sequence[Any] = (),
-        example_kwargs: dict[str, Any] | None = None,
-        loss: Callable[[Any, Any], torch.Tensor] | None = None,
-    ) -> nn.Module:
-        """Divide a model over the ranks of ``ParallelismConfig(pp_size=...)``, to train it as a pipeline. All ranks.
-
-        Make the optimizer from ``pipeline.parameters()``, and prepare that. A call of the pipeline takes a whole batch of this
-        data-parallel rank, the same on all ranks of the pipeline, as a prepared loader gives it; it runs forward and backward, so `backward`
-        is not called. Under FSDP each stage is one unit. The model stays as it is; each rank moves the weights of its own stages to the device.
-
-        Args:
-            model: The model, with its weights; its forward has to be one graph that ``torch.export`` can trace.
-            schedule: ``"GPipe"``, ``"1F1B"``, or with two stages on each rank ``"Interleaved1F1B"`` or ``"ZBVZeroBubble"``.
-            microbatches: How many parts a whole batch has; None: twice the ranks of the pipeline.
-            split: Names of the modules that each stage after the first begins with, in their order; ``"auto"`` measures the blocks of the
-                model and makes the most costly stage as cheap as can be.
-            example_args: Positional arguments of one micro-batch. Batches differ from it in the number of samples alone.
-            example_kwargs: Keyword arguments of it.
-            loss: Called with what the model returns for a micro-batch, and its part of ``target``, which the pipeline is called with beside the
-                model's arguments; it returns the mean over the samples. A batch may then have any number of samples. None: the model returns its loss.
-
-        Returns:
-            The pipeline, a module with this rank's parameters under the names of the model. A call returns the loss on every rank, the mean
-            over the samples, detached.
-
-        Raises:
-            ValueError: The model cannot be divided, or the settings do not fit; raised on all ranks.
-
-        Example:
-            >>> pipeline = accelerator.prepare_pipeline(  # doctest: +SKIP
-            ...     model, microbatches=4, example_args=(batch[:2],), loss=torch.nn.functional.cross_entropy
-            ... )
-            >>> optimizer, loader = accelerator.prepare(torch.optim.AdamW(pipeline.parameters()), loader)  # doctest: +SKIP
-            >>> for batch, labels in loader:  # doctest: +SKIP
-            ...     loss = pipeline(batch, target=labels)
-            ...     optimizer.step()
-            ...     optimizer.zero_grad()
-
-        Source:
-            https://docs.pytorch.org/docs/stable/distributed.pipelining.html
-        """
-        from accelerate.training import pipeline  # it imports torch's pipelines, which takes a second
-
-        size = getattr(self.parallelism_config, "pp_size", 1)
-        count = 2 * size if microbatches is None else microbatches
-        return pipeline.prepare_pipeline(
-            self, model, schedule, count, split, (example_args, example_kwargs or {}), loss
-        )
-
-    def conditional(self, module: nn.Module, given: str, inputs: Any) -> None:
-        """Declare a part of a model that some ranks may leave out of a step, where others would wait for them. All ranks, before `prepare`.
-
-        Under FSDP2 the ranks agree with one number for each declared module in each forward, for which the host waits. If some call the
-        module, the others call it too, with `inputs` and without gradients; so its parts must be called before other blocks that
-        are sharded, and several such modules in the order in which they are declared. DDP finds unused parameters by itself.
-
-        Args:
-            module: The part, which belongs to a model that is not prepared yet.
-            given: The argument of the whole model's forward without which the part is not called: None or an empty tensor.
-            inputs: A tensor, or a tuple of arguments, that the part can be called with.
-
-        Raises:
-            ValueError: The model is prepared already, or the strategy is another one.
-
-        Example:
-            >>> model = torch.nn.ModuleDict({"text": torch.nn.Linear(2, 1), "pictures": torch.nn.Linear(4, 1)})
-            >>> Accelerator(cpu=True).conditional(model["pictures"], given="pictures", inputs=torch.zeros(1, 4))
-        """
-        ready = inputs if isinstance(inputs, tuple) else (inputs,)
-        conditionals.declare(self, conditionals.Conditional(module, given, ready))
-
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
         """Prepare one optimizer. All ranks.
 
@@ -628,18 +540,6 @@ class Accelerator(Processes, ExtensionMethods):
         """Build the device mesh that ``parallelism_config`` describes."""
         mesh.build(self)
 
-    def _prepare_tp(self, *args: Any) -> tuple[Any, ...]:
-        """Split the layers of the models among the objects, over the mesh's tensor-parallel dimension."""
-        from accelerate.parallel import tensor
-
-        return tensor.prepare(self, args)
-
-    def _prepare_cp(self, *args: Any) -> tuple[Any, ...]:
-        """Let the attention of the models among the objects work on parts of sequences."""
-        from accelerate.parallel import sequence
-
-        return sequence.prepare(self, "cp", args)
-
     def _prepare_fsdp2(self, *args: Any) -> tuple[Any, ...]:
         """Prepare objects for FSDP2."""
         return preparation.in_order(self, args)
@@ -657,27 +557,11 @@ class Accelerator(Processes, ExtensionMethods):
 
     def _prepare_deepspeed(self, *args: Any) -> tuple[Any, ...]:
         """Prepare objects for DeepSpeed."""
-        from accelerate.training import engines
-
-        return engines.prepare(self, args)
+        return registry.load("deepspeed").prepare_together(self, args)
 
     def _prepare_megatron_lm(self, *args: Any) -> tuple[Any, ...]:
         """Prepare objects for Megatron-LM."""
-        from accelerate.training import engines
-
-        return engines.prepare_megatron(self, args)
-
-    def _prepare_te(self, *args: Any) -> tuple[Any, ...]:
-        """Convert the models among the objects to Transformer Engine."""
-        return fp8.prepare_te(self, args)
-
-    def _prepare_ao(self, *args: Any) -> tuple[Any, ...]:
-        """Convert the models among the objects to torchao's float8, with the function that libraries replace here."""
-        return fp8.prepare_ao(self, args, convert_model_to_fp8_ao)
-
-    def _prepare_msamp(self, *args: Any, device_placement: Any) -> tuple[Any, ...]:
-        """Raise NotImplementedError: MS-AMP is not supported."""
-        raise NotImplementedError(fp8.NO_MSAMP)
+        return registry.load("megatron").prepare_together(self, args)
 
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: nn.Module) -> Any:
         """Adapt a loader to DeepSpeed's sequence parallelism, as ``prepare`` does for those that come with their model. All ranks.
@@ -692,9 +576,8 @@ class Accelerator(Processes, ExtensionMethods):
         Raises:
             ValueError: DeepSpeed shares no sequences in this run, or no model was prepared yet.
         """
-        from accelerate.training import engines
-
-        return engines.share_loader(self, dl)
+        deepspeed: Any = registry.load("deepspeed")
+        return deepspeed.share_loader(self, dl)
 
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
@@ -1031,8 +914,7 @@ class Accelerator(Processes, ExtensionMethods):
             ...     product = torch.ones(2, 2) @ torch.ones(2, 2)
         """
         handler = self.autocast_handler if autocast_handler is None else autocast_handler
-        # An engine of DeepSpeed's casts by itself.
-        kind = "no" if traits_of(self.distributed_type).deepspeed else self.mixed_precision
+        kind = "no" if traits_of(self.distributed_type).casts_itself else self.mixed_precision
         return amp.autocast_context(self.device.type, precision(kind), handler)
 
     @contextlib.contextmanager

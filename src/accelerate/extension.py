@@ -8,7 +8,7 @@ extension, and which methods of the Accelerator come from it. Its code is import
 import contextlib
 import importlib
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import entry_points
@@ -51,9 +51,14 @@ class Extension:
         """The Accelerator, which owns its extensions and so is alive in every hook."""
         return self._run()
 
+    @property
+    def serves(self) -> tuple[str, ...]:
+        """Settings that the extension puts into effect on new models, such as ``("tp_size",)``."""
+        return ()
+
     @classmethod
     def attach(cls, run: Any) -> "Extension | None":
-        """Return the extension of a new Accelerator whose `Spec.attaches` is true, or None; raise ValueError for wrong settings.
+        """Return the extension of a run whose `Spec.attaches` is true, or None; raise ValueError for wrong settings.
 
         Collective: call on every rank.
         """
@@ -66,11 +71,35 @@ class Extension:
         """
 
     def convert(self, model: Any, evaluation: bool) -> Any:
-        """Return a new model with its layers changed, before it is moved to the device and wrapped.
+        """Return a new model with its layers changed, before it is moved to the device and wrapped; the device mesh is built.
 
         Collective: call on every rank.
         """
         return model
+
+    def convert_optimizer(self, optimizer: Any) -> None:
+        """Change a new torch optimizer before it is wrapped.
+
+        Collective: call on every rank.
+        """
+
+    def sharding(self, model: Any, ignored: Collection[Any], policies: dict[Any, Any], units: set[Any]) -> None:
+        """Refuse a model that `fully_shard` cannot shard, or choose the precision of its modules.
+
+        Collective: call on every rank.
+
+        Args:
+            model: The model, before it is sharded.
+            ignored: Its parameters that stay unsharded.
+            policies: To be filled with the `MixedPrecisionPolicy` of each module that has another one than the model.
+            units: To be filled with the modules that have to be sharded by themselves.
+        """
+
+    def sharded(self, model: Any) -> None:
+        """Act on a model that `fully_shard` has sharded.
+
+        Collective: call on every rank.
+        """
 
     def registered(self, kind: str, prepared: Any, evaluation: bool) -> None:
         """Do what a newly prepared object needs, such as registering torch's hooks on it.
@@ -170,16 +199,19 @@ class Spec:
     Attributes:
         name: Its name, which is that of its folder.
         extension: ``"module:Class"`` of its `Extension`; an empty text if it only has methods.
-        attaches: Says whether a new Accelerator has it, from the settings of the run and the environment.
+        attaches: Says whether an Accelerator has it, from the settings of the run and the environment. It is asked when the Accelerator
+            is made and before each new model, since settings may change in between.
         arrives: Says whether new models bring what the extension handles; a run without it then attaches it, before the hook `arrives`.
         methods: Methods that an Accelerator gets, each with the ``"module:function"`` whose first argument is the Accelerator.
         attributes: The same for read-only attributes.
         handlers: ``"module:Class"`` of each class of ``kwargs_handlers``, by the attribute of the Accelerator that it becomes.
-        strategies: Records for `config.strategies`, which are asked after those of the core.
+        strategies: Records (`StrategySpec`) for `config.strategies`, which sorts them by their `order`.
         options: The module of its rows in the launcher's option table, see `config.options`.
         commands: The subcommands of ``accelerate``, by name.
         runners: Ways of starting processes for the launcher, see `launch.runners`: ``"module"`` by name.
+        trackers: ``"module:Class"`` of the trackers that ``log_with`` names, by name.
         process: ``"module:Class"`` of a `runtime.peers.ProcessExtension`, for processes that work together with others.
+        tensor_kinds: ``"module:Class"`` of each `modules.tensor_kinds.TensorKind`.
         storage: ``"module:Class"`` of a `checkpoint.storage.CheckpointStorage` for locations that are URLs.
     """
 
@@ -194,7 +226,9 @@ class Spec:
     options: str = ""
     commands: Mapping[str, Command] = field(default_factory=dict)
     runners: Mapping[str, str] = field(default_factory=dict)
+    trackers: Mapping[str, str] = field(default_factory=dict)
     process: str = ""
+    tensor_kinds: tuple[str, ...] = ()
     storage: str = ""
 
     def install(self, owner: type) -> None:
@@ -265,6 +299,7 @@ class Extensions:
 
     def __init__(self) -> None:
         self.attached: list[Extension] = []
+        self._asked: set[str] = set()  # names of specs whose `attach` was called
         self._update()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -277,10 +312,29 @@ class Extensions:
         Collective: call on every rank.
         """
         extensions = cls()
-        for spec in (*specs(), *third_parties()):
-            if spec.attaches(run) and (extension := imported(spec.extension).attach(run)) is not None:
-                extensions.add(extension)
+        extensions.attach(run)
         return extensions
+
+    def attach(self, run: Any, models: Sequence[Any] = ()) -> None:
+        """Add the extensions that the run's settings, or new models, call for and that it does not have yet.
+
+        Collective: call on every rank.
+        """
+        for spec in (*specs(), *third_parties()):
+            if spec.name in self._asked or not (spec.attaches(run) or (models and spec.arrives(models))):
+                continue
+            self._asked.add(spec.name)
+            if (extension := imported(spec.extension).attach(run)) is not None:
+                self.add(extension)
+
+    def require(self, settings: Iterable[str]) -> None:
+        """Raise ValueError for a setting that no extension of the run serves, since its folder was deleted. Not a collective."""
+        served = {setting for extension in self.attached for setting in extension.serves}
+        if missing := [setting for setting in settings if setting not in served]:
+            raise ValueError(
+                f"{missing[0]} needs an extension that is not in this installation of accelerate. Remove the setting, or "
+                "install the complete package."
+            )
 
     def add(self, extension: E) -> E:
         """Add an extension to the run, and return it. Not a collective."""
@@ -318,6 +372,9 @@ class Extensions:
 
         self.arrives = overriding("arrives")
         self.convert = overriding("convert")
+        self.convert_optimizer = overriding("convert_optimizer")
+        self.sharding = overriding("sharding")
+        self.sharded = overriding("sharded")
         self.registered = overriding("registered")
         self.phase_begins = overriding("phase_begins")
         self.phase_ends = overriding("phase_ends")

@@ -19,9 +19,10 @@ from accelerate.base.environment import check_cuda_p2p_ib_support, parse_flag_fr
 from accelerate.base.nested import piece
 from accelerate.config import env
 from accelerate.config.enums import DistributedType, SageMakerDistributedType
-from accelerate.config.strategies import engines, traits_of
+from accelerate.config.strategies import engines, record_of, traits_of
 from accelerate.devices import Device, detect, row
 from accelerate.devices.table import DEVICES
+from accelerate.extension import imported
 from accelerate.runtime import failure, peers, rendezvous, storage, torch_private
 
 logger = logging.getLogger(__name__)
@@ -280,6 +281,7 @@ class PartialState(ProcessView):
 
     def _start(self, cpu: bool, settings: dict[str, Any]) -> None:
         env.refuse_removed_variables()
+        env.refuse_missing_strategies()
         kind = os.environ.get("ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE")
         asked = parse_flag_from_env("ACCELERATE_USE_SAGEMAKER") and kind == SageMakerDistributedType.DATA_PARALLEL
         sagemaker = settings.pop("_use_sagemaker_dp", asked)
@@ -288,14 +290,14 @@ class PartialState(ProcessView):
         abilities = traits_of(distributed_type)
         ranks = rendezvous.ALONE
         hardware = device_for(cpu, backend) if abilities.distributed else detect(cpu)
-        if abilities.xla:
+        if abilities.distributed and not abilities.torch_distributed:
             rank, size, local_rank = hardware.ranks()
-            ranks = rendezvous.Ranks(rank, size, local_rank, None, "xla")
+            ranks = rendezvous.Ranks(rank, size, local_rank, None, hardware.type)
         elif abilities.distributed:
             ranks = _join(backend, hardware, settings)
             peers.joined(torch_private.default_store(), ranks.rank, ranks.world_size)
-            if abilities.deepspeed:
-                rendezvous.join_deepspeed(backend, hardware.type, ranks.local_rank or 0)
+            if joins := record_of(distributed_type).joins:
+                imported(joins)(backend, hardware.type, ranks.local_rank or 0)
         self._cpu = cpu
         self.backend = backend
         self.device = _place(hardware, ranks.local_rank, abilities.distributed)

@@ -3,7 +3,7 @@
 # Each home with the names that other modules give, too.
 HOMES: dict[str, str] = {
     "accelerate.accelerator": "Accelerator",
-    "accelerate.strategies.megatron.engine": "MegatronEngine",
+    "accelerate.extensions.megatron.engine": "MegatronEngine",
     "accelerate.big_modeling": "dispatch_model init_empty_weights",
     "accelerate.checkpointing": "load_accelerator_state load_custom_state save_accelerator_state save_custom_state",
     "accelerate.commands.config": "get_config_parser",
@@ -35,13 +35,12 @@ HOMES: dict[str, str] = {
     "accelerate.extensions.big_models.device_map": "_init_infer_auto_device_map",
     "accelerate.extensions.big_models.tensors": "_get_param_device",
     "accelerate.optimizer": "AcceleratedOptimizer",
-    "accelerate.parallel.models": "_attach_context_parallel_hooks _refuse_recurrent_layers_under_sequence_parallelism",
-    "accelerate.precision.quantize": "_replace_with_bnb_layers",
+    "accelerate.extensions.sequence.models": "_attach_context_parallel_hooks _refuse_recurrent_layers_under_sequence_parallelism",
+    "accelerate.extensions.quantize.quantize": "_replace_with_bnb_layers",
     "accelerate.scheduler": "AcceleratedScheduler",
     "accelerate.state": "AcceleratorState GradientState PartialState",
     "accelerate.test_utils.testing": "execute_subprocess_async path_in_accelerate_package",
-    "accelerate.trackers.base": "logger",
-    "accelerate.trackers.registry": "_available_trackers",
+    "accelerate.trackers.registry": "_available_trackers logger",
     "accelerate.utils.dataclasses": (
         "AORecipeKwargs BnbQuantizationConfig ComputeEnvironment CustomDtype DeepSpeedPlugin "
         "DistributedDataParallelKwargs DistributedType DynamoBackend FP8BackendType FP8RecipeKwargs "

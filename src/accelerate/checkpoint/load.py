@@ -18,12 +18,13 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from accelerate.checkpoint import formats, low_bit, manifest, schedules, torch_files
+from accelerate.checkpoint import formats, manifest, schedules, torch_files
 from accelerate.checkpoint.manifest import DamagedCheckpoint, FileEntry, Manifest, damaged
 from accelerate.checkpoint.model_io import inner_optimizer
 from accelerate.checkpoint.state import LOADERS, POSITIONS, Common, keeps_state
 from accelerate.data import generators, resume
 from accelerate.data.loader import PreparedLoader
+from accelerate.modules import tensor_kinds
 from accelerate.runtime import durable
 
 logger = logging.getLogger(__name__)
@@ -396,7 +397,7 @@ class Contents:
 
     def _load_optimizer(self, optimizer: Any, state: Any) -> None:
         inner = inner_optimizer(optimizer)
-        state = low_bit.rebuilt(inner, state)
+        state = tensor_kinds.rebuilt(inner, state)
         if uses_torch_load(inner):
             inside = [
                 value for values in state["state"].values() if isinstance(values, Mapping) for value in values.values()

@@ -17,9 +17,9 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from accelerate.checkpoint import low_bit
 from accelerate.checkpoint.state import Entries, address_of, mapped_leaves, quietly, rank_and_size
-from accelerate.config.strategies import SPECS
+from accelerate.config.strategies import specs
+from accelerate.modules import tensor_kinds
 from accelerate.modules.unwrap import canonical_names, extract_model_from_parallel
 
 
@@ -38,6 +38,8 @@ class ModelIO:
     is_collective: ClassVar[bool] = False
     # Whether a state is no memory of the model's parameters.
     gives_copies: ClassVar[bool] = False
+    # Whether torch's functions for gathered states, and loading a part of a state, fail with these models.
+    gathers_itself: ClassVar[bool] = False
     # Whether each rank has the names of all parameters.
     has_all_names: ClassVar[bool] = True
 
@@ -159,7 +161,7 @@ _PLAIN = ModelIO()
 
 def io_of(model: nn.Module) -> ModelIO:
     """Return what gives and takes the states of a model. Not a collective."""
-    for spec in SPECS:
+    for spec in specs():
         if spec.has_model is not None and spec.has_model(model):
             return _loaded(spec.model_io)
     return _PLAIN
@@ -213,7 +215,9 @@ def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 def plain_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return the state dict of torch's optimizer, no copy, with values of few bits as a checkpoint holds them. Any rank, alone."""
     raw = optimizer.state_dict()
-    return {**raw, "state": mapped_leaves(raw["state"], low_bit.plain)} if low_bit.makes(optimizer) else raw
+    for kind in tensor_kinds.kept_by(optimizer):
+        raw = {**raw, "state": mapped_leaves(raw["state"], kind.plain)}
+    return raw
 
 
 def owner(optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]) -> tuple[nn.Module | None, list[list[str]]]:

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from accelerate.checkpoint import load, low_bit, manifest, model_io, state
+from accelerate.checkpoint import load, manifest, model_io, state
 from accelerate.checkpoint.layouts import Found, Path, find, read_like, required
 from accelerate.checkpoint.load import CheckpointFolder, Deferred
 from accelerate.checkpoint.manifest import DamagedCheckpoint
 from accelerate.checkpoint.model_io import io_of
 from accelerate.checkpoint.state import Layout, is_distributed_tensor, mapped_leaves, run_on_all_ranks
+from accelerate.modules import tensor_kinds
 from accelerate.modules.unwrap import match_names
 
 if TYPE_CHECKING:
@@ -275,7 +276,7 @@ def _fitted(goal: Target, name: str, values: Any, stored: "CheckpointReader") ->
         if key not in values:
             continue
         value, before = values[key], present.get(key)
-        if low_bit.is_parts(value):  # ranks find the scales of their blocks in all of them
+        if tensor_kinds.is_parts(value):  # ranks find the scales of their blocks in all of them
             fitted[key] = {name: fit(one) if name == "codes" else stored.allocate(one) for name, one in value.items()}
         elif isinstance(value, (Mapping, list)):
             fitted[key] = mapped_leaves(value, fit)

@@ -12,12 +12,12 @@ import shutil
 import socket
 from collections.abc import Mapping
 from dataclasses import replace
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING
 
 from accelerate.config.options import BY_NAME, FEATURES, NEEDS_DEVICES, OPTIONS, PARADIGMS, SECTIONS
-from accelerate.config.options.engines import DEEPSPEED_FIELDS, ONLY_FSDP_1
-from accelerate.config.strategies import SPECS
+from accelerate.config.options.engines import ONLY_FSDP_1
+from accelerate.config.strategies import specs
 from accelerate.launch import config_file, hardware, runners
 from accelerate.launch.config_file import FileSettings
 from accelerate.launch.errors import LaunchError
@@ -211,9 +211,13 @@ def _check_script(args: argparse.Namespace, values: Values) -> None:
 def _other_runner(values: Values, on: set[str], job: "Cluster | None") -> str | None:
     """Return the runner that starts the processes by another program, or None."""
     names = [name for feature, row in FEATURES.items() if feature in on for name in row.runners]
-    names += [spec.runner for spec in SPECS if spec.runner and spec.feature in on]
+    names += [spec.runner for spec in specs() if spec.runner and spec.feature in on]
     starting = [name for name in names if runners.module_of(name).starts(values, on, job)]
     return starting[0] if starting else None
+
+
+def _runners_of_strategies(on: set[str]) -> list[ModuleType]:
+    return [runners.module_of(spec.runner) for spec in specs() if spec.runner and spec.feature in on]
 
 
 def _own_runner(values: Values, count: int, machines: int, task: Ranks | None) -> str:
@@ -318,10 +322,8 @@ def _check_layout(values: Values, on: set[str], notes: list[str]) -> None:
         depth = name.endswith("_prefetch") and str(values[name].value).isdigit()
         if is_set and version != owner and not depth:
             notes.append(f"--{name} ({values[name].origin}) has no effect with --fsdp_version {version}: {instead}.")
-    config = values["deepspeed_config_file"].value
-    for name in DEEPSPEED_FIELDS if "deepspeed" in on and config not in (None, "none") else ():
-        if values[name].source is Source.COMMAND_LINE:
-            notes.append(f"--{name} counts only where {config} says 'auto': a file's own values hold.")
+    for runner in _runners_of_strategies(on):
+        notes += runner.notes(values) if hasattr(runner, "notes") else []
 
 
 def _check_sizes(values: Values) -> None:
@@ -393,15 +395,13 @@ def _check_port(values: Values) -> None:
         raise LaunchError(f"{_shown(values, 'main_process_port')}: {error} Leave it out to get a free one.") from None
 
 
-def _extra(values: Values, environ: Environ, tasks: "Cluster | None", is_alone: bool) -> dict[str, str]:
+def _extra(values: Values, environ: Environ, on: set[str], tasks: "Cluster | None", is_alone: bool) -> dict[str, str]:
     """Return the variables of the processes that no option carries."""
     extra = _rank_variables(values, environ, tasks) if tasks else {}
     if is_alone:
         extra = {"RANK": "0", "WORLD_SIZE": "1"}  # or the worker would read the scheduler's variables, and join
-    if values["use_deepspeed"].value:
-        from accelerate.launch.runners import deepspeed  # only where it is asked for
-
-        extra |= deepspeed.exports(values, environ)
+    for runner in _runners_of_strategies(on):
+        extra |= runner.variables(values, environ) if hasattr(runner, "variables") else {}
     return extra
 
 

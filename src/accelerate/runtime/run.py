@@ -39,7 +39,7 @@ class Run(Protocol):
         _dataloaders: Prepared loaders.
         _custom_objects: Those of ``register_for_checkpointing``.
         _strategy: The `strategies.base.Strategy` of the run.
-        _cp_context: Makes the context in which a sequence is shared by ranks; None without such a strategy.
+        extensions: Its `extension.Extensions`.
     """
 
     state: Any
@@ -53,21 +53,17 @@ class Run(Protocol):
     sync_gradients: bool
     gradient_accumulation_steps: int
     mixed_precision: str
-    fp8_enabled: bool
     is_fsdp2: bool
     scaler: Any
     ddp_handler: Any
-    fp8_recipe_handler: Any
-    ao_recipe_handler: Any
-    te_recipe_handler: Any
     project_configuration: ProjectConfiguration
     _models: list[nn.Module]
     _optimizers: list[Any]
     _schedulers: list[Any]
     _dataloaders: list[Any]
     _custom_objects: list[Any]
-    _cp_context: Any
     _strategy: Any
+    extensions: Any
 
     @property
     def parallelism_config(self) -> ParallelismConfig | None:

@@ -6,7 +6,6 @@ Averaging twice changes nothing, so it does not matter how passes, micro-batches
 """
 
 import logging
-import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,8 +15,8 @@ from torch import nn
 
 from accelerate import comm
 from accelerate.comm.base import Communicator
+from accelerate.modules import tensor_kinds
 from accelerate.modules.unwrap import canonical_name
-from accelerate.precision import four_bit
 from accelerate.runtime.run import Run
 from accelerate.runtime.torch_private import local_part
 from accelerate.strategies import mesh
@@ -69,8 +68,8 @@ def require_same_model(
 
 
 def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return all parameters, scales of 4-bit ones and buffers, also those that a state dict leaves out, each once."""
-    scales = four_bit.scales(model) if "bitsandbytes" in sys.modules else {}
+    """Return all parameters, scales of quantised ones and buffers, also those that a state dict leaves out, each once."""
+    scales = tensor_kinds.of_model(model)
     named = *model.named_parameters(), *scales.items(), *model.named_buffers()
     return {canonical_name(name): tensor for name, tensor in named}
 

@@ -18,29 +18,13 @@ if TYPE_CHECKING:
 
 
 def check_layout(accelerator: Run) -> None:
-    """Refuse a layout that nothing would put into effect, and models that were sharded before they came here."""
+    """Refuse shards without a strategy that makes them."""
     layout: ParallelismConfig = accelerator.parallelism_config  # type: ignore[assignment]  # callers have one
-    if layout._sp_by_deepspeed:
-        raise ValueError(
-            f"sp_size={layout.sp_size} with sp_backend='deepspeed' needs deepspeed_plugin=DeepSpeedPlugin(...). Pass it, or set "
-            "sp_backend='torch', which does the same with torch alone."
-        )
     if layout.dp_shard_enabled and not traits_of(accelerator.distributed_type).sharded:
         raise ValueError(
             f"dp_shard_size={layout.dp_shard_size} shards parameters, which needs FSDP, but distributed_type is "
             f"{accelerator.distributed_type}. Pass fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2), or use "
             f"dp_replicate_size={layout.data_parallel_size} and dp_shard_size=1."
-        )
-    if layout.tp_enabled and accelerator.fp8_enabled:
-        raise ValueError(
-            f"mixed_precision='fp8' with tp_size={layout.tp_size}: fp8 replaces the linear layers that tensor parallelism has cut. "
-            "Use mixed_precision='bf16', or set tp_size=1."
-        )
-    if layout.tp_enabled and len(layout.active_mesh_dims) > 1 and not accelerator.is_fsdp2:
-        sizes = " and ".join(f"{axis}_size={getattr(layout, f'{axis}_size')}" for axis in layout.active_mesh_dims)
-        raise ValueError(
-            f"{sizes} without FSDP: nothing would average gradients over the ranks that tensor parallelism leaves. Pass "
-            "fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2), or make tp_size the number of processes."
         )
 
 

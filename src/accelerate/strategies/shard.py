@@ -1,7 +1,6 @@
 """Sharding a model in place with torch's `fully_shard`: which modules become units, and where their weights come from."""
 
 import logging
-import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,7 @@ from torch import nn
 from accelerate.base.versions import is_torch_version
 from accelerate.modules.optimizer_remap import named, remap_optimizers, tie, ties
 from accelerate.modules.unwrap import get_module_children_bottom_up
-from accelerate.precision import four_bit, master, rules
+from accelerate.precision import master
 from accelerate.runtime import torch_private
 from accelerate.runtime.run import Run
 from accelerate.runtime.torch_private import box, local_part
@@ -118,16 +117,17 @@ def shard(
     offloads = accelerator.device.type != "cpu" and isinstance(plugin.cpu_offload, CPUOffloadPolicy)
     if accelerator.mixed_precision != "no" and master.upcast(model) and is_torch_version("<", "2.8"):
         master.upcast_frozen(model)  # its `fully_shard` takes one dtype in a unit, that of frozen weights included
-    quantised = "bitsandbytes" in sys.modules
-    if quantised:
-        four_bit.require_shardable(model, ignored or (), getattr(plugin.mixed_precision_policy, "param_dtype", None))
+    policies: dict[nn.Module, Any] = {}
+    ruled: set[nn.Module] = set()
+    for sharding in accelerator.extensions.sharding:
+        sharding(model, ignored or (), policies, ruled)
+    if plugin.module_precision and not policies:
+        raise ValueError("module_precision needs an extension that is not in this installation of accelerate.")
     experts: list[Any] = _experts(accelerator, model)  # `fully_shard` adds methods
     if not experts:  # whole models were compared before their experts were split
         consistency.require_same_model(accelerator, model, ignored or (), from_main=plugin.cpu_ram_efficient_loading)
     around = plugin.mixed_precision_policy or MixedPrecisionPolicy()
-    ruled = rules.resolve(model, plugin.module_precision, around) if plugin.module_precision else {}
-    policies = {part: rule.policy for part, rule in ruled.items()}
-    parts = units(model, is_unit, {part for part, rule in ruled.items() if part in rule.modules} - {*experts})
+    parts = units(model, is_unit, ruled - {*experts})
     before = named(model)
     tied = ties(model)
     weights = _take_weights(model) if plugin.cpu_ram_efficient_loading else None
@@ -165,10 +165,8 @@ def shard(
     else:
         _leave_meta(model, plugin.param_init_fn)
     _gather_ahead(model, plugin)
-    if ruled:
-        rules.install(model, dict.fromkeys(ruled.values()), accelerator.device.type)
-    if quantised:
-        four_bit.attach(model)
+    for sharded in accelerator.extensions.sharded:
+        sharded(model)
     remap_optimizers(accelerator, model, before)
     if ignored:
         consistency.register_whole_parameters(accelerator, model, consistency.whole(model))

@@ -68,23 +68,6 @@ class Sharded(Strategy):
         return norms.clip_grad_norm(parameters, max_norm, norm_type)
 
 
-class TensorParallel(Sharded):
-    """Layers that `parallel.tensor` has split; there are no replicas, so no gradients to average."""
-
-    synchronises = False
-
-    def check(self, accelerator: Run, objects: Sequence[Any]) -> None:
-        """Refuse nothing: the mesh was checked when it was described."""
-
-    def needs_wrapper(self, accelerator: Run, model: nn.Module) -> bool:
-        """Never: the layers themselves are split."""
-        return False
-
-    def clip_grad_value(self, accelerator: Run, parameters: Iterable[nn.Parameter], clip_value: float) -> None:
-        """Clip each element of the parts that this rank has. All ranks."""
-        norms.clip_grad_value(parameters, clip_value)
-
-
 def note_memory(accelerator: Run, model: nn.Module) -> None:
     """Say once what it costs that each rank holds whole gradients while it does not synchronise."""
     # The note counts all parameters, which is too slow for every micro-batch.
@@ -104,18 +87,11 @@ class FSDP2(Sharded):
     """Shards along the first dimension, as DTensors, over the data-parallel dimensions of the mesh."""
 
     def check(self, accelerator: Run, objects: Sequence[Any]) -> None:
-        """Refuse weights that one rank alone has where layers are split first, from those of every rank."""
+        """Refuse a gloo that mixes up exchanges."""
         if _GLOO_MIXES and accelerator.num_processes > 1 and dist.get_backend() == "gloo":
             raise ValueError(
                 "fsdp_version=2 on CPUs with several processes needs torch 2.10 or newer: gloo of older ones mixes up the exchanges of "
                 "`fully_shard`, and weights come out wrong. Run pip install 'torch>=2.10', or set fsdp_version=1."
-            )
-        layout = accelerator.parallelism_config
-        split = layout is not None and (layout.tp_enabled or layout.ep_size > 1)
-        if layout is not None and split and accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:
-            raise ValueError(
-                f"cpu_ram_efficient_loading=True with tp_size={layout.tp_size} and ep_size={layout.ep_size}: layers are split before they are sharded, and each "
-                "group of ranks needs their weights for that. Set cpu_ram_efficient_loading=False."
             )
         super().check(accelerator, objects)
 

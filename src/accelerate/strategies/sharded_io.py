@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from accelerate.checkpoint import layouts, model_io, optimizers, save, state
+from accelerate.checkpoint import layouts, model_io, optimizers, state
 from accelerate.checkpoint.load import Deferred, loads_by_name, uses_torch_load
 from accelerate.checkpoint.model_io import io_of
 from accelerate.checkpoint.save import SavePlan
@@ -109,22 +109,6 @@ class FSDP2IO(ShardedIO):
     """The states of FSDP2, whose gathered tensors are new memory."""
 
     gathers_new_memory = True
-
-
-class TensorParallelIO(ShardedIO):
-    """The states of layers that are sharded: gathered one by one, into files as from any other run."""
-
-    gathers_new_memory = True
-    saves_shards = False
-    save_options = ()
-
-    def layout(self, accelerator: Run, use_dcp: bool = True) -> Layout:
-        """Return how a checkpoint keeps what is sharded: gathered."""
-        return "full"
-
-    def save_model(self, accelerator: Run, state: dict[str, Any], plan: SavePlan, index: int, **options: Any) -> None:
-        """Write the gathered weights, from rank 0. All ranks."""
-        save.write_model(state, plan, index, **options)
 
 
 def _getter(adapter_only: bool) -> Callable[..., dict[str, Any]] | None:

@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accelerate.base._warn import warn_user
-from accelerate.config.strategies import is_pipeline, traits_of
+from accelerate.config.strategies import traits_of
 from accelerate.data.iterable import uneven_ends
 from accelerate.modules.unwrap import is_compiled_module
 from accelerate.optimizer import AcceleratedOptimizer
@@ -292,8 +292,8 @@ def clip_value(accelerator: TrainingRun, parameters: Any, clip_value: float) -> 
 def trigger_sync(model: nn.Module) -> Iterator[None]:
     """Make the next backward pass synchronise, although the forward passes ran without synchronisation."""
     inner: Any = model._orig_mod if is_compiled_module(model) else model
-    if is_pipeline(inner):  # whose call is the backward pass, too
-        with inner.no_sync(held=False):
+    if hasattr(inner, "trigger_sync"):  # a model that runs its backward pass itself
+        with inner.trigger_sync():
             yield
         return
     if not isinstance(inner, DistributedDataParallel):

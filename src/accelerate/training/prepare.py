@@ -1,7 +1,6 @@
 """How objects are prepared: one pass of detection by identity, then what is new is wrapped and registered."""
 
 import contextlib
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -12,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from accelerate.base._warn import warn_user
 from accelerate.checkpoint.save import HostBuffers
-from accelerate.config.enums import DynamoBackend, FP8BackendType
+from accelerate.config.enums import DynamoBackend
 from accelerate.config.strategies import traits_of
 from accelerate.data.loader import PreparedLoader, SkipDataLoader
 from accelerate.devices.memory import release_memory
@@ -25,15 +24,13 @@ from accelerate.modules.unwrap import (
     model_has_dtensor,
 )
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.precision import amp, four_bit, scaling
+from accelerate.precision import amp, scaling
 from accelerate.precision.amp import precision
 from accelerate.runtime import storage, torch_private
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.strategies import mesh as meshes
-from accelerate.strategies.deepspeed.wrappers import DummyOptim, DummyScheduler
-from accelerate.strategies.megatron.steps import MegatronLMDummyScheduler
 from accelerate.strategies.registry import resolve
-from accelerate.training import conditional, gradients, prepared
+from accelerate.training import gradients, prepared
 from accelerate.training.prepared import Entry
 from accelerate.training.run import TrainingRun
 
@@ -42,8 +39,8 @@ _PLAIN = (str, bytes, int, float, complex)
 _CLASSES: dict[str, type | tuple[type, ...]] = {
     "loader": DataLoader,
     "model": nn.Module,
-    "optimizer": (torch.optim.Optimizer, DummyOptim),
-    "scheduler": (LRScheduler, AcceleratedScheduler, DummyScheduler, MegatronLMDummyScheduler),
+    "optimizer": torch.optim.Optimizer,
+    "scheduler": (LRScheduler, AcceleratedScheduler),
 }
 _LISTS = {"model": "_models", "optimizer": "_optimizers", "scheduler": "_schedulers", "loader": "_dataloaders"}
 _WOULD_HAVE = {
@@ -58,8 +55,12 @@ _WOULD_HAVE = {
 
 
 def kind_of(obj: Any) -> str | None:
-    """Return which kind of preparable object this is, or None for something that passes through untouched."""
-    return next((kind for kind, classes in _CLASSES.items() if isinstance(obj, classes)), None)
+    """Return which kind of preparable object this is, or None for something that passes through untouched.
+
+    A class that derives from none of torch's, such as a placeholder for an engine's optimizer, names its kind in ``_prepared_as``.
+    """
+    kind = next((kind for kind, classes in _CLASSES.items() if isinstance(obj, classes)), None)
+    return kind or getattr(type(obj), "_prepared_as", None)
 
 
 def prepare(accelerator: TrainingRun, objects: Sequence[Any], device_placement: list[bool] | None) -> Any:
@@ -83,7 +84,7 @@ def prepare(accelerator: TrainingRun, objects: Sequence[Any], device_placement: 
             f"`device_placement` should be a list with {len(objects)} elements (the number of objects passed), got "
             f"{device_placement!r}."
         )
-    _adopt_sharded(accelerator, objects)
+    _arrive(accelerator, [obj for obj in objects if isinstance(obj, nn.Module)], evaluation=False)
     strategy = accelerator._strategy = resolve(accelerator.state)
     strategy.check(accelerator, objects)
     if strategy.prepares_together:
@@ -128,51 +129,6 @@ def own_states(accelerator: TrainingRun) -> Iterator[None]:
         storage.accelerator.bind(state)
         storage.gradient.bind(gradient)
         yield
-
-
-def _adopt_sharded(accelerator: TrainingRun, objects: Sequence[Any], evaluation: bool = False) -> None:
-    """Let the run follow the layout of models that arrive sharded, which are those that it has not sharded itself."""
-    new = [obj for obj in objects if isinstance(obj, nn.Module) and accelerator.prepared.find(obj) is None]
-    for model in new:
-        stages = getattr(getattr(model, "_pp_stage", None), "pp_size", 1)
-        if stages > 1 and not evaluation:
-            raise ValueError(
-                f"{type(model).__name__} was loaded as one of {stages} pipeline stages by transformers, whose stages exchange no "
-                "gradients. Load the full model without DistributedConfig(pp_size=...), and call accelerator.prepare_pipeline(model, ...)."
-            )
-    if models := [model for model in new if model_has_dtensor(model)]:
-        from accelerate.parallel import adopt
-
-        adopt.adopt(accelerator, models)
-
-
-def _overlay_mesh(accelerator: TrainingRun, model: nn.Module, evaluation: bool) -> nn.Module:
-    """Apply the parallelisms that lie over the strategy: cut the layers of a model, and let it follow shared sequences."""
-    layout = accelerator.parallelism_config
-    if layout is None or traits_of(accelerator.distributed_type).deepspeed:
-        return model
-    if not evaluation or model_has_dtensor(model):
-        meshes.check_layout(accelerator)
-    shares = layout.cp_enabled or layout.sp_enabled
-    if shares or not evaluation:
-        accelerator._prepare_device_mesh()
-    if layout.tp_enabled and not evaluation:
-        (model,) = accelerator._prepare_tp(model)
-    if layout.ep_size > 1 and not evaluation:
-        from accelerate.parallel import experts
-
-        (model,) = experts.prepare(accelerator, (model,))
-    if shares:
-        from accelerate.parallel import models, sequence
-
-        trained = () if evaluation else (model,)
-        if layout.cp_enabled:
-            accelerator._prepare_cp(*trained)
-        else:
-            sequence.prepare(accelerator, "sp", trained)
-        if evaluation:
-            models.join(model, accelerator._cp_context)
-    return model
 
 
 def find_prepared(accelerator: TrainingRun, obj: Any, kind: str, evaluation: bool = False) -> Any | None:
@@ -238,15 +194,14 @@ def _upgrade(accelerator: TrainingRun, entry: Entry) -> nn.Module:
     accelerator._strategy.check(accelerator, (outer,))
     amp.check_weights(outer, accelerator.scaler)
     bare = outer._orig_mod if is_compiled_module(outer) else outer
-    layout = accelerator.parallelism_config
-    splits = (
-        [] if layout is None else [axis for axis in ("tp", "cp", "sp", "ep") if getattr(layout, f"{axis}_size") > 1]
-    )
-    if (splits or accelerator.fp8_enabled) and not model_has_dtensor(bare):
+    accelerator.extensions.attach(accelerator)
+    settings = [setting for extension in accelerator.extensions.attached for setting in extension.serves]
+    if settings and not model_has_dtensor(bare):
         raise ValueError(
-            f"{type(bare).__name__} was prepared with evaluation_mode=True, and {', '.join(f'{axis}_size' for axis in splits) or 'fp8'} changes "
-            "models that are new alone. Call free_memory(), and prepare it to train at once."
+            f"{type(bare).__name__} was prepared with evaluation_mode=True, and {', '.join(settings)} changes models that are new "
+            "alone. Call free_memory(), and prepare it to train at once."
         )
+    bare = _convert(accelerator, bare, evaluation=False)
     wrapped = _wrap(accelerator, bare)
     if wrapped is bare:
         wrapped = outer
@@ -297,68 +252,99 @@ def chain(model: nn.Module) -> list[nn.Module]:
 
 
 def prepare_model(
-    accelerator: TrainingRun, model: nn.Module, device_placement: bool | None, evaluation_mode: bool
+    accelerator: TrainingRun, model: nn.Module, device_placement: bool | None, evaluation: bool
 ) -> nn.Module:
-    """Place, cast, wrap and compile a new model, and register it with everything inside it."""
+    """Prepare a model in steps: find it, let it arrive, check, convert, place, wrap and compile it, and register it."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"prepare_model() got model={model!r} ({type(model).__name__}); pass a torch.nn.Module.")
-    known: nn.Module | None = find_prepared(accelerator, model, "model", evaluation_mode)
+    known: nn.Module | None = find_prepared(accelerator, model, "model", evaluation)
     if known is not None:
         return known
+    _arrive(accelerator, [model], evaluation)
+    _check(accelerator, model, evaluation)
+    model = _convert(accelerator, model, evaluation)
+    originals = [model, *chain(model)]
+    model = _place(accelerator, model, device_placement, evaluation)
+    wrapped = model if evaluation else _wrap(accelerator, model)
+    wrapped = compile_model(accelerator, wrapped)
+    _move_optimizers(accelerator)
+    frozen = not any(parameter.requires_grad for parameter in model.parameters())
+    return register(accelerator, "model", wrapped, *chain(wrapped), *originals, evaluation=evaluation, frozen=frozen)
+
+
+def _arrive(accelerator: TrainingRun, models: Sequence[nn.Module], evaluation: bool) -> None:
+    """Let extensions follow the layout of models that are new to this run, or refuse it."""
+    new = [model for model in models if accelerator.prepared.find(model) is None]
+    if new:
+        accelerator.extensions.attach(accelerator, new)
+        for hook in accelerator.extensions.arrives:
+            hook(new, evaluation)
+
+
+def _check(accelerator: TrainingRun, model: nn.Module, evaluation: bool) -> None:
+    """Refuse a model, or a layout of the mesh, that this run cannot train; warn of parts that another model has."""
     if shared := prepared.shared_part(accelerator.prepared, model):
         warn_user(
             f"This model ({type(model).__name__}) shares modules with one that is already prepared: {shared}. It is "
             "prepared as well, so the shared parameters get gradients from two wrappers. Prepare the whole model once, "
             "and reach its parts through `accelerator.unwrap_model`."
         )
-    _adopt_sharded(accelerator, (model,), evaluation_mode)
-    if not evaluation_mode:  # once more: a model may come here without `prepare`
+    if not evaluation:  # once more: a model may come here without `prepare`
         accelerator._strategy = resolve(accelerator.state)
         accelerator._strategy.check(accelerator, (model,))
-    model = _overlay_mesh(accelerator, model, evaluation_mode)
-    convert = {FP8BackendType.TE: accelerator._prepare_te, FP8BackendType.AO: accelerator._prepare_ao}
-    if accelerator.fp8_enabled and not evaluation_mode and accelerator.fp8_backend in convert:
-        (model,) = convert[accelerator.fp8_backend](model)
-    given = [model, *chain(model)]
-    amp.remember(given[-1])
-    if not evaluation_mode:
+    layout = accelerator.parallelism_config
+    if layout is None or traits_of(accelerator.distributed_type).own_groups:
+        return
+    if not evaluation or model_has_dtensor(model):
+        sizes = {f"{axis}_size": getattr(layout, f"{axis}_size") for axis in ("tp", "ep", "cp", "sp", "pp")}
+        accelerator.extensions.require(name for name, size in sizes.items() if size > 1)
+        meshes.check_layout(accelerator)
+
+
+def _convert(accelerator: TrainingRun, model: nn.Module, evaluation: bool) -> nn.Module:
+    """Build the device mesh, and let extensions change the layers of a model."""
+    if accelerator.parallelism_config is not None and not evaluation:
+        accelerator._prepare_device_mesh()
+    for hook in accelerator.extensions.convert:
+        model = hook(model, evaluation)
+    return model
+
+
+def _place(accelerator: TrainingRun, model: nn.Module, device_placement: bool | None, evaluation: bool) -> nn.Module:
+    """Let a model compute in mixed precision, and move it to the device; refuse weights that cannot train there."""
+    inner = [model, *chain(model)][-1]
+    amp.remember(inner)
+    if not evaluation:
         amp.check_weights(model, accelerator.scaler)
-        if "bitsandbytes" in sys.modules:
-            four_bit.keep_unpacked(model)
     mapped = _check_device_map(accelerator, model)
     if device_placement is None:
         # An engine moves what it wraps, and does not wrap a model for evaluation.
-        moved = not evaluation_mode and traits_of(accelerator.distributed_type).custom_device_placement
+        moved = not evaluation and traits_of(accelerator.distributed_type).custom_device_placement
         device_placement = accelerator.device_placement and not moved
     numerics = precision(accelerator.mixed_precision if accelerator.native_amp else "no")
-    amp.wrap_forward(given[-1], accelerator.device.type, numerics, accelerator.autocast_handler)
+    amp.wrap_forward(inner, accelerator.device.type, numerics, accelerator.autocast_handler)
     if device_placement and not mapped:
         # torch_xla puts new parameters in a model that it moves.
         with remapping(accelerator, model, same_elements=True):
             model = model.to(accelerator.device)
-    wrapped = model if evaluation_mode else _wrap(accelerator, model)
-    wrapped = compile_model(accelerator, wrapped)
-    frozen = not any(parameter.requires_grad for parameter in model.parameters())
-    # Optimizers that were prepared before the model follow its parameters, also those of other Accelerators.
+    return model
+
+
+def _wrap(accelerator: TrainingRun, model: nn.Module) -> nn.Module:
+    """Let the strategy wrap a model that it has checked."""
+    wrapped = accelerator._strategy.wrap_model(accelerator, model)
+    if accelerator.scaler is not None and traits_of(accelerator.distributed_type).sharded:
+        scaling.register_sharded(accelerator.scaler, wrapped)
+    return wrapped
+
+
+def _move_optimizers(accelerator: TrainingRun) -> None:
+    """Let optimizers that were prepared before a model follow its parameters, also those of other Accelerators."""
     registry = accelerator.prepared
     for optimizer in prepared.optimizers():
         registry.moved.follow(optimizer)
     for optimizer in accelerator._optimizers:
         remap_optimizer(optimizer.optimizer, prepared.histories(registry))
-    inners = [*chain(wrapped), *given]
-    return register(accelerator, "model", wrapped, *inners, evaluation=evaluation_mode, frozen=frozen)
-
-
-def _wrap(accelerator: TrainingRun, model: nn.Module) -> nn.Module:
-    """Let the strategy wrap a model that it has checked."""
-    if accelerator.parallelism_config is not None:
-        accelerator._prepare_device_mesh()
-    if accelerator.prepared.conditional:
-        conditional.install(accelerator, model)
-    wrapped = accelerator._strategy.wrap_model(accelerator, model)
-    if accelerator.scaler is not None and traits_of(accelerator.distributed_type).sharded:
-        scaling.register_sharded(accelerator.scaler, wrapped)
-    return wrapped
 
 
 def compile_model(accelerator: TrainingRun, model: nn.Module) -> nn.Module:
@@ -416,10 +402,8 @@ def prepare_optimizer(
         device_placement = accelerator.device_placement
     if isinstance(optimizer, AcceleratedOptimizer):  # its Accelerator let go of it; nothing is wrapped twice
         optimizer = optimizer.optimizer
-    if accelerator.is_fsdp2 and type(optimizer) is getattr(torch.optim, "Muon", None):
-        from accelerate.parallel import muon
-
-        muon.share(optimizer)  # type: ignore[arg-type]  # a Muon
+    for hook in accelerator.extensions.convert_optimizer:
+        hook(optimizer)
     with own_states(accelerator):
         remap_optimizer(optimizer, prepared.histories(accelerator.prepared))
         wrapped = AcceleratedOptimizer(optimizer, device_placement=device_placement, scaler=accelerator.scaler)
@@ -533,9 +517,6 @@ def release(accelerator: TrainingRun, objects: tuple[Any, ...]) -> list[Any]:
     # New lists, because a copy of the Accelerator may hold the former ones.
     for name in _LISTS.values():
         setattr(accelerator, name, [])
-    for hook in accelerator.prepared.hooks:
-        hook.remove()
-    accelerator.prepared.hooks.clear()
     gradients.reset(accelerator)
     accelerator.step = 0
     accelerator.has_lomo_optimizer = False

@@ -57,8 +57,6 @@ class PreparedObjects:
     """The `runtime.run.Prepared` of one Accelerator: its objects by identity, and replaced parameters."""
 
     def __init__(self) -> None:
-        self.conditional: list[Any] = []
-        self.hooks: list[Any] = []
         self.engines: list[Any] = []
         self.logged: set[str] = set()
         self.replicated: list[tuple[nn.Module, list[nn.Parameter]]] = []
@@ -68,8 +66,8 @@ class PreparedObjects:
         _LIVE.add(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Weak references and hooks belong to this process; a copy starts with what the Accelerator's lists hold.
-        kept = {key: value for key, value in self.__dict__.items() if key not in ("_entries", "moved", "hooks")}
+        # Weak references belong to this process; a copy starts with what the Accelerator's lists hold.
+        kept = {key: value for key, value in self.__dict__.items() if key not in ("_entries", "moved")}
         return {key: list(value) if isinstance(value, list) else value for key, value in kept.items()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -101,7 +99,7 @@ class PreparedObjects:
 
     def lists(self) -> list[list[Any]]:
         """Return the lists of what `prepare` and what follows it have put here."""
-        return [self.engines, self.replicated, self.conditional]
+        return [self.engines, self.replicated]
 
     def clear(self) -> None:
         """Drop every prepared object: the next ``prepare`` of any object is a first one."""

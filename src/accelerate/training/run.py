@@ -10,14 +10,13 @@ from torch import nn
 
 from accelerate.checkpoint.save import Background
 from accelerate.comm.base import Communicator
-from accelerate.config.enums import FP8BackendType, LoggerType, RNGType
+from accelerate.config.enums import LoggerType, RNGType
 from accelerate.config.handlers import AutocastKwargs
 from accelerate.config.project import DataLoaderConfiguration
 from accelerate.extension import Extensions
 from accelerate.runtime.run import Run
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.strategies.base import Strategy
-from accelerate.strategies.deepspeed.wrappers import DeepSpeedEngineWrapper
 from accelerate.trackers.base import GeneralTracker
 from accelerate.training.prepared import PreparedObjects
 from accelerate.training.window import Window
@@ -49,7 +48,7 @@ class TrainingRun(Run, Protocol):
     autocast_handler: AutocastKwargs | None
     dataloader_config: DataLoaderConfiguration
     deepspeed_config: dict[str, Any]
-    deepspeed_engine_wrapped: DeepSpeedEngineWrapper | None
+    deepspeed_engine_wrapped: Any
     flag_tensor: torch.Tensor | None
     has_lomo_optimizer: bool
     log_with: list[str | LoggerType | GeneralTracker]
@@ -84,10 +83,6 @@ class TrainingRun(Run, Protocol):
     @property
     def even_batches(self) -> bool:
         """Whether ranks get equally many batches."""
-
-    @property
-    def fp8_backend(self) -> FP8BackendType:
-        """The library that computes in fp8."""
 
     @property
     def is_main_process(self) -> bool:
@@ -158,15 +153,3 @@ class TrainingRun(Run, Protocol):
 
     def _prepare_device_mesh(self) -> None:
         """Build the device mesh."""
-
-    def _prepare_ao(self, *args: Any) -> tuple[Any, ...]:
-        """Convert models to torchao's float8."""
-
-    def _prepare_te(self, *args: Any) -> tuple[Any, ...]:
-        """Convert models to Transformer Engine."""
-
-    def _prepare_tp(self, *args: Any) -> tuple[Any, ...]:
-        """Split the layers of models."""
-
-    def _prepare_cp(self, *args: Any) -> tuple[Any, ...]:
-        """Let models work on parts of sequences."""

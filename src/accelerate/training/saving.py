@@ -32,9 +32,10 @@ from accelerate.checkpoint.model_io import io_of, names_file
 from accelerate.checkpoint.save import Save, SavePlan, plain_names, snapshot, write_common, writes
 from accelerate.checkpoint.state import Common
 from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, prune, storage_of
+from accelerate.modules import tensor_kinds
 from accelerate.modules.offloaded import has_offloaded_params
 from accelerate.modules.unwrap import canonical_name, canonical_names, clean_state_dict_for_safetensors
-from accelerate.precision import four_bit, scaling
+from accelerate.precision import scaling
 from accelerate.runtime.torch_private import local_part
 from accelerate.strategies import shard
 from accelerate.strategies.base import Strategy
@@ -264,8 +265,8 @@ def stream_weights(
     accelerator: TrainingRun, model: nn.Module, dtype: torch.dtype | None, limit: int
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Yield copies of a model's whole tensors in buckets of at most so many bytes, or of one tensor. All ranks, in step."""
-    # Weights in 4 bits, and what belongs to them, are no numbers that a cast may touch.
-    scales = canonical_names(four_bit.scales(accelerator._strategy.unwrap_model(model)))
+    # A cast must not change packed weights and their scales.
+    scales = canonical_names(tensor_kinds.of_model(accelerator._strategy.unwrap_model(model)))
     packed = tuple([name.rpartition(".")[0] for name in scales])
     inner = (*model.parameters(), *model.buffers()) if accelerator._state_io.gathers_new_memory else ()
     own = {local_part(tensor).data_ptr() for tensor in inner}

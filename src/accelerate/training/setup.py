@@ -1,12 +1,12 @@
 """Construction of an Accelerator: arguments and environment become settings, once, in numbered steps."""
 
 import contextlib
-import importlib
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from accelerate import extension
 from accelerate.base._warn import warn_user
 from accelerate.config import env
 from accelerate.config.enums import RNGType
@@ -20,26 +20,22 @@ from accelerate.config.handlers import (
     ProfileKwargs,
     TorchDynamoPlugin,
 )
-from accelerate.config.low_bit import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from accelerate.config.options import BY_NAME
 from accelerate.config.options.schema import to_int
 from accelerate.config.project import DataLoaderConfiguration, ProjectConfiguration
 from accelerate.config.strategies import engines
+from accelerate.extension import imported
 from accelerate.runtime import storage
 from accelerate.state import GradientState
 from accelerate.training.prepared import others_alive
 
-# Which attribute of the Accelerator each kind of handler becomes.
+# Which attribute of the Accelerator each kind of handler becomes; those of extensions are in `Spec.handlers`.
 HANDLERS: dict[type, str] = {
     DistributedDataParallelKwargs: "ddp_handler",
     GradScalerKwargs: "scaler_handler",
     InitProcessGroupKwargs: "init_handler",
-    FP8RecipeKwargs: "fp8_recipe_handler",
     AutocastKwargs: "autocast_handler",
     ProfileKwargs: "profile_handler",
-    AORecipeKwargs: "ao_recipe_handler",
-    TERecipeKwargs: "te_recipe_handler",
-    MSAMPRecipeKwargs: "msamp_recipe_handler",
 }
 
 
@@ -60,14 +56,18 @@ def project(config: ProjectConfiguration | None, folder: str | os.PathLike[str] 
 
 def sort_handlers(handlers: Iterable[KwargsHandler] | None) -> dict[str, KwargsHandler | None]:
     """Return each handler under the attribute it becomes; TypeError for others, ValueError for two of a kind."""
-    found: dict[str, KwargsHandler | None] = dict.fromkeys(HANDLERS.values())
+    addresses = {name: address for spec in extension.specs() for name, address in spec.handlers.items()}
+    found: dict[str, KwargsHandler | None] = dict.fromkeys([*HANDLERS.values(), *addresses])
+    kinds = (
+        HANDLERS | {extension.imported(address): name for name, address in addresses.items()} if handlers else HANDLERS
+    )
     for handler in handlers or ():
         # The most derived kind wins: the general fp8 recipe derives from two others.
-        name = next((HANDLERS[kind] for kind in type(handler).__mro__ if kind in HANDLERS), None)
+        name = next((kinds[kind] for kind in type(handler).__mro__ if kind in kinds), None)
         if name is None:
             raise TypeError(
                 f"kwargs_handlers got {handler!r} ({type(handler).__name__}). Pass objects of these classes, or derived from them: "
-                f"{[kind.__name__ for kind in HANDLERS]}; a plugin has an argument of its own."
+                f"{[kind.__name__ for kind in kinds]}; a plugin has an argument of its own."
             )
         if found[name] is not None:
             raise ValueError(f"kwargs_handlers got two {type(handler).__name__}; pass one.")
@@ -90,10 +90,11 @@ def plugins(deepspeed: Any, fsdp: Any, megatron: Any, dynamo: Any, dynamo_backen
     classes = {spec.plugin.replace("plugins", "plugin"): spec.plugin_class for spec in engines().values()}
     classes["dynamo_plugin"] = "accelerate.config.handlers:TorchDynamoPlugin"
     for name, value in given.items():
-        module, _, kind = classes[name].partition(":")
+        if value is not None and name not in classes:
+            raise ValueError(f"{name}={value!r} was given, and the extension with its strategy is not installed.")
         for plugin in value.values() if isinstance(value, dict) else [value]:
-            if plugin is not None and not isinstance(plugin, getattr(importlib.import_module(module), kind)):
-                raise TypeError(f"{name}={plugin!r} is a {type(plugin).__name__}; pass a {kind}.")
+            if plugin is not None and not isinstance(plugin, kind := imported(classes[name])):
+                raise TypeError(f"{name}={plugin!r} is a {type(plugin).__name__}; pass a {kind.__name__}.")
     return given
 
 

@@ -7,9 +7,9 @@ from accelerate.utils.tqdm import tqdm as tqdm
 
 _HOMES = {
     "accelerate.commands.config.default": "write_basic_config",
-    "accelerate.parallel.sequence": "aggregate_loss shift_labels",
+    "accelerate.extensions.sequence.sequence": "aggregate_loss shift_labels",
     "accelerate.parallelism_config": "ParallelismConfig",
-    "accelerate.precision.ao": "convert_model_to_fp8_ao filter_first_and_last_linear_layers has_ao_layers",
+    "accelerate.extensions.fp8.ao": "convert_model_to_fp8_ao filter_first_and_last_linear_layers has_ao_layers",
     "accelerate.utils.bnb": "has_4bit_bnb_layers load_and_quantize_model",
     "accelerate.base.constants": (
         "MITA_PROFILING_AVAILABLE_PYTORCH_VERSION MODEL_NAME OPTIMIZER_NAME PROFILE_PATTERN_NAME RNG_STATE_NAME "
@@ -26,10 +26,11 @@ _HOMES = {
         "TERecipeKwargs TensorInformation TorchContextParallelConfig TorchDynamoPlugin TorchTensorParallelConfig "
         "TorchTensorParallelPlugin add_model_config_to_megatron_parser"
     ),
-    "accelerate.strategies.deepspeed.wrappers": (
+    "accelerate.extensions.deepspeed.wrappers": (
         "DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper DeepSpeedSchedulerWrapper DummyOptim DummyScheduler "
-        "HfDeepSpeedConfig get_active_deepspeed_plugin map_pytorch_optim_to_deepspeed"
+        "get_active_deepspeed_plugin map_pytorch_optim_to_deepspeed"
     ),
+    "accelerate.extensions.deepspeed.plugin": "HfDeepSpeedConfig",
     "accelerate.base.environment": (
         "are_libraries_initialized check_cuda_fp8_capability check_cuda_p2p_ib_support clear_environment "
         "convert_dict_to_env_variables get_cpu_distributed_information get_current_device_type get_gpu_info "
@@ -61,7 +62,7 @@ _HOMES = {
         "PrepareForLaunch _filter_args prepare_deepspeed_cmd_env prepare_multi_gpu_env prepare_sagemager_args_inputs "
         "prepare_simple_launcher_cmd_env prepare_tpu"
     ),
-    "accelerate.strategies.megatron.steps": (
+    "accelerate.extensions.megatron.steps": (
         "AbstractTrainStep BertTrainStep GPTTrainStep MegatronLMDummyDataLoader MegatronLMDummyScheduler T5TrainStep "
         "avg_losses_across_data_parallel_group"
     ),
@@ -93,7 +94,7 @@ _HOMES = {
     ),
     "accelerate.runtime.random": "set_seed synchronize_rng_state synchronize_rng_states",
     "accelerate.utils.torch_xla": "install_xla",
-    "accelerate.precision.transformer_engine": (
+    "accelerate.extensions.fp8.transformer_engine": (
         "apply_fp8_autowrap contextual_fp8_autocast convert_model has_transformer_engine_layers"
     ),
     "accelerate.base.versions": "compare_versions is_torch_version",

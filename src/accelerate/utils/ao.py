@@ -1,6 +1,12 @@
-"""8-bit layers of torchao. The public path of `accelerate.precision.ao`."""
+"""8-bit layers of torchao. The public path of `accelerate.extensions.fp8.ao`."""
 
-from accelerate.base import _lazy
-from accelerate.precision.ao import *  # noqa: F403
+from accelerate.base._lazy import front
 
-__getattr__ = _lazy.aliases(__name__)
+_HOMES = {
+    "typing": "TYPE_CHECKING",
+    "accelerate.base.imports": "torchao_required",
+    "accelerate.extensions.fp8.ao": (
+        "convert_model_to_fp8_ao filter_first_and_last_linear_layers filter_linear_layers find_first_last_linear_layers has_ao_layers"
+    ),
+}
+__getattr__, __dir__, __all__ = front(__name__, _HOMES, [])

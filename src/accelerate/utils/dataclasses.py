@@ -5,18 +5,19 @@ from accelerate.base._lazy import front
 _HOMES = {
     "typing": "TYPE_CHECKING",
     "accelerate.base.nested": "TensorInformation",
-    "accelerate.config.deepspeed": "DeepSpeedPlugin",
+    "accelerate.extensions.deepspeed.plugin": "DeepSpeedPlugin",
     "accelerate.config.enums": (
         "BaseEnum ComputeEnvironment CustomDtype DDPCommunicationHookType DistributedType DynamoBackend "
         "EnumWithContains FP8BackendType LoggerType PrecisionType RNGType SageMakerDistributedType"
     ),
-    "accelerate.config.low_bit": "AORecipeKwargs BnbQuantizationConfig FP8RecipeKwargs MSAMPRecipeKwargs TERecipeKwargs",
+    "accelerate.extensions.fp8.recipes": "AORecipeKwargs FP8RecipeKwargs MSAMPRecipeKwargs TERecipeKwargs",
+    "accelerate.extensions.quantize.config": "BnbQuantizationConfig",
     "accelerate.config.fsdp": "FullyShardedDataParallelPlugin get_module_class_from_name",
     "accelerate.config.handlers": (
         "AutocastKwargs DistributedDataParallelKwargs GradientAccumulationPlugin GradScalerKwargs "
         "InitProcessGroupKwargs KwargsHandler ProfileKwargs TorchDynamoPlugin"
     ),
-    "accelerate.config.megatron": (
+    "accelerate.extensions.megatron.plugin": (
         "MODEL_CONFIGS_TO_MEGATRON_PARSERS MegatronLMPlugin add_model_config_to_megatron_parser parse_bert_config "
         "parse_glm4_moe_config parse_gpt2_config parse_llama_config parse_t5_config"
     ),

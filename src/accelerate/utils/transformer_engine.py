@@ -1,6 +1,11 @@
-"""Layers of Transformer Engine. The public path of `accelerate.precision.transformer_engine`."""
+"""Layers of Transformer Engine. The public path of `accelerate.extensions.fp8.transformer_engine`."""
 
-from accelerate.base import _lazy
-from accelerate.precision.transformer_engine import *  # noqa: F403
+from accelerate.base._lazy import front
 
-__getattr__ = _lazy.aliases(__name__)
+_HOMES = {
+    "accelerate.base.imports": "is_hpu_available is_transformer_engine_available is_transformer_engine_mxfp8_available",
+    "accelerate.extensions.fp8.transformer_engine": (
+        "apply_fp8_autowrap contextual_fp8_autocast convert_model has_transformer_engine_layers layer_types runs_in_fp8"
+    ),
+}
+__getattr__, __dir__, __all__ = front(__name__, _HOMES, [])

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from accelerate import ParallelismConfig
 from accelerate.data_loader import PackingCollator
-from accelerate.parallel import sequence
-from accelerate.parallel.sequence import aggregate_loss, shift_labels
+from accelerate.extensions.sequence import sequence
+from accelerate.extensions.sequence.sequence import aggregate_loss, shift_labels
 from accelerate.strategies import mesh
 from accelerate.utils import FullyShardedDataParallelPlugin
 

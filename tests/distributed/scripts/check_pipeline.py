@@ -28,11 +28,12 @@ class Block(nn.Module):
     def __init__(self, dropout):
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
         self.drop = nn.Dropout(dropout)
 
     def forward(self, x, scale):
-        return x + self.drop(torch.relu(self.up(self.norm(x)))) * scale
+        return x + self.drop(self.down(torch.relu(self.up(self.norm(x))))) * scale
 
 
 class Net(nn.Module):

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader
 
+from accelerate.extensions.tensor import experts, tensor
 from accelerate.modules.norms import clip_grad_norm
-from accelerate.parallel import experts, tensor
 from accelerate.utils import (
     DataLoaderConfiguration,
     FullyShardedDataParallelPlugin,

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 
 from accelerate import ParallelismConfig
 from accelerate.data_loader import PackingCollator, TokenBudgetSampler
-from accelerate.parallel.sequence import aggregate_loss, shift_labels
+from accelerate.extensions.sequence.sequence import aggregate_loss, shift_labels
 from accelerate.utils import DataLoaderConfiguration, FullyShardedDataParallelPlugin
 
 STEPS, HALF, DECAY = 20, 10, 0.8

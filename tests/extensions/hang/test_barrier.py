@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from accelerate.checkpoint import barrier
 from accelerate.checkpoint.barrier import CollectiveMisuse, SaveBarrier
-from accelerate.diagnostics import status
-from accelerate.diagnostics.hang import HangDiagnosis, Watcher
+from accelerate.extensions.hang import status
+from accelerate.extensions.hang.hang import HangDiagnosis, Watcher
 from unit.checkpoint.test_barrier import LIMIT_S, Ranks
 
 

@@ -3,8 +3,8 @@
 import pytest
 import torch.distributed as dist
 
-from accelerate.diagnostics import hang
-from accelerate.diagnostics.status import Diagnosis, RankStatus
+from accelerate.extensions.hang import hang
+from accelerate.extensions.hang.status import Diagnosis, RankStatus
 from cases import cases
 
 

@@ -14,9 +14,9 @@ import pytest
 import torch.distributed as dist
 
 from accelerate.comm.torch_dist import operations_started
-from accelerate.diagnostics import hang, status, threads
-from accelerate.diagnostics.hang import Watcher
-from accelerate.diagnostics.status import Question
+from accelerate.extensions.hang import hang, status, threads
+from accelerate.extensions.hang.hang import Watcher
+from accelerate.extensions.hang.status import Question
 from accelerate.runtime import call_site
 
 
@@ -116,7 +116,7 @@ def test_silence_is_told_from_an_end(store, watched):
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/ns/pid"), reason="processes are looked up in /proc")
 def test_a_killed_process_is_seen_at_once(store):
-    program = "from accelerate.diagnostics.threads import process; import json; print(json.dumps(process()), flush=True); input()"
+    program = "from accelerate.extensions.hang.threads import process; import json; print(json.dumps(process()), flush=True); input()"
     with subprocess.Popen(
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:

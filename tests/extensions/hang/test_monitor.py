@@ -7,10 +7,10 @@ import pytest
 import torch.distributed as dist
 from torch import nn
 
-from accelerate.diagnostics import hang, monitor, status, threads
-from accelerate.diagnostics.monitor import Finding, Monitor, limits
-from accelerate.diagnostics.status import RankStatus
-from accelerate.diagnostics.threads import oldest_open
+from accelerate.extensions.hang import hang, monitor, status, threads
+from accelerate.extensions.hang.monitor import Finding, Monitor, limits
+from accelerate.extensions.hang.status import RankStatus
+from accelerate.extensions.hang.threads import oldest_open
 from cases import cases
 
 # As torch 2.13 writes them: gloo leaves the state alone, NCCL's entries say how far the GPU has come.

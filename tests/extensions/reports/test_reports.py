@@ -50,7 +50,7 @@ def test_contradictions_are_warnings(trained):
 
 @pytest.mark.parametrize("layers", [0, 3])
 def test_layers_in_fp8(monkeypatch, layers):
-    from accelerate.precision.fp8 import ENGINES
+    from accelerate.extensions.fp8.fp8 import ENGINES
 
     model = Accelerator(cpu=True, mixed_precision="bf16").prepare(nn.Linear(2, 2))
     monkeypatch.setattr(type(ENGINES[FP8BackendType.AO]), "converted", lambda self, model: layers)

@@ -66,7 +66,7 @@ def test_a_frozen_model_that_is_trained_later_gets_its_wrapper(monkeypatch):
     model = nn.Linear(1, 1).requires_grad_(False)
     given = [nn.Linear(1, 1), model]
     for item in given:
-        prepare.prepare_model(accelerator, item, None, evaluation_mode=False)
+        prepare.prepare_model(accelerator, item, None, evaluation=False)
     with pytest.warns(UserWarning, match="already prepared"):
         assert prepare.find_prepared(accelerator, model, "model") is model
     model.requires_grad_(True)

@@ -19,7 +19,7 @@ from accelerate.config.options.schema import Chapter, Feature, Option
 OPTIONS: list[Option] = [*general.OPTIONS, *engines.OPTIONS]
 
 # Strategies that the launcher can be asked for; FSDP's two have one switch.
-_SWITCHED = list({spec.switch: spec for spec in strategies.SPECS if spec.switch}.values())
+_SWITCHED = list({spec.switch: spec for spec in strategies.specs() if spec.switch}.values())
 
 # What the launcher can be asked to run.
 FEATURES: dict[str, Feature] = {
@@ -31,16 +31,11 @@ FEATURES: dict[str, Feature] = {
 
 # The chapters of the interview, in order. Besides options and chapters, `when` may ask for `kind` (a word of `distributed_type`
 # without the engines), `distributed_type` and `picks_devices`, which the interview finds out itself.
-_DEEPSPEED = {"distributed_type": ("DEEPSPEED",)}
 CHAPTERS: list[Chapter] = [
     Chapter("machines"),
     Chapter("engine"),
     Chapter("compilation", "Should the model be compiled with torch.compile?", was="dynamo_backend"),
     Chapter("compilation details", "Should its settings be changed?", when={"compilation": (True,)}),
-    Chapter(
-        "deepspeed file", "Do you have a configuration file of DeepSpeed?", _DEEPSPEED, was="deepspeed_config_file"
-    ),
-    Chapter("deepspeed", when=_DEEPSPEED),
     Chapter("fsdp", when={"distributed_type": ("FSDP",)}),
     Chapter(
         "parallelism",
@@ -79,6 +74,8 @@ _elsewhere = [feature.wanted for feature in FEATURES.values() if feature.switch 
 OPTIONS[OPTIONS.index(engines.ENVIRONMENT_OPTION)] = replace(
     engines.ENVIRONMENT_OPTION, choices=("LOCAL_MACHINE", *_elsewhere)
 )
+# Without its extension, an option of the core that a feature shares is one of every run.
+OPTIONS[:] = [option if option.feature in (None, *FEATURES) else replace(option, feature=None) for option in OPTIONS]
 BY_NAME: dict[str, Option] = {option.name: option for option in OPTIONS}
 
 # What `distributed_type` in a configuration file means in terms of options; an unknown name is an error.

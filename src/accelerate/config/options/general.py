@@ -21,7 +21,7 @@ _hardware = rows("Hardware Selection Arguments", default=False, switch=True)
 _resource = rows(RESOURCES)
 _dynamo = rows(RESOURCES, "dynamo_", section="dynamo_config", chapter="compilation details", env="ACCELERATE_DYNAMO_*")
 _dynamo_switch = partial(_dynamo, default=False, switch=True)
-_paradigm = rows(PARADIGM, "use_", default=False, switch=True, key="", env="ACCELERATE_USE_*", style=ON)
+paradigm = rows(PARADIGM, "use_", default=False, switch=True, key="", env="ACCELERATE_USE_*", style=ON)
 _distributed = rows(DISTRIBUTED, chapter="machines", when={"num_machines": SEVERAL})
 _machines = partial(_distributed, feature="machines")
 _runner = rows(DISTRIBUTED, key="")
@@ -98,10 +98,8 @@ OPTIONS: tuple[Option, ...] = (
     _dynamo_switch("use_fullgraph", "Fail if the model does not compile into one graph."),
     _dynamo_switch("use_dynamic", "Compile for changing tensor shapes."),
     _dynamo_switch("use_regional_compilation", "Compile a repeated block once, which is quicker."),
-    _paradigm("deepspeed", "Train with DeepSpeed.", env="ACCELERATE_USE_DEEPSPEED"),
-    _paradigm("fsdp", "Shard model and optimizer over the processes (FSDP).", env="ACCELERATE_USE_FSDP"),
-    _paradigm("parallelism_config", "Combine several kinds of parallelism, as the ParallelismConfig arguments say."),
-    _paradigm("megatron_lm", "Train with Megatron-LM.", env="ACCELERATE_USE_MEGATRON_LM"),
+    paradigm("fsdp", "Shard model and optimizer over the processes (FSDP).", env="ACCELERATE_USE_FSDP"),
+    paradigm("parallelism_config", "Combine several kinds of parallelism, as the ParallelismConfig arguments say."),
     _machines("machine_rank", "The number of this machine, from 0.", offer=0),
     _machines(
         "main_process_ip",

@@ -131,9 +131,9 @@ def find_executable_batch_size(
 
 
 def _store() -> Any | None:
-    """Return the store in which the ranks exchange sizes; None for one rank, and under DeepSpeed, which holds on to its process group."""
+    """Return the store in which the ranks exchange sizes; None for one rank, and with an engine that keeps its process group."""
     kind = storage.process.current.get("distributed_type", DistributedType.NO)
-    return None if traits_of(kind).deepspeed else default_store()
+    return None if traits_of(kind).own_groups else default_store()
 
 
 def _next_size(name: str, store: Any | None, failed: bool, reduced: Callable[[], int]) -> int | None:
@@ -176,22 +176,19 @@ def _registered(accelerator: "TrainingRun") -> Callable[[], None]:
 
     prepared, step = accelerator.prepared, accelerator.step
     registries = {name: list(getattr(accelerator, name)) for name in _REGISTRIES}
-    lists = [*prepared.lists(), prepared.hooks]
+    lists = prepared.lists()
     before = [list(registered) for registered in lists]
     loaders = [resume.kept(loader) for loader in accelerator._dataloaders]
-    context, hooks, attached = accelerator._cp_context, len(prepared.hooks), accelerator.extensions.attached
+    attached = accelerator.extensions.attached
 
     def put_back() -> None:
         for extension in [each for each in accelerator.extensions.attached if each not in attached]:
             extension.released()
-        for hook in prepared.hooks[hooks:]:
-            hook.remove()
         vars(accelerator).update({name: list(former) for name, former in registries.items()})
         for registered, former in zip(lists, before, strict=True):
             registered[:] = former
         for put_loader_back in loaders:
             put_loader_back()
-        accelerator._cp_context = context  # that of the failed try holds a process group
         gradients.reset(accelerator)
         accelerator.step = step
 

@@ -19,7 +19,7 @@ import torch
 
 from accelerate.base.constants import FSDP_MODEL_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from accelerate.base.text import convert_file_size_to_int
-from accelerate.checkpoint import formats, layouts, manifest, model_io, optimizers, state, zero
+from accelerate.checkpoint import formats, layouts, manifest, model_io, optimizers, state
 from accelerate.checkpoint.layouts import Found
 from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, FileEntry, Manifest, damaged, problems
 from accelerate.checkpoint.state import Kind
@@ -379,7 +379,8 @@ def _copied(folder: str, staged: str, files: Collection[str], parts: list[Found]
 def _files_of(found: Found) -> set[str]:
     """Return the files and folders that a model or optimizer has in any layout."""
     listed = set(layouts.usual_names(found.kind, found.index))
-    listed |= {found.name, *zero.BESIDE} if found.layout == "zero" else set()
+    if (layout := layouts.engine_layouts().get(found.layout)) is not None:
+        listed |= {found.name, *layout.beside}
     for whole, index in layouts.full_names(found.index) if found.kind == "model" else ():
         listed |= {whole, index}
         if os.path.isfile(os.path.join(found.folder, index)):

@@ -2,10 +2,10 @@
 
 from accelerate.extension import Command, Spec
 
-_DIAGNOSE = "accelerate.commands.diagnose"
+_DIAGNOSE = "accelerate.extensions.hang.diagnose"
 SPEC = Spec(
     "hang",
-    process="accelerate.diagnostics.hang:HangDiagnosis",
+    process="accelerate.extensions.hang.hang:HangDiagnosis",
     commands={
         "diagnose": Command(_DIAGNOSE, "diagnose_command_parser", "Read what ranks that hung or failed have left."),
         "stacks": Command(

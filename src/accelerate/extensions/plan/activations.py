@@ -24,10 +24,10 @@ from accelerate.extensions.reports.collectives import collective_of
 from accelerate.extensions.reports.estimator import Layout
 from accelerate.extensions.reports.inventory import Profile, Segment, block_names, inventory_of_model
 from accelerate.extensions.reports.throughput import flops_of
-from accelerate.parallel import experts
-from accelerate.parallel import models as sequence_models
-from accelerate.parallel import sequence as sequences
-from accelerate.parallel import tensor as tensor_parallel
+from accelerate.extensions.sequence import models as sequence_models
+from accelerate.extensions.sequence import sequence as sequences
+from accelerate.extensions.tensor import experts
+from accelerate.extensions.tensor import tensor as tensor_parallel
 from accelerate.precision.amp import precision as precision_row
 from accelerate.runtime import torch_private
 from accelerate.runtime.torch_private import TorchDispatchMode, pytree

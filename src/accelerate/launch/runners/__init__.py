@@ -11,6 +11,8 @@ A runner is a module of this folder, or one that an extension names in `Spec.run
 - `arrange(values, notes)`, of a runner that an option of its name asks for, changes the settings, and returns the `Ranks` of the one process
   that it starts. No scheduler, device or other machine is asked then. Optional.
 - `REMOTE = True` says that the launcher knows neither the cores nor the devices of the machines. Optional.
+- `variables(values, environ)` returns what a run of the `StrategySpec` that names it needs besides the variables of options, and
+  `notes(values)` lines about its settings, whatever starts the run. Optional.
 - `summary(plan)` returns how many processes run on what, instead of the function here. Optional.
 
 `environment` is what `accelerate.launch.plan.worker_environment` made of the plan: all variables, those of the launcher included.
@@ -40,7 +42,7 @@ from accelerate.launch.secrets import command, masked
 from accelerate.runtime.ranks import SCHEMES
 
 # Those of this folder.
-_MODULES = ("single", "local", "machines", "mpi", "deepspeed", "tpu", "tpu_pod", "sagemaker")
+_MODULES = ("single", "local", "machines", "mpi", "tpu", "tpu_pod", "sagemaker")
 # Variables that describe a machine, a login or a terminal; on another machine they would be wrong.
 _OF_THIS_MACHINE = re.compile(
     r"_|HOME|USER|LOGNAME|SHELL|PWD|OLDPWD|SHLVL|HOST|HOSTNAME|MAIL|TMPDIR|TMP|TEMP|TERM|TERMCAP|DISPLAY|WAYLAND_DISPLAY"

@@ -1,0 +1,5 @@
+"""Pipelines for inference."""
+
+from accelerate.extension import Spec
+
+SPEC = Spec("inference")

@@ -1,0 +1,5 @@
+"""Models that bitsandbytes quantises when they are loaded."""
+
+from accelerate.extension import Spec
+
+SPEC = Spec("quantize")

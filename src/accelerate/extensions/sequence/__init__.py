@@ -1,0 +1,20 @@
+"""Context and sequence parallelism: ranks that share sequences."""
+
+from typing import Any
+
+from accelerate.config.strategies import traits_of
+from accelerate.extension import Spec
+
+
+def _attaches(run: Any) -> bool:
+    layout = run.parallelism_config
+    shares = layout is not None and (layout.cp_enabled or layout.sp_enabled)
+    return shares and not traits_of(run.distributed_type).own_groups
+
+
+SPEC = Spec(
+    "sequence",
+    extension="accelerate.extensions.sequence.extension:SharedSequences",
+    attaches=_attaches,
+    methods={"_prepare_cp": "accelerate.extensions.sequence.sequence:_prepare_cp"},
+)

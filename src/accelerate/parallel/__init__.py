@@ -1,1 +1,0 @@
-"""Overlays on data parallelism: the device mesh, and later tensor, context and sequence parallelism over it."""
