@@ -20,7 +20,7 @@ LAYERS: list[str] = [
     "config parallelism_config",
     "runtime.storage runtime.durable devices",
     "comm",
-    "runtime.slurm runtime.failure runtime.ranks runtime.ports runtime.random runtime.rendezvous "
+    "runtime.failure runtime.ranks runtime.ports runtime.random runtime.rendezvous "
     "runtime.run runtime.call_site runtime.peers process state",
     "logging modules precision optimizer scheduler",
     "strategies.mesh strategies.consistency strategies.shard strategies.fsdp",
@@ -36,7 +36,7 @@ LAYERS: list[str] = [
 ]
 LAYER_OF = {f"accelerate.{unit}": number for number, units in enumerate(LAYERS) for unit in units.split()}
 # Re-exports for users: they hold no code, and nothing below layer 10 may import them.
-FRONTS = {f"accelerate{front}" for front in ("", ".data_loader", ".tracking")}
+FRONTS = {f"accelerate{front}" for front in ("", ".big_modeling", ".data_loader", ".hooks", ".inference", ".tracking")}
 FRONT_LIMIT = 10
 
 

@@ -35,7 +35,7 @@ _HOMES = {
         "disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading ensure_weights_retied "
         "fsdp2_canonicalize_names fsdp2_load_full_state_dict fsdp2_switch_optimizer_parameters get_fsdp2_grad_scaler"
     ),
-    "accelerate.base.constants": "FSDP_MODEL_NAME OPTIMIZER_NAME SAFE_WEIGHTS_NAME WEIGHTS_NAME",
+    "accelerate.base.constants": "SAFE_WEIGHTS_NAME WEIGHTS_NAME FSDP_MODEL_NAME OPTIMIZER_NAME",
 }
 __getattr__, __dir__, _ = front(__name__, _HOMES, [])
 

@@ -5,6 +5,7 @@ from typing import Any
 from torch import nn
 
 from accelerate.base.table import Report
+from accelerate.config.enums import FP8BackendType
 from accelerate.extensions.reports import memory, precision
 from accelerate.extensions.reports.throughput import Meter, report
 
@@ -28,9 +29,8 @@ def precision_report(accelerator: Any, model: nn.Module) -> Report:
         >>> print(report)  # doctest: +SKIP
     """
     hook = getattr(accelerator.ddp_handler, "comm_hook", None)
-    return precision.precision_report(
-        model, accelerator._optimizers, accelerator.mixed_precision, accelerator.fp8_backend, hook
-    )
+    backend = getattr(accelerator, "fp8_backend", FP8BackendType.NO)  # of an extension
+    return precision.precision_report(model, accelerator._optimizers, accelerator.mixed_precision, backend, hook)
 
 
 def memory_report(accelerator: Any) -> Report:

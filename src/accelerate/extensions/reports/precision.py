@@ -9,7 +9,6 @@ from torch import nn
 
 from accelerate.base.table import Report
 from accelerate.config.enums import FP8BackendType
-from accelerate.extensions.fp8.fp8 import ENGINES
 from accelerate.modules.unwrap import extract_model_from_parallel
 from accelerate.precision.amp import autocast_of, precision
 from accelerate.precision.footprint import Piece, engine_updates, pieces, plain_name, short, zero_stage
@@ -75,7 +74,11 @@ def precision_report(
     inner = extract_model_from_parallel(model, keep_torch_compile=False)
     parts = pieces(model)
     strategy = _strategy(model, parts)
-    engine = ENGINES.get(fp8_backend) if precision(mixed_precision).needs_engine else None
+    engine = None
+    if precision(mixed_precision).needs_engine:
+        from accelerate.extensions.fp8.fp8 import ENGINES  # of a run that has this extension
+
+        engine = ENGINES.get(fp8_backend)
     layers = engine.converted(inner) if engine is not None else 0
     stage = zero_stage(model)
     held, missed = _held(model, optimizers) if stage is None else (_held_by_engine(model), 0)
