@@ -134,8 +134,8 @@ def prefetching(value: str | None) -> Iterator[None]:
         stack.enter_context(mock.patch.dict(os.environ, {} if value is None else {VARIABLE: value}))
         if value is None:
             os.environ.pop(VARIABLE, None)
-        if importlib.util.find_spec("accelerate.offload") is not None:  # the peer has none
-            reader = importlib.import_module("accelerate.offload.prefetch")
+        if importlib.util.find_spec("accelerate.extensions.big_models") is not None:  # the peer has none
+            reader = importlib.import_module("accelerate.extensions.big_models.prefetch")
             stack.enter_context(mock.patch.object(reader, "SMALLEST_ON_CPU", 0))
         yield
 
@@ -143,7 +143,7 @@ def prefetching(value: str | None) -> Iterator[None]:
 @contextmanager
 def arrivals() -> Iterator[list[bool]]:
     """Note of each module that brings weights in whether they were read ahead."""
-    reader = importlib.import_module("accelerate.offload.prefetch").Prefetcher
+    reader = importlib.import_module("accelerate.extensions.big_models.prefetch").Prefetcher
     enter, noted = reader.enter, []
 
     def noting(self: Any, hook: Any) -> dict[str, torch.Tensor]:

@@ -14,6 +14,8 @@ import re
 import sys
 from typing import Any
 
+from accelerate import extension
+
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "reference.md"
 
@@ -76,6 +78,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "accelerate.strategies.base": "Strategy",
         "accelerate.strategies.state_io": "StateIO",
     },
+    "An extension of your own": {"accelerate.extension": "Extension Spec Extensions"},
     "A device of your own": {"accelerate.devices": "Device register"},
 }
 HEAD = """\
@@ -123,14 +126,31 @@ def page() -> str:
         for module, names in modules.items():
             for name in names.split():
                 value = getattr(importlib.import_module(module), name)
-                purpose = (inspect.getdoc(value) or "").partition("\n\n")[0].replace("\n", " ").replace("|", "\\|")
-                if not purpose:
-                    raise ValueError(f"{module}.{name} has no docstring; its first sentence belongs on the page.")
-                rows.append(f"| `{name}` | `{module}` | {purpose.replace('``', '`')} |")
+                rows.append(f"| `{name}` | `{module}` | {purpose_of(value, f'{module}.{name}')} |")
                 options = f"    options:\n      heading: {module}.{name}\n      toc_label: {name}\n"
                 blocks.append(f"::: {home(value, name)}\n{options}")
         parts.append(f"## {section}\n\n" + "\n".join(rows) + "\n\n" + "\n".join(blocks))
-    return "\n".join(parts)
+    return "\n".join([*parts, methods()])
+
+
+def methods() -> str:
+    """Return the section of the methods and attributes that extensions add to the Accelerator."""
+    rows, blocks = ["| name | extension | purpose |", "|---|---|---|"], []
+    for spec in extension.specs():
+        for name, address in (*spec.methods.items(), *spec.attributes.items()):
+            rows.append(f"| `Accelerator.{name}` | {spec.name} | {purpose_of(extension.imported(address), address)} |")
+            options = f"    options:\n      heading: Accelerator.{name}\n      toc_label: {name}\n"
+            blocks.append(f"::: {address.replace(':', '.')}\n{options}")
+    text = "Each is a method of the Accelerator, whose first argument is `self`."
+    return f"## Methods of extensions\n\n{text}\n\n" + "\n".join(rows) + "\n\n" + "\n".join(blocks)
+
+
+def purpose_of(value: Any, address: str) -> str:
+    """Return the first paragraph of a docstring as a cell of a table; ValueError without one."""
+    purpose = (inspect.getdoc(value) or "").partition("\n\n")[0].replace("\n", " ").replace("|", "\\|")
+    if not purpose:
+        raise ValueError(f"{address} has no docstring; its first sentence belongs on the page.")
+    return purpose.replace("``", "`")
 
 
 def main() -> int:

@@ -28,7 +28,7 @@ _HOMES = {
         "InitProcessGroupKwargs ProfileKwargs"
     ),
     "accelerate.base.imports": "is_rich_available",
-    "accelerate.training.batch_size": "find_executable_batch_size",
+    "accelerate.extensions.batch_size.search": "find_executable_batch_size",
     "accelerate.utils.modeling": "infer_auto_device_map load_checkpoint_in_model",
     "accelerate.runtime.random": "synchronize_rng_states",
 }

@@ -48,7 +48,6 @@ from accelerate.data.plan import DataPlan
 from accelerate.devices.memory import memory_snapshot
 from accelerate.extension import Extensions, specs, third_parties
 from accelerate.logging import get_logger
-from accelerate.offload.weights import get_state_dict_offloaded_model
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.precision import amp
 from accelerate.precision.amp import apply_downcast, precision
@@ -68,6 +67,7 @@ from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 _HOMES = {
     "accelerate.config.enums": "FP8BackendType",
     "accelerate.modules.unwrap": "model_has_dtensor",
+    "accelerate.extensions.big_models.weights": "get_state_dict_offloaded_model",
     "accelerate.trackers.registry": "LOGGER_TYPE_TO_CLASS",
     "accelerate.base.constants": (
         "DTENSOR_PYTORCH_VERSION FSDP2_PYTORCH_VERSION FSDP_PYTORCH_VERSION MODEL_NAME SAFE_WEIGHTS_INDEX_NAME "
@@ -557,15 +557,11 @@ class Accelerator(Processes, ExtensionMethods):
 
     def _prepare_deepspeed(self, *args: Any) -> tuple[Any, ...]:
         """Prepare objects for DeepSpeed."""
-        from accelerate.training import engines
-
-        return engines.prepare(self, args)
+        return registry.load("deepspeed").prepare_together(self, args)
 
     def _prepare_megatron_lm(self, *args: Any) -> tuple[Any, ...]:
         """Prepare objects for Megatron-LM."""
-        from accelerate.training import engines
-
-        return engines.prepare_megatron(self, args)
+        return registry.load("megatron").prepare_together(self, args)
 
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: nn.Module) -> Any:
         """Adapt a loader to DeepSpeed's sequence parallelism, as ``prepare`` does for those that come with their model. All ranks.
@@ -580,9 +576,8 @@ class Accelerator(Processes, ExtensionMethods):
         Raises:
             ValueError: DeepSpeed shares no sequences in this run, or no model was prepared yet.
         """
-        from accelerate.training import engines
-
-        return engines.share_loader(self, dl)
+        deepspeed: Any = registry.load("deepspeed")
+        return deepspeed.share_loader(self, dl)
 
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
@@ -919,8 +914,7 @@ class Accelerator(Processes, ExtensionMethods):
             ...     product = torch.ones(2, 2) @ torch.ones(2, 2)
         """
         handler = self.autocast_handler if autocast_handler is None else autocast_handler
-        # An engine of DeepSpeed's casts by itself.
-        kind = "no" if traits_of(self.distributed_type).deepspeed else self.mixed_precision
+        kind = "no" if traits_of(self.distributed_type).casts_itself else self.mixed_precision
         return amp.autocast_context(self.device.type, precision(kind), handler)
 
     @contextlib.contextmanager
@@ -1120,7 +1114,7 @@ class Accelerator(Processes, ExtensionMethods):
             >>> sorted(accelerator.get_state_dict(accelerator.prepare(torch.nn.Linear(1, 1))))
             ['bias', 'weight']
         """
-        return saving.get_state_dict(self, model, unwrap, get_state_dict_offloaded_model)
+        return saving.get_state_dict(self, model, unwrap, _replaceable("get_state_dict_offloaded_model"))
 
     def stream_weights(
         self, model: nn.Module, dtype: torch.dtype | None = None, bucket_bytes: int = 1 << 30

@@ -6,7 +6,6 @@
 
 from accelerate.base import _lazy
 from accelerate.data.adapter import DataLoaderAdapter, DataLoaderStateMixin, get_sampler
-from accelerate.data.budget import PackingCollator, TokenBudgetSampler
 from accelerate.data.build import prepare_data_loader, skip_first_batches
 from accelerate.data.dispatcher import DataLoaderDispatcher
 from accelerate.data.iterable import IterableDatasetShard
@@ -48,11 +47,9 @@ __all__ = [
     "DataLoaderShard",
     "DataLoaderStateMixin",
     "IterableDatasetShard",
-    "PackingCollator",
     "SeedableRandomSampler",
     "SkipBatchSampler",
     "SkipDataLoader",
-    "TokenBudgetSampler",
     "get_sampler",
     "prepare_data_loader",
     "skip_first_batches",

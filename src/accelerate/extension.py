@@ -206,9 +206,11 @@ class Spec:
         attributes: The same for read-only attributes.
         handlers: ``"module:Class"`` of each class of ``kwargs_handlers``, by the attribute of the Accelerator that it becomes.
         strategies: Records (`StrategySpec`) for `config.strategies`, which sorts them by their `order`.
-        options: ``"module:NAME"`` of the launcher's option rows.
+        options: The module of its rows in the launcher's option table, see `config.options`.
         commands: The subcommands of ``accelerate``, by name.
-        runners: Ways of starting processes for the launcher: ``"module"`` by name.
+        runners: Ways of starting processes for the launcher, see `launch.runners`: ``"module"`` by name.
+        trackers: ``"module:Class"`` of the trackers that ``log_with`` names, by name.
+        process: ``"module:Class"`` of a `runtime.peers.ProcessExtension`, for processes that work together with others.
         tensor_kinds: ``"module:Class"`` of each `modules.tensor_kinds.TensorKind`.
         storage: ``"module:Class"`` of a `checkpoint.storage.CheckpointStorage` for locations that are URLs.
     """
@@ -224,6 +226,8 @@ class Spec:
     options: str = ""
     commands: Mapping[str, Command] = field(default_factory=dict)
     runners: Mapping[str, str] = field(default_factory=dict)
+    trackers: Mapping[str, str] = field(default_factory=dict)
+    process: str = ""
     tensor_kinds: tuple[str, ...] = ()
     storage: str = ""
 

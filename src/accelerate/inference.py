@@ -6,7 +6,7 @@ _HOMES = {
     "accelerate.extensions.inference.pippy": (
         "build_pipeline find_pippy_batch_size generate_device_map pippy_forward prepare_pippy"
     ),
-    "accelerate.offload.device_map": "infer_auto_device_map",
+    "accelerate.extensions.big_models.device_map": "infer_auto_device_map",
     "accelerate.comm.operations": "ignorant_find_batch_size send_to_device",
     "accelerate.process": "PartialState",
 }

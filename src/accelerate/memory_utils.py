@@ -2,10 +2,13 @@
 
 import warnings
 
-from accelerate.devices.memory import clear_device_cache, release_memory, should_reduce_batch_size
-from accelerate.training.batch_size import find_executable_batch_size
+from accelerate.base._lazy import front
 
-__all__ = ["clear_device_cache", "find_executable_batch_size", "release_memory", "should_reduce_batch_size"]
+_HOMES = {
+    "accelerate.devices.memory": "clear_device_cache release_memory should_reduce_batch_size",
+    "accelerate.extensions.batch_size.search": "find_executable_batch_size",
+}
+__getattr__, __dir__, __all__ = front(__name__, _HOMES, [])
 
 warnings.warn(
     "accelerate.memory_utils has moved: import find_executable_batch_size from accelerate, and the rest from "

@@ -7,8 +7,6 @@ from typing import Any
 import torch
 
 from accelerate.base import _lazy
-from accelerate.config.strategies import traits_of
-from accelerate.devices.table import DEVICES
 from accelerate.extension import NO_EXTENSIONS
 from accelerate.precision import scaling
 from accelerate.state import AcceleratorState, GradientState
@@ -91,7 +89,6 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.gradient_state = GradientState()
         self.device_placement = device_placement
         self._is_overflow: Any = False
-        self._reduces_on_step = traits_of(self.accelerator_state.distributed_type).reduces_on_step
         # LOMO's optimizers step in their backward pass, and have no `step`.
         self._steps_in_backward = hasattr(optimizer, "fused_backward")
         self._zero_takes_none = "set_to_none" in inspect.signature(optimizer.zero_grad).parameters
@@ -155,22 +152,15 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         Args:
             closure: Re-evaluates the model and returns the loss, for optimizers that need it.
         """
-        gradient_state = self.gradient_state
-        if not gradient_state.sync_gradients:
+        if not self.gradient_state.sync_gradients:
             return
         for hook in self._extensions.step_begins:
             hook(self)
-        if self._reduces_on_step and not gradient_state.is_xla_gradients_synced:
-            self._reduce_gradients()
         if self.scaler is None:
             if not self._steps_in_backward:
                 self.optimizer.step() if closure is None else self.optimizer.step(closure)
         else:
             self._scaled_step(closure)
-        if self._reduces_on_step:
-            gradient_state.is_xla_gradients_synced = False
-            # torch_xla 2.9 gives wrong values where tensors are read one by one while updates in place are still pending.
-            DEVICES["xla"].namespace().mark_step()
         for hook in self._extensions.step_ends:
             hook(self)
 
@@ -188,13 +178,6 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         called = self._accelerate_step_called
         self._is_overflow = called if isinstance(called, torch.Tensor) else not called
         self._accelerate_step_called = False
-
-    def _reduce_gradients(self) -> None:
-        import torch_xla.core.xla_model as xm
-
-        gradients = xm._fetch_gradients(self.optimizer)
-        xm.all_reduce("sum", gradients, scale=1.0 / self.accelerator_state.num_processes)
-        self.gradient_state.is_xla_gradients_synced = True
 
     @property
     def step_was_skipped(self) -> bool:

@@ -19,10 +19,11 @@ from accelerate.base.environment import check_cuda_p2p_ib_support, parse_flag_fr
 from accelerate.base.nested import piece
 from accelerate.config import env
 from accelerate.config.enums import DistributedType, SageMakerDistributedType
-from accelerate.config.strategies import engines, traits_of
+from accelerate.config.strategies import engines, record_of, traits_of
 from accelerate.devices import Device, detect, row
 from accelerate.devices.table import DEVICES
-from accelerate.runtime import failure, rendezvous, storage, torch_private
+from accelerate.extension import imported
+from accelerate.runtime import failure, peers, rendezvous, storage, torch_private
 
 logger = logging.getLogger(__name__)
 failure.watch()
@@ -280,6 +281,7 @@ class PartialState(ProcessView):
 
     def _start(self, cpu: bool, settings: dict[str, Any]) -> None:
         env.refuse_removed_variables()
+        env.refuse_missing_strategies()
         kind = os.environ.get("ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE")
         asked = parse_flag_from_env("ACCELERATE_USE_SAGEMAKER") and kind == SageMakerDistributedType.DATA_PARALLEL
         sagemaker = settings.pop("_use_sagemaker_dp", asked)
@@ -288,17 +290,14 @@ class PartialState(ProcessView):
         abilities = traits_of(distributed_type)
         ranks = rendezvous.ALONE
         hardware = device_for(cpu, backend) if abilities.distributed else detect(cpu)
-        if abilities.xla:
+        if abilities.distributed and not abilities.torch_distributed:
             rank, size, local_rank = hardware.ranks()
-            ranks = rendezvous.Ranks(rank, size, local_rank, None, "xla")
+            ranks = rendezvous.Ranks(rank, size, local_rank, None, hardware.type)
         elif abilities.distributed:
             ranks = _join(backend, hardware, settings)
-            from accelerate.diagnostics import hang  # a single process waits for nobody
-
-            # So that a rank which waits for this one can learn where it is.
-            hang.watch(torch_private.default_store(), ranks.rank, ranks.world_size)
-            if abilities.deepspeed:
-                rendezvous.join_deepspeed(backend, hardware.type, ranks.local_rank or 0)
+            peers.joined(torch_private.default_store(), ranks.rank, ranks.world_size)
+            if joins := record_of(distributed_type).joins:
+                imported(joins)(backend, hardware.type, ranks.local_rank or 0)
         self._cpu = cpu
         self.backend = backend
         self.device = _place(hardware, ranks.local_rank, abilities.distributed)
@@ -459,9 +458,7 @@ def _join(backend: str | None, hardware: Device, settings: dict[str, Any]) -> re
     if hardware.type == "cpu" and "OMP_NUM_THREADS" not in os.environ and (ranks.local_world_size or 1) > 1:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks.local_world_size))
     crowded = hardware.type != "cpu" and (ranks.local_world_size or 1) > max(hardware.count(), 1)
-    from accelerate.diagnostics import monitor
-
-    waiting = partial(monitor.joining, ranks.rank, ranks.world_size)
+    waiting = partial(peers.joining, ranks.rank, ranks.world_size)
     rendezvous.init_process_group(ranks, backend, waiting, **settings)
     if crowded and backend != "gloo":
         rendezvous.check_devices_are_distinct(ranks, hardware.torch_device(ranks.local_rank), backend)

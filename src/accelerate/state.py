@@ -3,7 +3,6 @@
 `PartialState` is at home in `accelerate.process`, and public here.
 """
 
-import importlib
 import logging
 import os
 import threading
@@ -20,10 +19,11 @@ from accelerate.config import env
 from accelerate.config.enums import DynamoBackend, PrecisionType
 from accelerate.config.handlers import GradientAccumulationPlugin, TorchDynamoPlugin
 from accelerate.config.options import BY_NAME
-from accelerate.config.strategies import engines, traits_of
+from accelerate.config.strategies import StrategySpec, engines, plugin_record, traits_of
+from accelerate.extension import imported
 from accelerate.process import PartialState, ProcessView, SharedDict, _check_unchanged, _settings, group_is_gone
 from accelerate.process import do_nothing as do_nothing
-from accelerate.runtime import rendezvous, storage
+from accelerate.runtime import storage
 
 __getattr__ = _lazy.aliases(__name__)
 
@@ -159,8 +159,9 @@ class AcceleratorState(ProcessView):
     def _build(self, mixed_precision: str | None, cpu: bool, plugins: dict[str, Any], kwargs: dict[str, Any]) -> None:
         precision = _precision(mixed_precision)
         engine = _engine(plugins)
-        # DeepSpeed wants a process group even for a lone process, so the process state must know.
-        variables = {"accelerate_use_deepspeed": "true"} if engine == "deepspeed_plugins" else {}
+        spec = None if engine is None else plugin_record(engine)
+        # The process state must know where a lone process needs a group.
+        variables = {} if spec is None or not spec.traits.needs_group else {BY_NAME[spec.switch].env: "true"}
         with patch_environment(**variables):
             process = PartialState(cpu, **kwargs)
         if cpu and process.device.type != "cpu":
@@ -168,46 +169,33 @@ class AcceleratorState(ProcessView):
                 f"cpu=True cannot take effect: `PartialState` was built before, with device={str(process.device)!r}. Build it "
                 "with PartialState(cpu=True), or call `AcceleratorState._reset_state(True)` before."
             )
-        if engine == "deepspeed_plugins" and not traits_of(process.distributed_type).deepspeed:
-            # The program built the process state before, where nothing said DeepSpeed.
-            rendezvous.join_deepspeed(process.backend, process.device.type, process.local_process_index)
+        if spec is not None and spec.joins and process.distributed_type not in spec.kinds:
+            # The program built the process state before, where nothing asked for this strategy.
+            imported(spec.joins)(process.backend, process.device.type, process.local_process_index)
         self.__dict__.update(process.__dict__)
         self._mixed_precision = precision
-        self.deepspeed_plugins = plugins["deepspeed_plugins"]
-        if engine is not None:
-            self._set_engine(engine, plugins[engine])
+        self.deepspeed_plugins = None
+        if spec is not None:
+            self._set_engine(spec, plugins[spec.plugin])
 
-    def _set_engine(self, name: str, plugin: Any) -> None:
-        if traits_of(self.distributed_type).xla:
+    def _set_engine(self, spec: StrategySpec, plugin: Any) -> None:
+        if traits_of(self.distributed_type).traced:
             raise NotImplementedError(
-                f"{name} does not work on XLA devices. Leave it out to train with data parallelism."
+                f"{spec.plugin} does not work on XLA devices. Leave it out to train with data parallelism."
             )
-        spec = engines()[name]
         self.distributed_type = spec.kinds[0]
         flag = BY_NAME[spec.switch].env
         if plugin is None:
-            module, _, kind = spec.plugin_class.partition(":")
-            plugin = getattr(importlib.import_module(module), kind)()
-        elif getattr(plugin, "cpu_ram_efficient_loading", False) and not asked_for(name):
+            plugin = imported(spec.plugin_class)()
+        elif getattr(plugin, "cpu_ram_efficient_loading", False) and not asked_for(spec.plugin):
             os.environ[flag] = _MIRRORED  # transformers looks here before it reads weights on rank 0 alone
-        if name == "deepspeed_plugins":
-            self.deepspeed_plugins = plugin
-            if self._mixed_precision == PrecisionType.FP8.value:
-                raise NotImplementedError("mixed_precision='fp8' is not possible with DeepSpeed here. Use 'bf16'.")
+        if spec.sets_switch:
             os.environ.setdefault(flag, _MIRRORED)
-            several = isinstance(plugin, dict)
-            for entry in plugin.values() if several else [plugin]:
-                entry.set_mixed_precision(self._mixed_precision)
-            if not several:
-                plugin.select(_from_accelerator_state=True)
-            elif not any(entry.selected for entry in plugin.values()):
-                self.select_deepspeed_plugin(next(iter(plugin)))
-            return
-        if name == "megatron_lm_plugin":
-            os.environ.setdefault(flag, _MIRRORED)  # `is_megatron_lm_available` looks there
-        if self._mixed_precision != PrecisionType.NO.value:
+        setattr(self, spec.plugin, plugin)
+        if spec.plugin_set:
+            imported(spec.plugin_set)(self, plugin)
+        elif self._mixed_precision != PrecisionType.NO.value:
             plugin.set_mixed_precision(self._mixed_precision)
-        setattr(self, name, plugin)
 
     def _check_initialized(self, mixed_precision: str | None = None, cpu: bool | None = None) -> None:
         """Raise where an argument contradicts the state that exists."""
@@ -230,22 +218,11 @@ class AcceleratorState(ProcessView):
                 raise ValueError(f"{said} ({self.distributed_type}). {_TOO_LATE}")
             if value is None or value is live or value == live:
                 continue
-            if name == "deepspeed_plugins":
-                self._check_engine(value)
+            if name in engines() and (check := engines()[name].plugin_again):
+                imported(check)(self, value, _TOO_LATE)
             else:
                 said = f"AcceleratorState has already been initialized with {live!r}. {_TOO_LATE}"
                 logger.warning("%s=%r is not used, because %s", name, value, said)
-
-    def _check_engine(self, given: Any) -> None:
-        """Raise where plugins of DeepSpeed ask for another engine than the one in force."""
-        asked, live = (one if isinstance(one, dict) else {"": one} for one in (given, self.deepspeed_plugins))
-        for key, plugin in asked.items():
-            other = [f"the key {key!r}"] if key not in live else plugin.contradictions(live[key])
-            if other:
-                raise NotImplementedError(
-                    f"deepspeed_plugins={plugin!r} was given, and asks for {', '.join(other)}, but AcceleratorState has already been "
-                    f"initialized with {live.get(key, self.deepspeed_plugins)!r}. {_TOO_LATE}"
-                )
 
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:
@@ -285,7 +262,7 @@ class AcceleratorState(ProcessView):
     @property
     def deepspeed_plugin(self) -> Any:
         """The active DeepSpeed plugin, or None without DeepSpeed."""
-        if not traits_of(self.distributed_type).deepspeed:
+        if not traits_of(self.distributed_type).casts_itself:
             return None
         plugins = self.deepspeed_plugins
         if not isinstance(plugins, dict):
@@ -464,7 +441,7 @@ class GradientState:
         """Say whether the coming backward pass ends an accumulation step."""
         self.sync_gradients = sync_gradients
         if sync_gradients and not self.is_xla_gradients_synced and "distributed_type" in storage.process.current:
-            if traits_of(storage.process.current["distributed_type"]).xla:
+            if traits_of(storage.process.current["distributed_type"]).traced:
                 # Runs what was recorded so far, or the graph would grow over the whole accumulation step.
                 from accelerate.devices.table import DEVICES
 

@@ -4,7 +4,7 @@ from accelerate.base._lazy import front
 
 _HOMES = {
     "accelerate.trackers.base": "GeneralTracker on_main_process",
-    "accelerate.trackers.libraries": "AimTracker ClearMLTracker CometMLTracker DVCLiveTracker MLflowTracker SwanLabTracker "
+    "accelerate.extensions.trackers.libraries": "AimTracker ClearMLTracker CometMLTracker DVCLiveTracker MLflowTracker SwanLabTracker "
     "TensorBoardTracker TrackioTracker WandBTracker",
     "accelerate.trackers.registry": "LOGGER_TYPE_TO_CLASS filter_trackers get_available_trackers register_tracker_class",
 }

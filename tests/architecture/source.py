@@ -70,6 +70,7 @@ def _walk(node: ast.AST, lazy: bool) -> Iterator[tuple[ast.Import | ast.ImportFr
             yield from _walk(child, lazy or late)
 
 
+@functools.cache
 def imports(name: str) -> list[Import]:
     """Return what a module of ours imports from the package, a submodule named in `from` counted as itself."""
     known, found = modules(), []

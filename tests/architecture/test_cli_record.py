@@ -85,35 +85,41 @@ def test_groups_of_launch():
     assert {argument["dest"] for argument in RECORDED["launch"]["arguments"] if argument["options"]} == set(recorded)
 
 
-def recorded_arguments():
+def recorded_commands():
     for name, content in RECORDED.items():
-        for argument in content["arguments"]:
-            yield pytest.param(name, None, argument, id=f"{name} {(argument['options'] or [argument['dest']])[0]}")
+        yield name, None, content["arguments"]
         for sub, inner in content.get("subcommands", {}).items():
-            for argument in inner["arguments"]:
-                yield pytest.param(name, sub, argument, id=f"{name} {sub} {argument['options'][0]}")
+            yield name, sub, inner["arguments"]
 
 
-@pytest.mark.parametrize(("name", "sub", "recorded"), list(recorded_arguments()))
-def test_recorded_argument(name, sub, recorded):
-    actions = [action for action in parser_of(name, sub)._actions if action.dest == recorded["dest"]]
-    assert actions
-    action = next(a for a in actions if set(recorded["options"]) <= set(a.option_strings))
-    # A constant that is no is how a flag says no.
-    kind = {"StoreConstAction": "StoreFalseAction"}.get(recorded["action"], recorded["action"])
-    assert type(action).__name__ == f"_{kind}"
-    assert (action.nargs, action.required) == (recorded["nargs"], recorded["required"])
-    # Further choices are allowed; where there were none, everything is still taken.
-    assert set(recorded["choices"] or ()) <= set(action.choices or ())
-    assert recorded["choices"] or not action.choices
-    # The record holds the default of the negation, and a path of the machine it was made on.
-    if recorded["options"] and recorded["options"] != ["--no_tpu_cluster", "--no-tpu-cluster"] and sub != "default":
-        # A truth value that the record holds as text is one here.
-        assert repr(actions[0].default) in (recorded["default"], recorded["default"].strip("'").title())
-    if recorded["type"] in ("int", "float"):
-        assert action.type("7") == 7
-        with pytest.raises((ValueError, argparse.ArgumentTypeError)):
-            action.type("many")
+@pytest.mark.parametrize(("name", "sub", "arguments"), list(recorded_commands()))
+def test_recorded_arguments(name, sub, arguments):
+    parser = parser_of(name, sub)
+    for recorded in arguments:
+        what = recorded["options"] or recorded["dest"]
+        actions = [action for action in parser._actions if action.dest == recorded["dest"]]
+        action = next((a for a in actions if set(recorded["options"]) <= set(a.option_strings)), None)
+        assert action is not None, what
+        # A constant that is no is how a flag says no.
+        kind = {"StoreConstAction": "StoreFalseAction"}.get(recorded["action"], recorded["action"])
+        assert type(action).__name__ == f"_{kind}", what
+        assert (action.nargs, action.required) == (recorded["nargs"], recorded["required"]), what
+        # Further choices are allowed; where there were none, everything is still taken.
+        assert set(recorded["choices"] or ()) <= set(action.choices or ()), what
+        assert recorded["choices"] or not action.choices, what
+        # The record holds the default of the negation, and a path of the machine it was made on.
+        if (
+            recorded["options"]
+            and recorded["options"] != ["--no_tpu_cluster", "--no-tpu-cluster"]
+            and sub != "default"
+        ):
+            # A truth value that the record holds as text is one here.
+            default = recorded["default"]
+            assert repr(actions[0].default) in (default, default.strip("'").title()), what
+        if recorded["type"] in ("int", "float"):
+            assert action.type("7") == 7, what
+            with pytest.raises((ValueError, argparse.ArgumentTypeError)):
+                action.type("many")
 
 
 def test_every_recorded_command():

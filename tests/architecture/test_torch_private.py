@@ -3,7 +3,12 @@
 import ast
 from collections.abc import Iterator
 
+import pytest
+
 from architecture import source
+
+# All files are parsed once.
+pytestmark = pytest.mark.xdist_group("syntax trees")
 
 HOMES = ("accelerate.runtime.torch_private", "accelerate.launch.torch_compat")
 # Private names of others that files may use as they are, and why.

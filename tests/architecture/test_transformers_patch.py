@@ -29,11 +29,11 @@ STAGES = (
     *(f"checkpoints/{name}.py" for name in ("callbacks", "capture", "choose", "save", "sharded", "streams")),
 )
 OURS = (
-    "accelerate.strategies.deepspeed",
+    "accelerate.extensions.deepspeed",
     "accelerate.checkpoint",
     "accelerate.data",
     "accelerate.runtime",
-    "accelerate.diagnostics",
+    "accelerate.extensions.hang",
     "accelerate.extensions.preemption.watch",
     "accelerate.comm",
     "accelerate.utils",

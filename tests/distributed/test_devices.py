@@ -41,7 +41,12 @@ def test_every_check_of_one_process_passes(tmp_path, checks):
 def test_the_unit_tests_about_devices_pass(tmp_path):
     """In a process in which the device is there, and found before all others."""
     names = ["devices", "utils/test_random.py", "utils/test_memory.py", "utils/test_operations.py", "data/test_rng.py"]
-    names += ["data/test_adapter.py", "precision/test_amp.py", "offload/test_placement.py", "test_optimizer.py"]
+    names += [
+        "data/test_adapter.py",
+        "precision/test_amp.py",
+        "../extensions/big_models/test_placement.py",
+        "test_optimizer.py",
+    ]
     names += ["test_accelerator.py", "test_process.py", "test_state.py", "training", "modules"]
     marks = "not slow and not gpu"
     told = run(tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", marks, *(UNIT / name for name in names))

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+import warm
 from accelerate.commands.launch import launch_command_parser
 from accelerate.launch import runners
 from accelerate.launch.resolve import resolve
@@ -93,6 +94,10 @@ time.sleep(60)
 """
 
 
+# As the first import of a state does, which imports torch.
+WATCH = "from accelerate.runtime import failure; failure.watch()"
+
+
 def test_one_traceback_by_rank_and_who_followed(run, script):
     status, _, err = run("--num_processes", "2", script(LOSES_ITS_PEER.replace("{how}", "fail()")))
     assert status == 1
@@ -103,20 +108,20 @@ def test_one_traceback_by_rank_and_who_followed(run, script):
     assert "rank 1 (pid " in after and "failed with exit status 1; its traceback stands above" in after
 
 
-@pytest.mark.cold
 @pytest.mark.skipif(os.name != "posix", reason="signals are those of POSIX")
 @pytest.mark.parametrize(
     ("text", "how", "status", "fragment"),
     [
         (WAITS, "sys.exit(3)", 3, "rank 1 (pid {}) failed with exit status 3; its own messages"),
         (LOSES_ITS_PEER, "os.kill(os.getpid(), 9)", 137, "rank 1 was killed by SIGKILL: "),
-        (LOSES_ITS_PEER, "import faulthandler; faulthandler._sigsegv()", 139, "Segmentation fault"),
+        (WAITS, f"{WATCH}; import faulthandler; faulthandler._sigsegv()", 139, "Segmentation fault"),
     ],
     ids=["exit", "kill", "fault"],
 )
 def test_the_first_failure_is_reported_without_a_traceback_of_its_own(run, script, text, how, status, fragment):
     text = text.replace("{how}", f"print('pid', os.getpid(), flush=True); {how}")
-    got, out, err = run("--num_processes", "2", script(text))
+    # The ranks are real children of the launcher, which may be forked from a warm server.
+    got, out, err = run("--num_processes", "2", "--no_python", warm.REAL, script(text))
     pid = out.split("pid ")[1].split()[0]
     assert got == status, err
     assert fragment.replace("{}", pid) in err

@@ -8,10 +8,10 @@ import threading
 import psutil
 import pytest
 
+import warm
 from distributed.conftest import LAUNCH_ON_CPU, LIMIT_S, begun, gone
 
 pytestmark = [
-    pytest.mark.cold,
     pytest.mark.skipif(os.name != "posix", reason="signals are those of POSIX"),
     pytest.mark.usefixtures("interruptible"),
 ]
@@ -34,7 +34,8 @@ class Job:
     def __init__(self, folder, text=WAITS, ignored=(), shell=(), options=()):
         script = folder / "script.py"
         script.write_text(text.replace("{ignored!r}", repr(list(ignored))))
-        command = [*shell, *LAUNCH_ON_CPU, "--num_processes", "2", *options, str(script)]
+        # The ranks are real children of the launcher, whatever has started that.
+        command = [*shell, *LAUNCH_ON_CPU, "--num_processes", "2", *options, "--no_python", warm.REAL, str(script)]
         self.process = begun(command, start_new_session=True)
         self.timer = threading.Timer(LIMIT_S, self.process.kill)
         self.timer.start()
@@ -42,7 +43,8 @@ class Job:
         while len(self.started) < 4 and (line := self.process.stdout.readline()):
             if line.startswith("up "):
                 self.started += [psutil.Process(int(word)) for word in line.split()[1:]]
-        self.all = psutil.Process(self.process.pid).children(recursive=True)
+        self.launcher = self.started[0].parent() if self.started else None
+        self.all = self.launcher.children(recursive=True) if self.launcher else []
 
     def end(self):
         """Wait, and return status and errors; everything that it had started must be gone."""
@@ -79,7 +81,7 @@ def test_a_second_interrupt_kills(tmp_path):
 
 def test_a_killed_launcher_leaves_no_orphans(tmp_path):
     job = Job(tmp_path)
-    job.process.kill()
+    job.launcher.kill()
     assert job.end()[0] == -signal.SIGKILL
 
 
@@ -96,7 +98,7 @@ def test_nohup_outlives_the_terminal(tmp_path):
         "import os, signal, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN); os.execv(sys.argv[1], sys.argv[1:])"
     )
     job = Job(tmp_path, shell=[sys.executable, "-c", ignoring])
-    for process in (job.process, *job.started):
+    for process in (job.launcher, *job.started):
         process.send_signal(signal.SIGHUP)
     job.process.send_signal(signal.SIGTERM)  # handled after the other, if that had an effect
     status, errors = job.end()

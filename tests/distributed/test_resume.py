@@ -36,7 +36,7 @@ CASES: dict[str, dict[str, Any]] = {
     # Each rank has other random numbers, so only one may draw the order.
     "custom sampler that draws from torch": {"sampler": "draws from torch", "dispatch": True},
     "custom sampler that draws from numpy": {"sampler": "draws from numpy", "dispatch": True},
-    "custom batch sampler": {"sampler": "custom batches"},
+    "custom batch sampler": {"sampler": "custom batches", "length": 18},
     "split batches": {"split": True, "batch_size": 4},
     # Worker processes.
     "workers": {**WORKERS, "resumes": ["load", "skip"]},
@@ -57,9 +57,9 @@ CASES: dict[str, dict[str, Any]] = {
     "filled, dispatched stream with a state": {**FILLED, "data": STATE},
     # What else happens in a loop.
     "nothing random but the order": {"dropout": 0.0, "noise": False, "loop_draws": False},
-    "accumulation": {"accumulation": 2, "saves": ["0-2", "1-4", "1-last", "1-after"]},
+    "accumulation": {"accumulation": 2, "length": 18, "saves": ["0-2", "1-4", "1-last", "1-after"]},
     "evaluation inside": {"evaluate": True, "saves": ["0-1", "1-2", "1-3", "1-last"]},
-    "a loop that is left": {"leave": [1, 4], "saves": ["1-3", "1-after"], "resumes": ["load"]},
+    "a loop that is left": {"length": 18, "leave": [1, 4], "saves": ["1-3", "1-after"], "resumes": ["load"]},
     "shared random states": {"rng_types": ["torch", "generator"]},
     # Ways of resuming that are not in every case.
     "all batches skipped": {"resumes": ["skip all"], "saves": ["1-last"]},

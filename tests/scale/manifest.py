@@ -16,7 +16,7 @@ from pathlib import Path
 
 from accelerate import Accelerator, notebook_launcher
 from accelerate.checkpoint.manifest import NAME, FileEntry, Manifest, part_file, read_part, write_part
-from accelerate.checkpoint.object_store import storage_of
+from accelerate.checkpoint.storage import storage_of
 from accelerate.runtime.durable import CHUNK, Checksum
 
 _RANKS, _FILE = 2, 64 << 30

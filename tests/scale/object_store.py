@@ -23,7 +23,7 @@ def rank() -> None:
     from counted_store import counts
 
     from accelerate import Accelerator
-    from accelerate.checkpoint.object_store import storage_of
+    from accelerate.checkpoint.storage import storage_of
 
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True)

@@ -27,7 +27,7 @@ from torch.testing._internal.distributed import fake_pg  # noqa: E402, F401  it 
 from accelerate import Accelerator  # noqa: E402
 from accelerate.checkpoint.barrier import _FLAG as FLAG  # noqa: E402
 from accelerate.checkpoint.manifest import FileEntry, random_states_file, write_part  # noqa: E402
-from accelerate.runtime import simulated  # noqa: E402
+from accelerate.extensions.simulate import simulated  # noqa: E402
 from accelerate.runtime.durable import Checksum  # noqa: E402
 
 

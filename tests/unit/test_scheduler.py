@@ -9,8 +9,8 @@ from torch.optim import lr_scheduler as lr
 
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.checkpoint import schedules
+from accelerate.extensions.deepspeed import checkpoint as engine_checkpoint
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.strategies.deepspeed import checkpoint as engine_checkpoint
 from accelerate.utils import DataLoaderConfiguration
 
 

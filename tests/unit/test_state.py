@@ -6,8 +6,8 @@ import pickle
 import pytest
 import torch
 
-from accelerate.config.deepspeed import DeepSpeedPlugin
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
+from accelerate.extensions.deepspeed.plugin import DeepSpeedPlugin
 from accelerate.state import AcceleratorState, GradientState, PartialState, asked_for, is_initialized
 from accelerate.utils.environment import parse_flag_from_env
 from cases import cases
@@ -138,7 +138,7 @@ def test_several_deepspeed_plugins(process_group, fake_deepspeed):
 
 def test_another_deepspeed_plugin_is_refused(process_group, fake_deepspeed, monkeypatch):
     """One that asks for the same is not: what was left to the objects was filled in meanwhile."""
-    monkeypatch.setattr("accelerate.config.deepspeed.is_deepspeed_available", lambda: False)
+    monkeypatch.setattr("accelerate.extensions.deepspeed.plugin.is_deepspeed_available", lambda: False)
     plugin = DeepSpeedPlugin(zero_stage=2)
     build(deepspeed_plugin=plugin)
     plugin.deepspeed_config["train_batch_size"] = 16

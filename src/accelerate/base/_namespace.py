@@ -3,7 +3,7 @@
 # Each home with the names that other modules give, too.
 HOMES: dict[str, str] = {
     "accelerate.accelerator": "Accelerator",
-    "accelerate.strategies.megatron.engine": "MegatronEngine",
+    "accelerate.extensions.megatron.engine": "MegatronEngine",
     "accelerate.big_modeling": "dispatch_model init_empty_weights",
     "accelerate.checkpointing": "load_accelerator_state load_custom_state save_accelerator_state save_custom_state",
     "accelerate.commands.config": "get_config_parser",
@@ -28,19 +28,19 @@ HOMES: dict[str, str] = {
     "accelerate.commands.tpu": "tpu_command_parser",
     "accelerate.commands.utils": "CustomArgumentParser",
     "accelerate.data_loader": "DataLoaderDispatcher",
+    "accelerate.extensions.budget.sampler": "PackingCollator TokenBudgetSampler",
     "accelerate.devices.affinity": "_parse_cpu_list",
     "accelerate.logging": "get_logger",
-    "accelerate.offload.align": "_compiler_disable",
-    "accelerate.offload.device_map": "_init_infer_auto_device_map",
-    "accelerate.offload.tensors": "_get_param_device",
+    "accelerate.extensions.big_models.align": "_compiler_disable",
+    "accelerate.extensions.big_models.device_map": "_init_infer_auto_device_map",
+    "accelerate.extensions.big_models.tensors": "_get_param_device",
     "accelerate.optimizer": "AcceleratedOptimizer",
     "accelerate.extensions.sequence.models": "_attach_context_parallel_hooks _refuse_recurrent_layers_under_sequence_parallelism",
     "accelerate.extensions.quantize.quantize": "_replace_with_bnb_layers",
     "accelerate.scheduler": "AcceleratedScheduler",
     "accelerate.state": "AcceleratorState GradientState PartialState",
     "accelerate.test_utils.testing": "execute_subprocess_async path_in_accelerate_package",
-    "accelerate.trackers.base": "logger",
-    "accelerate.trackers.registry": "_available_trackers",
+    "accelerate.trackers.registry": "_available_trackers logger",
     "accelerate.utils.dataclasses": (
         "AORecipeKwargs BnbQuantizationConfig ComputeEnvironment CustomDtype DeepSpeedPlugin "
         "DistributedDataParallelKwargs DistributedType DynamoBackend FP8BackendType FP8RecipeKwargs "
@@ -189,7 +189,7 @@ NAMES: dict[str, str] = {
     "accelerate.commands.to_fsdp2": "CustomArgumentParser",
     "accelerate.commands.tpu": "default_config_file load_config_from_file",
     "accelerate.data_loader": (
-        "DistributedType GradientState PartialState RNGType broadcast broadcast_object_list compare_versions "
+        "PackingCollator TokenBudgetSampler DistributedType GradientState PartialState RNGType broadcast broadcast_object_list compare_versions "
         "concatenate find_batch_size get_data_structure get_logger initialize_tensors is_datasets_available "
         "is_torch_version is_torch_xla_available is_torchdata_stateful_dataloader_available send_to_device "
         "slice_tensors synchronize_rng_states"

@@ -1,6 +1,9 @@
 """Names and sizes as text."""
 
+import re
 from typing import Any
+
+_UNITS = {"GIB": 2**30, "MIB": 2**20, "KIB": 2**10, "GB": 10**9, "MB": 10**6, "KB": 10**3}
 
 
 def get_pretty_name(obj: Any) -> str:
@@ -30,3 +33,33 @@ def convert_bytes(size: int | float) -> str:
         size /= 1024
         step += 1
     return f"{round(size, 2)} {units[step]}"
+
+
+def convert_file_size_to_int(size: int | str) -> int:
+    """Return a size written with a unit as a number of bytes.
+
+    Args:
+        size: A number of bytes, or text such as ``"5GB"``, ``"500 MiB"``. ``KiB``, ``MiB``, ``GiB`` count in powers of
+            1024; ``KB``, ``MB``, ``GB`` in powers of 1000. Case does not matter, except for a final lower-case ``b``
+            after an upper-case or lower-case prefix, which means bits.
+
+    Raises:
+        ValueError: The size is negative or not written like that.
+
+    Example:
+        >>> from accelerate.utils import convert_file_size_to_int
+        >>> convert_file_size_to_int("1MiB")
+        1048576
+    """
+    if isinstance(size, int) and size >= 0:
+        return size
+    written = r"\s*(\d[\d_]*(?:\.\d*)?(?:e[+-]?\d+)?|\.\d+)\s*([KMG]i?b)\s*"
+    parts = re.fullmatch(written, size, re.IGNORECASE) if isinstance(size, str) else None
+    if parts is None:
+        raise ValueError(
+            f"size={size!r} is not a size. Give a number of bytes (an int of at least 0) or text with a unit, "
+            "such as '5GB' or '512MiB'; the units are GiB, MiB, KiB, GB, MB, KB."
+        )
+    number, unit = parts.groups()
+    in_bits = unit.endswith("b") and "i" not in unit.lower()
+    return int(float(number) * _UNITS[unit.upper()] // (8 if in_bits else 1))

@@ -3,7 +3,7 @@
 A collective hangs, or mixes up data, if one rank calls something else, or with another path. In a round each rank adds
 itself to a counter, and the last one to come writes the outcome that all others wait for. A rank that is missing, or that
 named another folder, is found within seconds, and every rank that called raises an error with all call sites. The
-barrier waits for a slow rank, and ends where `diagnostics.hang` finds that a rank will never come. Ranks wait on a
+barrier waits for a slow rank, and ends where `runtime.peers.search` finds that a rank will never come. Ranks wait on a
 connection of their own: that of the process must stay free for the training.
 
 A rank sends and receives a few small values in each round, however many ranks there are. Only what is wrong is read by
@@ -37,10 +37,10 @@ import torch.distributed as dist
 from accelerate import comm
 from accelerate.base._warn import printable
 from accelerate.checkpoint.manifest import first_of
-from accelerate.diagnostics import hang
-from accelerate.diagnostics.hang import Diagnosis
-from accelerate.diagnostics.status import connection
-from accelerate.runtime import torch_private
+from accelerate.runtime import peers, torch_private
+from accelerate.runtime.call_site import call_site
+from accelerate.runtime.peers import MissingRanks
+from accelerate.runtime.rendezvous import connection
 from accelerate.runtime.run import Run
 
 if TYPE_CHECKING:
@@ -85,6 +85,12 @@ def default_store() -> Any | None:
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() < 2:
         return None
     return torch_private.default_store()
+
+
+def _limit_s() -> float:
+    """Return for how long ranks wait for others of which nothing is known: as long as in a collective."""
+    timeout = torch_private.live_timeout() if dist.is_initialized() else None
+    return (timeout or dist.default_pg_timeout).total_seconds()
 
 
 @dataclass(frozen=True)
@@ -141,8 +147,8 @@ class SaveBarrier:
 
     def begin(self) -> None:
         """Wait until every rank has made the same call; CollectiveMisuse on all that called if some rank will not."""
-        hang.watch(self._origin, self.rank, self.world_size)
-        self._site = hang.call_site()
+        peers.joined(self._origin, self.rank, self.world_size)
+        self._site = call_site()
         machine, local_rank = socket.gethostname(), self._group.local_rank
         call: Note = {"kind": self.kind, "location": self.location, "site": self._site, "name": self.name}
         call |= {"scope": machine if self._group.each_node else "", "leads": machine if local_rank == 0 else None}
@@ -337,7 +343,7 @@ class SaveBarrier:
         writes = not begins and not self._failed
         after_s, again_s = (ASK_WRITERS_AFTER_S, ASK_WRITERS_AGAIN_S) if writes else (ASK_AFTER_S, ASK_AGAIN_S)
         judge = self._judge_callers if begins else self._judge_missing
-        began, waited_s, diagnosis, there, signs_at = time.monotonic(), 0.0, None, (self._ticket, 0), 0.0
+        began, waited_s, search, there, signs_at = time.monotonic(), 0.0, None, (self._ticket, 0), 0.0
         while True:
             time.sleep(min(waited_s / 10, _LONGEST_PAUSE_S))
             # Looked for first: a read of what is not there yet would wake those that wait for it.
@@ -348,15 +354,17 @@ class SaveBarrier:
             if waited_s < (_DEPUTY * after_s if is_deputy else after_s):
                 continue
             # Of many ranks on few cores some are still on their way; and a deputy asks nothing as long as the first rank does.
-            if asks and diagnosis is None and (seen := self._seen(is_deputy)) != there:
+            if asks and search is None and (seen := self._seen(is_deputy)) != there:
                 began, there = time.monotonic(), seen
                 continue
             if asks and not is_deputy and time.monotonic() >= signs_at:
                 signs_at = time.monotonic() + after_s
                 self._round.add("asks", 1)
             everyone = list(range(self.world_size))
-            diagnosis = diagnosis or Diagnosis(self._origin, everyone, self.world_size, asks, again_s)
-            if (outcome := judge(diagnosis)) is not None:
+            search = search or peers.search(
+                self._origin, everyone, asks, again_s, float("inf") if writes else _limit_s()
+            )
+            if (outcome := judge(search)) is not None:
                 return self._decide(outcome)
 
     def _seen(self, is_deputy: bool) -> tuple[int, int]:
@@ -396,41 +404,39 @@ class SaveBarrier:
 
     # Who is missing
 
-    def _judge_callers(self, diagnosis: Diagnosis) -> Note | None:
+    def _judge_callers(self, search: MissingRanks) -> Note | None:
         """Decide a barrier that not all ranks have begun, if those that are missing will not."""
         # The outcome is written before the number changes: where it is not there then, the keys have been removed.
         if int(self._store.get("round")) != self._number and not self._round.check(["outcome"]):
             return _OVER
-        if not diagnosis.news():
+        if not search.news():
             return None
         come = (
             self._round.add("come", 0) % _FLAG
         )  # before the calls: a rank that comes later is not part of the outcome
         calls = self._calls()
-        states = {rank: str(status) for rank, status in diagnosis.latest.items() if rank not in calls}
+        states = {rank: str(status) for rank, status in search.latest.items() if rank not in calls}
         problem = _disagreement(calls)
-        if problem is None and (hopeless := diagnosis.gone(states) or diagnosis.stuck(list(states))):
+        if problem is None and (hopeless := search.gone(states) or search.stuck(list(states))):
             problem = _never_called(calls, states, hopeless)
         if problem is not None:
             return {"come": come, "problem": problem}
-        if states and self._ticket == 1 and not self._reported and time.monotonic() - diagnosis.began > REPORT_AFTER_S:
+        if states and self._ticket == 1 and not self._reported and time.monotonic() - search.began > REPORT_AFTER_S:
             self._reported = True
             logger.warning("%s(%r) waits for other ranks: %s.", self.kind, self.location, "; ".join(_lines(states)))
         return None
 
-    def _judge_missing(self, diagnosis: Diagnosis) -> Note | None:
+    def _judge_missing(self, search: MissingRanks) -> Note | None:
         """End a round if a rank is gone, or one that has not come waits in a collective for this rank, which has failed."""
-        if not diagnosis.news():
+        if not search.news():
             return None
         here = [self._number, self._round_number]
-        missing = [rank for rank in diagnosis.latest if _read(self._store, f"at/{rank}") != here]
+        missing = [rank for rank in search.latest if _read(self._store, f"at/{rank}") != here]
         # With all of them there, the rank that should have decided is gone.
-        lost = diagnosis.gone(missing or diagnosis.latest) or (
-            diagnosis.stuck(missing) if self._failed and missing else []
-        )
+        lost = search.gone(missing or search.latest) or (search.stuck(missing) if self._failed and missing else [])
         if not lost:
             return None
-        lines = _lines({rank: str(diagnosis.latest[rank]) for rank in lost})
+        lines = _lines({rank: str(search.latest[rank]) for rank in lost})
         come = self._round.add("come", 0) % _FLAG
         return {"lost": f"The others wait in vain: {'; '.join(lines)}.", "come": come}
 

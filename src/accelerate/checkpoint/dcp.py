@@ -7,7 +7,7 @@ its tensors when they are asked for. Torch's planner knows the parts of a tensor
 - full: files of whole tensors, mapped (`FullTensors`);
 - sharded: a folder in torch's format, read by torch's reader. Torch would run what is in the pickle: here it may name torch's records only,
   and is compared with the files;
-- zero: what each rank of DeepSpeed wrote (`checkpoint.zero`), joined from pieces of flat tensors (`FullTensors`).
+- layouts of engines (`layouts.EngineLayout`): what each rank wrote, joined from pieces of flat tensors (`FullTensors`).
 
 Reading needs no process group. This module imports torch's planner, so others import it when they need it: that takes 50 ms.
 

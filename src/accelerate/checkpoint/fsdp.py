@@ -10,10 +10,8 @@ from accelerate.checkpoint import layouts, load, optimizers
 from accelerate.checkpoint import state as states
 from accelerate.checkpoint.model_io import inner_optimizer, io_of
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
-from accelerate.config.strategies import is_fsdp1
 from accelerate.modules import tensor_kinds
-from accelerate.modules.unwrap import canonical_name, extract_model_from_parallel
-from accelerate.offload.tensors import is_peft_model
+from accelerate.modules.unwrap import canonical_name, extract_model_from_parallel, is_peft_model
 
 
 def _get_model_state_dict(model: nn.Module, adapter_only: bool = False, sd_options: Any = None) -> dict[str, Any]:
@@ -24,7 +22,7 @@ def _get_model_state_dict(model: nn.Module, adapter_only: bool = False, sd_optio
     """
     if sd_options is None:
         state = None
-    elif sd_options.full_state_dict and sd_options.cpu_offload and is_fsdp1(model):
+    elif sd_options.full_state_dict and sd_options.cpu_offload and io_of(model).gathers_itself:
         # Torch frees what it gathered for rank 0 before it was copied, where that is host memory, and crashes.
         whole = states.gathered(io_of(model).model_state(model).values)
         state = whole if states.rank_and_size()[0] == 0 else {}
@@ -48,7 +46,7 @@ def _set_model_state_dict(
     if adapter_only and is_peft_model(model):
         from peft import set_peft_model_state_dict
 
-        if is_fsdp1(model):
+        if io_of(model).gathers_itself:
             return _load_adapter(model, state_dict)
         return set_peft_model_state_dict(model, state_dict, adapter_name=model.active_adapter)
     if sd_options is not None:
@@ -58,7 +56,7 @@ def _set_model_state_dict(
     return model.load_state_dict(state_dict)
 
 
-# PEFT looks for the names of modules, and in models that FSDP1 wraps FSDP1's own are among them.
+# PEFT looks for the names of modules. In wrapped models, names of wrappers are among them.
 
 
 def adapter_entries(model: nn.Module, state: Mapping[str, Any], adapter: str | None = None) -> dict[str, Any]:
@@ -81,7 +79,7 @@ def adapter_entries(model: nn.Module, state: Mapping[str, Any], adapter: str | N
 
 
 def _load_adapter(model: nn.Module, adapter: Mapping[str, Any]) -> Any:
-    """Load what `adapter_entries` returned together with the rest, since FSDP1 loads all parameters. All ranks."""
+    """Load what `adapter_entries` returned together with the rest, where the model loads all parameters at once. All ranks."""
     whole = model.state_dict()
     names = {id(value): name for name, value in whole.items()}
     own = adapter_entries(model, whole)

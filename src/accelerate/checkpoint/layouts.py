@@ -3,31 +3,29 @@
 - whole: ``model.safetensors`` or ``pytorch_model.bin``, or several files with an index; ``optimizer.bin``, which numbers its parameters.
   FSDP gathers into ``pytorch_model_fsdp.bin`` and an ``optimizer.bin`` that names them. Transformers' Trainer has an ``optimizer.pt`` with numbers.
 - sharded: the folders ``pytorch_model_fsdp_0`` and ``optimizer_0`` in torch's distributed format (`checkpoint.dcp`).
-- zero: a folder `pytorch_model` of DeepSpeed's files, a model with its optimizer (`checkpoint.zero`); the Trainer's is `global_stepN`. Only its
-  engines write it. It has the float32 weights where the files beside it have those of half precision, so it comes first.
+- the layouts of engines (`EngineLayout`), which only their libraries write, a model with its optimizer. They have the float32 weights where the
+  files next to them have those of half precision, so they come first.
 
 Parameters have the names that the user wrote (see `checkpoint.state`), so each strategy reads what any other wrote, on any number of
 ranks. Everything is read before anything changes.
 """
 
 import contextlib
-import glob
 import itertools
 import json
 import os
 import pathlib
 import pickle
-import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
 
 from accelerate.base._warn import warn_user
-from accelerate.base.constants import FSDP_MODEL_NAME, MODEL_NAME
+from accelerate.base.constants import FSDP_MODEL_NAME
 from accelerate.checkpoint import formats, load, manifest, plain_data, state
 from accelerate.checkpoint.load import CheckpointFolder
 from accelerate.checkpoint.manifest import INDEX_SUFFIX, NAME, DamagedCheckpoint
@@ -41,6 +39,8 @@ from accelerate.checkpoint.state import (
     run_on_all_ranks,
 )
 from accelerate.checkpoint.storage import LocalStorage
+from accelerate.config.strategies import specs
+from accelerate.extension import imported
 from accelerate.modules.unwrap import extract_model_from_parallel, match_names, same_tensors, shared_tensor_names
 from accelerate.runtime import durable, torch_private
 
@@ -50,9 +50,34 @@ if TYPE_CHECKING:
 
 Path = str | os.PathLike[str]
 
-# In folders of `save_state`, and of transformers' Trainer, which has one engine.
-_ENGINE_FILE = re.compile(rf"({MODEL_NAME}(?:_{manifest.NUMBER})?)/.*_model_states\.pt")
-_TRAINERS_ENGINE_FILE = re.compile(r"(global_step[0-9]+)/.*_model_states\.pt")
+
+class EngineLayout(Protocol):
+    """The files of an engine, in a folder that has a model with its optimizer. `StrategySpec.layout` names its class.
+
+    Attributes:
+        name: Its name among the layouts.
+        beside: Files that belong to it outside its folder.
+    """
+
+    name: str
+    beside: tuple[str, ...]
+
+    def listed(self, folder: Path) -> list[str]:
+        """Return files of the layout in a checkpoint, at least one for each engine. Not a collective."""
+
+    def folder(self, files: Collection[str], kind: Kind, index: int) -> str | None:
+        """Return the folder of a model or optimizer among a checkpoint's files. Not a collective."""
+
+    def open(self, path: str, kind: Kind, checkpoint: CheckpointFolder) -> "CheckpointReader":
+        """Return what a folder holds of a model or optimizer. Not a collective."""
+
+
+@cache
+def engine_layouts() -> dict[str, EngineLayout]:
+    """Return the layouts of engines by their names."""
+    layouts: list[EngineLayout] = [imported(spec.layout)() for spec in specs() if spec.layout]
+    return {layout.name: layout for layout in layouts}
+
 
 # -- where they lie ----------------------------------------------------------------------------------------------------
 
@@ -84,9 +109,7 @@ class Found:
         folder, path = load.with_manifest(self.folder), os.path.join(self.folder, self.name)
         if self.layout == "sharded":
             return CheckpointReader.in_folder(path, folder)
-        from accelerate.checkpoint import zero
-
-        return zero.stored(path, self.kind, folder)
+        return engine_layouts()[self.layout].open(path, self.kind, folder)
 
     def read(self, **options: Any) -> tuple[str, dict[str, Any], Mapping[str, str]]:
         """Return where a full layout lies, what it holds, mapped, and the names of tensors stored under another name, to that name."""
@@ -122,7 +145,7 @@ class Found:
 
     def has(self, file: str) -> bool:
         """Say whether a file belongs to it, beside those that an index lists."""
-        return file == self.name or (self.layout in ("sharded", "zero") and file.startswith(f"{self.name}/"))
+        return file == self.name or (self.layout != "full" and file.startswith(f"{self.name}/"))
 
 
 def usual_names(kind: Kind, index: int) -> tuple[str, str]:
@@ -148,7 +171,8 @@ def candidates(folder: Path, files: Collection[str], kind: Kind, index: int) -> 
     if kind == "model":
         safe, pickled = full_names(index)
         whole += safe if any(file in files for file in safe) else pickled
-    found: list[tuple[str, Layout]] = [(engine, "zero")] if (engine := _engine(files, kind, index)) else []
+    engines = ((layout.folder(files, kind, index), name) for name, layout in engine_layouts().items())
+    found: list[tuple[str, Layout]] = [(engine, name) for engine, name in engines if engine is not None]
     found += [(shards, "sharded")] if f"{shards}/{manifest.METADATA}" in files else []
     found += [(file, "full") for file in whole if file in files]
     of_ranks = [f"{shards}_rank0.bin", *([f"{FSDP_MODEL_NAME}_rank0.bin"] if (kind, index) == ("model", 0) else ())]
@@ -161,16 +185,6 @@ def candidates(folder: Path, files: Collection[str], kind: Kind, index: int) -> 
     return [Found(os.fspath(folder), name, layout, index, kind) for name, layout in found]
 
 
-def _engine(files: Collection[str], kind: Kind, index: int) -> str | None:
-    """Return the folder of the engine of a model or optimizer; models that have no engine do not count among the optimizers."""
-    found = {match[1] for match in map(_ENGINE_FILE.fullmatch, files) if match}
-    if index == 0 and (trainers := {match[1] for match in map(_TRAINERS_ENGINE_FILE.fullmatch, files) if match}):
-        return max(trainers, key=lambda name: (len(name), name))
-    if kind == "model":
-        return name if (name := manifest.engine_folder(index)) in found else None
-    return dict(enumerate(sorted(found, key=lambda name: (len(name), name)))).get(index)
-
-
 def find(folder: Path, kind: Kind, index: int = 0, prefer: Layout | None = None) -> Found | None:
     """Return where a model or optimizer lies, in the preferred layout if there are several. Any rank, alone."""
     files: Collection[str]
@@ -181,7 +195,7 @@ def find(folder: Path, kind: Kind, index: int = 0, prefer: Layout | None = None)
         # What a killed save has put aside counts.
         aside = os.path.relpath(LocalStorage(os.path.join(folder, shards)).fetch(), os.path.realpath(folder))
         name = shards if os.path.isdir(os.path.join(folder, shards)) else aside
-        engines = (glob.glob(f"{start}*/*_model_states.pt", root_dir=folder) for start in (MODEL_NAME, "global_step"))
+        engines = (layout.listed(folder) for layout in engine_layouts().values())
         files = {*os.listdir(folder), *itertools.chain(*engines)}
         if os.path.lexists(os.path.join(folder, name, manifest.METADATA)):  # whose reader names what is no file
             files.add(f"{shards}/{manifest.METADATA}")

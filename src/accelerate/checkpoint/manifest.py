@@ -92,11 +92,6 @@ def custom_file(index: int) -> str:
     return f"{CUSTOM_NAME}_{index}.pkl"
 
 
-def engine_folder(index: int) -> str:
-    """Return the name of the folder of DeepSpeed's engine number `index`: `pytorch_model`, `pytorch_model_1`, ..."""
-    return os.path.splitext(model_file(index, safe_serialization=False))[0]
-
-
 def random_states_file(process_index: int) -> str:
     """Return the name of the file with the random states of one rank."""
     return f"random_states_{process_index}.pkl"

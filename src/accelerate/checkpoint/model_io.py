@@ -38,6 +38,8 @@ class ModelIO:
     is_collective: ClassVar[bool] = False
     # Whether a state is no memory of the model's parameters.
     gives_copies: ClassVar[bool] = False
+    # Whether torch's functions for gathered states, and loading a part of a state, fail with these models.
+    gathers_itself: ClassVar[bool] = False
     # Whether each rank has the names of all parameters.
     has_all_names: ClassVar[bool] = True
 

@@ -24,7 +24,8 @@ from accelerate.data.loader import PreparedLoader
 from accelerate.runtime import torch_private
 from accelerate.runtime.run import Run
 
-Layout = Literal["full", "sharded", "zero"]
+# "full", "sharded", or the name of a `layouts.EngineLayout`.
+Layout = str
 Kind = Literal["model", "optimizer"]
 # Of a state: name and value of each entry, one after the other; and what says of a name whether it is wanted.
 Entries = Iterator[tuple[str, Any]]

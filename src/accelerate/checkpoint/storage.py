@@ -32,6 +32,7 @@ from accelerate.checkpoint.manifest import (
     number_of,
     problems,
 )
+from accelerate.extension import imported, specs, third_parties
 from accelerate.runtime.durable import STAGING_PREFIX, HashedFile, durable, exchange, sync_folder, sync_tree
 
 logger = logging.getLogger(__name__)
@@ -514,3 +515,30 @@ class LocalStorage(CheckpointStorage):
                 # A fork has the descriptor, too, and must not give up what is its parent's. A file with content is the user's own.
                 if os.getpid() == owner and os.fstat(descriptor).st_size == 0:
                     os.unlink(path)
+
+
+# -- finding the storage -----------------------------------------------------------------------------------------------
+
+
+def storage_of(path: str | os.PathLike[str]) -> CheckpointStorage:
+    """Return the storage of a path, of a ``file://`` URL, or of another URL, which an extension serves.
+
+    ValueError for a URL with one slash or without an extension that serves it.
+    """
+    text = os.path.expanduser(os.fspath(path)).removeprefix("file://").removeprefix("local://")
+    if "://" in text:
+        return _url_storage(text.rstrip("/"))
+    protocol, separator, rest = text.partition(":/")
+    if separator and len(protocol) > 1 and protocol.isalnum() and not os.path.isdir(f"{protocol}:"):
+        raise ValueError(
+            f"{text!r} is neither a folder nor a URL: a URL has two slashes. Pass '{protocol}://{rest}', or './{text}' for a folder."
+        )
+    return LocalStorage(text)
+
+
+def _url_storage(url: str) -> CheckpointStorage:
+    for spec in (*third_parties(), *specs()):
+        if spec.storage:
+            storage: CheckpointStorage = imported(spec.storage)(url)
+            return storage
+    raise ValueError(f"{url!r}: no extension of accelerate stores checkpoints at URLs. Pass a local folder.")

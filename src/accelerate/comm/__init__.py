@@ -8,6 +8,8 @@ import torch.distributed as dist
 
 from accelerate.comm import base
 from accelerate.config.enums import DistributedType
+from accelerate.config.strategies import record_of
+from accelerate.extension import imported
 from accelerate.runtime import storage
 
 _SINGLE = base.Communicator()
@@ -17,7 +19,10 @@ _side_groups: weakref.WeakKeyDictionary[base.Communicator, dict[Any, Any]] = wea
 
 def for_type(distributed_type: DistributedType | str) -> base.Communicator:
     """Return the communicator of a way of cooperating; by the type alone, so that it outlives a reset state."""
-    return _MAKERS.get(distributed_type, _torch)()
+    record = record_of(distributed_type)
+    if not record.traits.distributed:
+        return _SINGLE
+    return _of_library(record.communicator) if record.communicator else _torch()
 
 
 def current() -> base.Communicator:
@@ -58,12 +63,10 @@ def group_of(ranks: Sequence[int]) -> Any:
     return made[key]
 
 
-def _xla() -> base.Communicator:
-    if "xla" not in _live:
-        from accelerate.comm.xla import XlaCommunicator
-
-        _live["xla"] = XlaCommunicator()
-    return _live["xla"]
+def _of_library(address: str) -> base.Communicator:
+    if address not in _live:
+        _live[address] = imported(address)()
+    return _live[address]
 
 
 def _torch() -> base.Communicator:
@@ -79,6 +82,3 @@ def _torch() -> base.Communicator:
 
         live = _live["torch"] = TorchCommunicator(group)
     return live
-
-
-_MAKERS = {DistributedType.NO: lambda: _SINGLE, DistributedType.XLA: _xla}

@@ -1,6 +1,7 @@
 """Communication through `torch.distributed`."""
 
 import pickle
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from accelerate.base.nested import TENSOR, padded
 from accelerate.comm.base import Communicator
 from accelerate.comm.check import OBJECTS, PACKED, Call, CallChecker, same_on_all
+from accelerate.runtime import torch_private
 
 _OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _HOST_BACKENDS = ("gloo", "mpi")
@@ -200,3 +202,18 @@ def _reduced_as(dtype: torch.dtype) -> torch.dtype:
     if dtype.itemsize >= 4:
         return dtype
     return torch.float32 if dtype.is_floating_point else torch.int32
+
+
+def operations_started() -> dict[str, int]:
+    """Return how many operations this rank has started in each of its process groups; groups that do not count are left out."""
+    found: dict[str, int] = {}
+    for group in torch_private.groups():
+        try:
+            # Groups that `split_group` makes have one name and different ranks.
+            members = zlib.crc32(repr(dist.get_process_group_ranks(group)).encode())
+            for backend in torch_private.backends(group):
+                key = f"{backend.name()}:{group.group_name}:{members:x}"
+                found[key] = torch_private.collectives_started(backend)
+        except Exception:  # no backend counts by contract, and a group may be destroyed while we ask
+            continue
+    return found

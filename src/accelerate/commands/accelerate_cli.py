@@ -18,28 +18,14 @@ __getattr__ = _lazy.aliases(__name__)
 _HOME = "accelerate.commands"
 # Extensions have more; see `commands`.
 _CORE: dict[str, Command] = {
-    "checkpoint": Command(
-        f"{_HOME}.checkpoint", "checkpoint_command_parser", "List, verify, convert and prune checkpoints."
-    ),
     "config": Command(f"{_HOME}.config", "get_config_parser", "Write and update configuration files."),
-    "diagnose": Command(
-        f"{_HOME}.diagnose", "diagnose_command_parser", "Read what ranks that hung or failed have left."
-    ),
     "env": Command(
         f"{_HOME}.env", "env_command_parser", "Print versions, devices and configuration, for a bug report."
     ),
     "launch": Command(
         f"{_HOME}.launch", "launch_command_parser", "Start a training script, in one process or several."
     ),
-    "merge-weights": Command(f"{_HOME}.merge", "merge_command_parser", "Merge the shards of an FSDP checkpoint."),
-    "stacks": Command(
-        f"{_HOME}.diagnose", "stacks_command_parser", "Ask the ranks of a running job where their threads are."
-    ),
     "test": Command(f"{_HOME}.test", "test_command_parser", "Check that training works here, through the launcher."),
-    "to-fsdp2": Command(
-        f"{_HOME}.to_fsdp2", "to_fsdp2_command_parser", "Convert a configuration file from FSDP 1 to FSDP 2."
-    ),
-    "tpu-config": Command(f"{_HOME}.tpu", "tpu_command_parser", "Run commands on the machines of a TPU pod."),
 }
 
 

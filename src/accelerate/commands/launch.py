@@ -10,6 +10,7 @@ from typing import Any
 
 from accelerate.base import _lazy
 from accelerate.base._warn import printable
+from accelerate.base.constants import DEEPSPEED_MULTINODE_LAUNCHERS as DEEPSPEED_MULTINODE_LAUNCHERS
 from accelerate.commands.utils import CustomArgumentParser, OneSpelling, add_options, make_parser, or_exit
 from accelerate.config.options import BY_NAME, DYNAMO_WORDS, FEATURES, add_third_parties
 from accelerate.launch import config_file, runners
@@ -29,7 +30,6 @@ options_to_group = {
     "use_megatron_lm": "Megatron-LM Arguments",
     "fp8_backend": "FP8 Arguments",
 }
-DEEPSPEED_MULTINODE_LAUNCHERS = list(BY_NAME["deepspeed_multinode_launcher"].words)
 DYNAMO_BACKENDS = [word.upper() for word in DYNAMO_WORDS.split() if word != "no"]
 TORCH_DYNAMO_MODES = list(BY_NAME["dynamo_mode"].choices or ())
 

@@ -13,7 +13,7 @@ from accelerate.base import _lazy
 from accelerate.commands.utils import make_parser, or_exit
 from accelerate.launch import config_file, runners, secrets
 from accelerate.launch.errors import LaunchError
-from accelerate.launch.runners.tpu import gcloud_ssh
+from accelerate.launch.runners.tpu_pod import gcloud_ssh
 
 __getattr__ = _lazy.aliases(__name__)
 

@@ -10,8 +10,10 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+from accelerate.config.enums import DistributedType
 from accelerate.config.options import BY_NAME
 from accelerate.config.options.schema import to_bool
+from accelerate.config.strategies import record_of
 
 _instead: ContextVar[Mapping[str, str] | None] = ContextVar("environment_of_plugins", default=None)
 
@@ -84,3 +86,11 @@ def refuse_removed_variables() -> None:
             raise ValueError(
                 f"{name}={value!r} has no effect, because this setting was removed. {replacement}. Unset the variable."
             )
+
+
+def refuse_missing_strategies() -> None:
+    """Raise ValueError if the variable of a launcher's switch asks for a strategy whose extension is not installed."""
+    for kind in DistributedType:
+        variable = f"ACCELERATE_USE_{kind.value}"
+        if (value := os.environ.get(variable, "")) and to_bool(value, variable):
+            record_of(kind)

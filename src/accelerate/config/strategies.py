@@ -8,7 +8,6 @@ imports nothing heavy, too.
 This module imports nothing heavy, because the command line reads it. Classes are named by strings, and imported on first use.
 """
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -31,14 +30,14 @@ class Traits:
         clips_by_value: Gradients can be clipped element by element.
         joins_uneven_inputs: Ranks may run out of batches at different steps.
         places_batches: Prepared loaders move batches to the device.
-        reduces_on_step: Gradients are reduced in `optimizer.step`, not during `backward`.
         distributed: More than one process may cooperate.
         torch_distributed: The processes cooperate through `torch.distributed`.
         needs_group: A single process needs a process group, too.
-        xla: Steps are traced by torch_xla.
+        traced: Operations are recorded, and run when the graph ends.
         sharded: Each rank holds shards of the parameters.
-        deepspeed: DeepSpeed's engine trains.
-        megatron: Megatron core's engine trains.
+        own_groups: Its engine keeps process groups of its own: no mesh is built for it, and the groups last as long as the process.
+        casts_itself: Its engine casts as its plugin says, so that autocast has no effect.
+        steps_in_backward: Its engine steps in `backward`.
     """
 
     custom_device_placement: bool = False
@@ -46,14 +45,14 @@ class Traits:
     clips_by_value: bool = True
     joins_uneven_inputs: bool = False
     places_batches: bool = True
-    reduces_on_step: bool = False
     distributed: bool = True
     torch_distributed: bool = True
     needs_group: bool = False
-    xla: bool = False
+    traced: bool = False
     sharded: bool = False
-    deepspeed: bool = False
-    megatron: bool = False
+    own_groups: bool = False
+    casts_itself: bool = False
+    steps_in_backward: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,10 +72,20 @@ class StrategySpec:
         section: The mapping of a configuration file that holds its options.
         options: Rows for the launcher's option table, of a strategy of another package.
         runner: The module of `launch.runners` that starts its processes if its `starts` returns True.
+        joins: ``"module:function"`` that lets its library communicate; called with the backend, the type of the device and the local
+            rank once the ranks have met.
         plugin: The attribute of the state that keeps its plugin; only for strategies of this package.
         plugin_class: ``"module:Class"`` of the plugin, which reads the launcher's settings.
+        plugin_set: ``"module:function"`` called with a new state and the plugin that it has, instead of the plugin's
+            ``set_mixed_precision``.
+        plugin_again: ``"module:function"`` called with a state and another plugin that was given to a later Accelerator, and that
+            raises where they contradict each other. Without it, the later plugin is ignored with a warning.
+        sets_switch: The variable of `switch` is set in a run whose plugin was given, for libraries that read it.
         has_model: Says of a model that `model_io` gives and takes its state, whichever run asks.
         model_io: ``"module:Class"`` of the `checkpoint.model_io.ModelIO` of such models.
+        communicator: ``"module:Class"`` of the `comm.base.Communicator` of processes that do not meet through `torch.distributed`.
+        loader: ``"module:function"`` that returns the class of loaders that move batches to the device, in place of `DataLoaderShard`.
+        layout: ``"module:Class"`` of the `checkpoint.layouts.EngineLayout` of files that only its library writes.
         wrappers: Module and class of each wrapper that keeps the model under ``.module``. A strategy that wraps models lists its
             wrapper here, so that optimizer states have the names of the model inside.
         order: Records with a smaller number are asked first; of equal ones, those of the core.
@@ -96,8 +105,15 @@ class StrategySpec:
     runner: str = ""
     plugin: str = ""
     plugin_class: str = ""
+    joins: str = ""
+    plugin_set: str = ""
+    plugin_again: str = ""
+    sets_switch: bool = False
     has_model: Callable[[Any], bool] | None = None
     model_io: str = ""
+    communicator: str = ""
+    loader: str = ""
+    layout: str = ""
     wrappers: tuple[tuple[str, str], ...] = ()
     order: int = 50
 
@@ -106,70 +122,24 @@ def _is_fsdp2(state: Any) -> bool:
     return getattr(state, "is_fsdp2", False)
 
 
-def is_fsdp1(model: Any) -> bool:
-    """Say whether a model is, or contains, a FullyShardedDataParallel. Not a collective."""
-    # While the module is not imported there is no such model, and importing it is slow.
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and any(isinstance(part, fsdp.FullyShardedDataParallel) for part in model.modules())
-
-
 REPLICAS = tuple(kind for kind in DistributedType if kind.value.startswith("MULTI_"))
-_ENGINE = {"custom_device_placement": True, "scales_loss": False, "clips_by_value": False}
-_FSDP = {
-    "kinds": (DistributedType.FSDP,),
-    "traits": Traits(custom_device_placement=True, clips_by_value=False, sharded=True),
-    "title": "FSDP",
-    "switch": "use_fsdp",
-    "feature": "fsdp",
-    "section": "fsdp_config",
-    "plugin": "fsdp_plugin",
-    "plugin_class": "accelerate.config.fsdp:FullyShardedDataParallelPlugin",
-}
+# The abilities of FSDP, in either version.
+SHARDED = Traits(custom_device_placement=True, clips_by_value=False, sharded=True)
 
 _CORE = (
-    StrategySpec(
-        "deepspeed",
-        "accelerate.strategies.deepspeed.engine:DeepSpeed",
-        "accelerate.strategies.deepspeed.state_io:DeepSpeedIO",
-        kinds=(DistributedType.DEEPSPEED,),
-        traits=Traits(**_ENGINE, deepspeed=True, needs_group=True),
-        title="DeepSpeed",
-        switch="use_deepspeed",
-        feature="deepspeed",
-        section="deepspeed_config",
-        runner="deepspeed",
-        plugin="deepspeed_plugins",
-        plugin_class="accelerate.config.deepspeed:DeepSpeedPlugin",
-        wrappers=(("deepspeed.runtime.engine", "DeepSpeedEngine"),),
-    ),
     StrategySpec(
         "fsdp2",
         "accelerate.strategies.sharded:FSDP2",
         "accelerate.strategies.sharded_io:FSDP2IO",
+        kinds=(DistributedType.FSDP,),
         matches=_is_fsdp2,
-        **_FSDP,
-    ),
-    StrategySpec(
-        "fsdp1",
-        "accelerate.strategies.fsdp1:FSDP1",
-        "accelerate.strategies.fsdp1_io:FSDP1IO",
-        **_FSDP,
-        has_model=is_fsdp1,
-        model_io="accelerate.strategies.fsdp1_io:FSDP1Models",
-        wrappers=(("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"),),
-    ),
-    StrategySpec(
-        "megatron",
-        "accelerate.strategies.megatron.strategy:MegatronLM",
-        "accelerate.strategies.megatron.checkpoint:MegatronIO",
-        kinds=(DistributedType.MEGATRON_LM,),
-        traits=Traits(**_ENGINE, places_batches=False, megatron=True),
-        title="Megatron-LM",
-        switch="use_megatron_lm",
-        feature="megatron",
-        section="megatron_lm_config",
-        plugin="megatron_lm_plugin",
-        plugin_class="accelerate.config.megatron:MegatronLMPlugin",
+        traits=SHARDED,
+        title="FSDP",
+        switch="use_fsdp",
+        feature="fsdp",
+        section="fsdp_config",
+        plugin="fsdp_plugin",
+        plugin_class="accelerate.config.fsdp:FullyShardedDataParallelPlugin",
     ),
     StrategySpec(
         "single",
@@ -185,16 +155,6 @@ _CORE = (
         wrappers=(
             ("torch.nn.parallel.distributed", "DistributedDataParallel"),
             ("torch.nn.parallel.data_parallel", "DataParallel"),
-        ),
-    ),
-    StrategySpec(
-        "xla",
-        "accelerate.strategies.ddp:XLA",
-        kinds=(DistributedType.XLA,),
-        traits=Traits(reduces_on_step=True, torch_distributed=False, xla=True),
-        wrappers=(
-            ("torch_xla.distributed.fsdp.xla_fully_sharded_data_parallel", "XlaFullyShardedDataParallel"),
-            ("torch_xla.experimental.spmd_fully_sharded_data_parallel", "SpmdFullyShardedDataParallel"),
         ),
     ),
 )
@@ -226,8 +186,8 @@ def register(spec: StrategySpec, before: str | None = None) -> None:
     if before is not None and before not in names:
         raise ValueError(f"before={before!r} is no registered strategy. Known: {names}.")
     specs().insert(0 if before is None else names.index(before), spec)
-    wrappers.cache_clear()
-    traits_of.cache_clear()
+    for cached in (wrappers, record_of, traits_of):
+        cached.cache_clear()
 
 
 @cache
@@ -247,6 +207,15 @@ def _imported(point: EntryPoint) -> StrategySpec:
             f"The strategy {point.name!r} of another package ({point.value}, entry points {GROUP!r}) cannot be imported: "
             f"{type(error).__name__}: {error}. Repair or uninstall that package."
         ) from error
+
+
+def plugin_record(name: str) -> StrategySpec:
+    """Return the record of a plugin, by the attribute of the state that keeps it; ValueError if its extension is not installed."""
+    if (spec := engines().get(name)) is None:
+        raise ValueError(
+            f"{name} was given, and no extension that is installed has the strategy for it. Known: {list(engines())}."
+        )
+    return spec
 
 
 def engines() -> dict[str, StrategySpec]:
@@ -273,11 +242,17 @@ def wrappers() -> tuple[tuple[str, str], ...]:
 
 
 @cache
-def traits_of(distributed_type: DistributedType | str) -> Traits:
-    """Return the abilities of a way of cooperating, a member or its name; ValueError lists the known ones."""
+def record_of(distributed_type: DistributedType | str) -> StrategySpec:
+    """Return the first record of a way of cooperating, a member or its name; ValueError lists the known ones."""
     kind = DistributedType(distributed_type)
     for spec in specs():
         if kind in spec.kinds:
-            return spec.traits
-    known = [member.value for spec in specs() for member in spec.kinds]
+            return spec
+    known = sorted({member.value for spec in specs() for member in spec.kinds})
     raise ValueError(f"No strategy serves {kind.value!r}: its extension is not installed. Known: {known}.")
+
+
+@cache
+def traits_of(distributed_type: DistributedType | str) -> Traits:
+    """Return the abilities of a way of cooperating, a member or its name; ValueError lists the known ones."""
+    return record_of(distributed_type).traits

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from accelerate.base._warn import user_lines, warn_user
 from accelerate.data import contents
-from accelerate.runtime import simulated, torch_private
+from accelerate.runtime import torch_private
 
 # How long a rank waits for the messages of others, before its second batch. Loaders that only some ranks read cost this once.
 PATIENCE_S = 5.0
@@ -205,7 +205,7 @@ def _length(dataset: Any) -> int | None:
 
 
 def _store() -> Any | None:
-    """Return the store of the process group; None if there is none, or other ranks are made up."""
-    if simulated.current() is not None or not (dist.is_available() and dist.is_initialized()):
+    """Return the store of the process group; None if there is none."""
+    if not (dist.is_available() and dist.is_initialized()):
         return None
     return dist.PrefixStore("accelerate/data", torch_private.default_store())

@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Callable, Iterator
-from functools import lru_cache
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,18 +14,17 @@ from torch.utils.data import BatchSampler, ChainDataset, DataLoader, RandomSampl
 from accelerate import comm
 from accelerate.base._warn import warn_user
 from accelerate.config.enums import RNGType
-from accelerate.config.strategies import traits_of
+from accelerate.config.strategies import record_of
 from accelerate.data import adapter, contents, iterable, plan
 from accelerate.data.adapter import as_stateful, batching_sampler, is_stateful, is_stream, skipping, variant
 from accelerate.data.agreement import Agreement
-from accelerate.data.budget import TokenBudgetSampler
 from accelerate.data.dispatcher import DataLoaderDispatcher
 from accelerate.data.iterable import CountingCollate, IterableDatasetShard, SizingCollate
 from accelerate.data.loader import DataLoaderShard, PreparedLoader, SkipDataLoader
 from accelerate.data.plan import DataPlan, Division, ShardLayout
-from accelerate.data.progress import Pending
 from accelerate.data.samplers import BatchSamplerShard, SamplerShard, SeedableRandomSampler, check_split, draw_seed
 from accelerate.data.workers import EpochStream, SeededDataset, WorkerDataset
+from accelerate.extension import imported
 from accelerate.process import PartialState
 
 logger = logging.getLogger(__name__)
@@ -125,7 +123,8 @@ def prepare_data_loader(
         check_split(getattr(batching, "batch_size", None) if size is None else size, layout.num_shards)
     if use_seedable_sampler:
         dataloader = _with_seedable_sampler(dataloader, num_processes, data_seed)
-    if reading == plan.OWN_SHARD and isinstance(batching_sampler(dataloader), TokenBudgetSampler):
+    # A batch sampler whose steps are made for a number of ranks.
+    if reading == plan.OWN_SHARD and hasattr(batching_sampler(dataloader), "check_ranks"):
         batching_sampler(dataloader).check_ranks(layout.num_shards)
     generator = None if dispatch or num_processes == 1 else _shared_generator(dataloader)
     if rng_types is not None:
@@ -148,7 +147,8 @@ def prepare_data_loader(
         common |= {"split_batches": split_batches, "slice_fn": slice_fn_for_dispatch}
         loader: PreparedLoader = DataLoaderDispatcher(base.dataset, **common)
     else:
-        kind = xla_shard() if put_on_device and traits_of(state.distributed_type).xla else DataLoaderShard
+        loader_class = record_of(state.distributed_type).loader if put_on_device else ""
+        kind = imported(loader_class)() if loader_class else DataLoaderShard
         own_device = (state.device if device is None else device) if put_on_device else None
         loader = kind(base.dataset, own_device, rng_types, generator, **common)
     loader.plan = made
@@ -371,30 +371,3 @@ def skip_first_batches(dataloader: DataLoader, num_batches: int = 0) -> DataLoad
     if not is_stream(dataloader):
         return skipping(dataloader, num_batches)
     return SkipDataLoader(dataloader.dataset, num_batches, is_stateful(dataloader), _base=variant(dataloader))
-
-
-# XLA devices, where torch_xla reads ahead and moves the batches in the background -------------------------------------------
-
-
-@lru_cache(maxsize=1)
-def xla_shard() -> type[DataLoaderShard]:
-    """Build the class of loaders on XLA devices, which passes as torch_xla's own; called only where torch_xla is installed."""
-    from torch_xla.distributed.parallel_loader import MpDeviceLoader
-
-    class MpDeviceLoaderWrapper(DataLoaderShard, MpDeviceLoader):
-        """A loader whose raw batches torch_xla reads in a thread; this loop hands them out."""
-
-        __module__ = "accelerate.data_loader"
-        _reads_ahead = _notes_nothing = True
-
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            self._parallel_loader_kwargs: dict[str, Any] = {}  # libraries fill it, as that of torch_xla's loader
-
-        def _iterate(self, pending: Pending | None) -> Iterator[Any]:
-            def in_background(batches: Iterator[Any]) -> Iterator[Any]:
-                return iter(MpDeviceLoader(batches, self.device, **self._parallel_loader_kwargs))
-
-            return self._run(pending, None, in_background)
-
-    return MpDeviceLoaderWrapper

@@ -31,7 +31,6 @@ from accelerate.data.plan import ShardLayout
 from accelerate.data.progress import Pending
 from accelerate.data.samplers import EndAhead, ReplayableRandomSampler, Rounds, unskipped
 from accelerate.process import PartialState
-from accelerate.runtime import simulated
 
 logger = logging.getLogger(__name__)
 
@@ -346,11 +345,6 @@ class DataLoaderDispatcher(PreparedLoader):
     def _messages(self, pending: Pending | None, start: int) -> Iterator[Round]:
         """The rounds from `start` on: read and sent by rank 0, received by the others."""
         if self.state.process_index != 0:
-            if simulated.current() is not None:
-                raise ValueError(
-                    f"Rank {self.state.process_index} is simulated, and would be sent its batches by rank 0, which is made up. "
-                    "Simulate the rank that reads (--simulate_rank 0), or set dispatch_batches=False."
-                )
             while True:
                 yield self._connection.receive()
         alone = self.state.num_processes == 1

@@ -68,7 +68,7 @@ class LaunchPlan:
         script: the script, module or program.
         num_processes: how many processes there are, on all machines together.
         hardware: the devices that those of this machine may use.
-        runner: who starts them: a key of `accelerate.launch.runners.RUNNERS`.
+        runner: who starts them: the name of a runner, see `accelerate.launch.runners`.
         extra: further variables of every process, beside those of the options.
         notes: lines of information for the user.
     """
@@ -101,10 +101,13 @@ class LaunchPlan:
     @property
     def command(self) -> list[str]:
         """The command line of one process."""
+        return self.python_command(unbuffered=self.elastic)
+
+    def python_command(self, unbuffered: bool) -> list[str]:
+        """Return the command line of one process. Several processes share a terminal: unbuffered, their lines come out whole."""
         if self["no_python"]:
             return [self.script, *self.script_args]
-        # Several processes share a terminal: unbuffered, their lines come out whole and in time.
-        python = [sys.executable, "-u"] if self.elastic or self.runner == "mpi" else [sys.executable]
+        python = [sys.executable, "-u"] if unbuffered else [sys.executable]
         return [*python, *(["-m"] if self["module"] else []), self.script, *self.script_args]
 
 

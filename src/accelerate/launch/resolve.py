@@ -5,7 +5,6 @@ then what the hardware suggests, then default.
 """
 
 import argparse
-import importlib
 import math
 import os
 import re
@@ -13,13 +12,13 @@ import shutil
 import socket
 from collections.abc import Mapping
 from dataclasses import replace
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING
 
 from accelerate.config.options import BY_NAME, FEATURES, NEEDS_DEVICES, OPTIONS, PARADIGMS, SECTIONS
-from accelerate.config.options.engines import DEEPSPEED_FIELDS, ONLY_FSDP_1
+from accelerate.config.options.engines import ONLY_FSDP_1
 from accelerate.config.strategies import specs
-from accelerate.launch import config_file, hardware
+from accelerate.launch import config_file, hardware, runners
 from accelerate.launch.config_file import FileSettings
 from accelerate.launch.errors import LaunchError
 from accelerate.launch.plan import BACKENDS, LaunchPlan, Rendezvous, Resolved, Source, features_on
@@ -33,8 +32,6 @@ _SPEAKERS = (*[names[0] for _, names in SCHEMES[1:]], "SLURM_STEP_ID", "SLURM_JO
 
 # What `--rdzv_conf` can say about several machines, in seconds.
 _SECONDS = ("timeout", "join_timeout", "heartbeat_timeout")
-# Runners that start processes on machines of which the launcher knows neither the cores nor the devices.
-_REMOTE = ("sagemaker", "tpu_pod")
 # Options that only one version of FSDP reads, and what the other has in their place.
 _OF_ONE_VERSION = {name: ("1", instead) for name, instead in ONLY_FSDP_1.items()}
 _OF_ONE_VERSION["fsdp_module_precision"] = ("2", "mixed_precision holds for the whole model")
@@ -55,11 +52,9 @@ def resolve(args: argparse.Namespace, environ: Environ | None = None, needs_scri
     values, file = merge(args, environ)
     notes = list(file.unused) if file else []
     choose_paradigm(values)
-    simulated = scheduler = None
-    if values["simulate"].value is not None:  # then no scheduler, device or other machine has a say
-        from accelerate.launch.runners import simulate  # only where it is asked for
-
-        simulated = simulate.arrange(values, notes)
+    own_rank = scheduler = None
+    if arranging := runners.arranging(values):
+        own_rank = runners.module_of(arranging).arrange(values, notes)
     elif not environ.keys().isdisjoint(_SPEAKERS):
         from accelerate.launch import cluster  # most runs have no scheduler
 
@@ -70,7 +65,7 @@ def resolve(args: argparse.Namespace, environ: Environ | None = None, needs_scri
     if needs_script:
         _check_script(args, values)
 
-    other_runner = "simulate" if simulated else _other_runner(values, on, job)
+    other_runner = arranging or _other_runner(values, on, job)
     scheduler_task = job.task if job and not other_runner else None
     meet = Rendezvous() if other_runner or scheduler_task else _machines(values)
     devices, usable = _devices(values, environ)
@@ -88,16 +83,16 @@ def resolve(args: argparse.Namespace, environ: Environ | None = None, needs_scri
         local = count // meet.machines
 
     runner = other_runner or _own_runner(values, count, meet.machines, scheduler_task)
-    if runner not in _REMOTE:
+    if not (other_runner and getattr(runners.module_of(other_runner), "REMOTE", False)):
         _check_layout(values, on, notes)
-        _share_cores(values, 1 if simulated else local, job if scheduler_task else None, notes)
+        _share_cores(values, 1 if own_rank else local, job if scheduler_task else None, notes)
     if job and runner in ("single", "local") and not scheduler_task:
         notes += job.notes
     is_alone = False
     if runner == "single" and not scheduler_task:
         is_alone = is_of_agent(environ) or bool(scheduler and scheduler.task)
         notes += [] if is_alone else _joined(environ)
-    extra = simulated.variables if simulated else _extra(values, environ, job if scheduler_task else None, is_alone)
+    extra = own_rank.variables if own_rank else _extra(values, environ, on, job if scheduler_task else None, is_alone)
     return LaunchPlan(
         settings=MappingProxyType(values),
         script=args.training_script,
@@ -215,19 +210,14 @@ def _check_script(args: argparse.Namespace, values: Values) -> None:
 
 def _other_runner(values: Values, on: set[str], job: "Cluster | None") -> str | None:
     """Return the runner that starts the processes by another program, or None."""
-    runners = [spec.runner for spec in specs() if spec.runner and spec.feature in on]
-    own = [
-        name
-        for name in runners
-        if importlib.import_module(f"accelerate.launch.runners.{name}").starts(values, on, job)
-    ]
-    if "sagemaker" in on:
-        return "sagemaker"
-    if "tpu" in on:
-        return "tpu_pod" if values["tpu_use_cluster"].value else "tpu"
-    if "mpi" in on:
-        return "mpi"
-    return own[0] if own else None
+    names = [name for feature, row in FEATURES.items() if feature in on for name in row.runners]
+    names += [spec.runner for spec in specs() if spec.runner and spec.feature in on]
+    starting = [name for name in names if runners.module_of(name).starts(values, on, job)]
+    return starting[0] if starting else None
+
+
+def _runners_of_strategies(on: set[str]) -> list[ModuleType]:
+    return [runners.module_of(spec.runner) for spec in specs() if spec.runner and spec.feature in on]
 
 
 def _own_runner(values: Values, count: int, machines: int, task: Ranks | None) -> str:
@@ -332,10 +322,8 @@ def _check_layout(values: Values, on: set[str], notes: list[str]) -> None:
         depth = name.endswith("_prefetch") and str(values[name].value).isdigit()
         if is_set and version != owner and not depth:
             notes.append(f"--{name} ({values[name].origin}) has no effect with --fsdp_version {version}: {instead}.")
-    config = values["deepspeed_config_file"].value
-    for name in DEEPSPEED_FIELDS if "deepspeed" in on and config not in (None, "none") else ():
-        if values[name].source is Source.COMMAND_LINE:
-            notes.append(f"--{name} counts only where {config} says 'auto': a file's own values hold.")
+    for runner in _runners_of_strategies(on):
+        notes += runner.notes(values) if hasattr(runner, "notes") else []
 
 
 def _check_sizes(values: Values) -> None:
@@ -407,15 +395,13 @@ def _check_port(values: Values) -> None:
         raise LaunchError(f"{_shown(values, 'main_process_port')}: {error} Leave it out to get a free one.") from None
 
 
-def _extra(values: Values, environ: Environ, tasks: "Cluster | None", is_alone: bool) -> dict[str, str]:
+def _extra(values: Values, environ: Environ, on: set[str], tasks: "Cluster | None", is_alone: bool) -> dict[str, str]:
     """Return the variables of the processes that no option carries."""
     extra = _rank_variables(values, environ, tasks) if tasks else {}
     if is_alone:
         extra = {"RANK": "0", "WORLD_SIZE": "1"}  # or the worker would read the scheduler's variables, and join
-    if values["use_deepspeed"].value:
-        from accelerate.launch.runners import deepspeed  # only where it is asked for
-
-        extra |= deepspeed.exports(values, environ)
+    for runner in _runners_of_strategies(on):
+        extra |= runner.variables(values, environ) if hasattr(runner, "variables") else {}
     return extra
 
 

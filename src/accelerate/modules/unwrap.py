@@ -522,3 +522,20 @@ def get_model_tp_size(model: nn.Module) -> int | None:
         return model.tp_size
     split = getattr(getattr(model, "config", None), "distributed_config", None)
     return split.get("tp_size") if isinstance(split, Mapping) else getattr(split, "tp_size", None)
+
+
+def is_peft_model(model: nn.Module) -> bool:
+    """Say whether a model, taken out of its parallel wrappers, is a ``PeftModel``. Does not import peft.
+
+    Args:
+        model: Any module.
+
+    Example:
+        >>> import torch
+        >>> from accelerate.utils import is_peft_model
+        >>> is_peft_model(torch.nn.Linear(1, 1))
+        False
+    """
+    # Where peft was never imported nobody can have made a PeftModel.
+    peft = sys.modules.get("peft")
+    return peft is not None and isinstance(extract_model_from_parallel(model), peft.PeftModel)

@@ -21,7 +21,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -51,7 +50,6 @@ Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
 _former: Hook | None = None  # None: this hook was not set
 _explain: Callable[[BaseException], str] | None = None
-_hung = False
 
 
 def watch(explain: Callable[[BaseException], str] | None = None) -> None:
@@ -62,14 +60,15 @@ def watch(explain: Callable[[BaseException], str] | None = None) -> None:
     """
     global _former, _explain
     _explain = explain or _explain
-    if _former is not None or not (_explain or _is_rank()):
+    if _former is not None or not (_explain or is_rank()):
         return
     _former, sys.excepthook = sys.excepthook, _hook
-    if _is_rank():
+    if is_rank():
         _watch_faults()
 
 
-def _is_rank() -> bool:
+def is_rank() -> bool:
+    """Say whether this process is a rank that our launcher has started."""
     return bool(os.environ.get(ERROR_FILE)) and os.environ.get(LAUNCHER) == str(os.getppid())
 
 
@@ -89,38 +88,12 @@ def beside(error_file: str, name: str) -> str:
     return os.path.join(os.path.dirname(error_file), name)
 
 
-class RunHung(RuntimeError):
-    """All ranks have ended themselves because some waited in vain."""
-
-
-def write_hang_report(report: str) -> None:
-    """Leave the report of ranks that wait where `accelerate diagnose` finds it; an empty one removes it."""
-    if _is_rank():
-        path = beside(os.environ[ERROR_FILE], HANG)
-        with contextlib.suppress(OSError):
-            Path(path).write_text(f"{report}\n", "utf-8") if report else os.unlink(path)
-
-
-def leave_hung(report: str) -> None:
-    """Leave the report and the stacks of all threads to the launcher; whatever ends this process then, it ends as hung."""
-    global _hung
-    _hung = True
-    if _is_rank():
-        error_file = os.environ[ERROR_FILE]
-        with contextlib.suppress(OSError), open(beside(error_file, STACKS), "a", encoding="utf-8") as file:
-            faulthandler.dump_traceback(file)
-        with contextlib.suppress(Exception):
-            leave(error_file, {**record(RunHung, RunHung(report), None), "traceback": report, "status": HUNG})
-
-
 def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    if _hung:  # the others' connections are closed by now
-        os._exit(HUNG)
     prints = _former is not sys.__excepthook__
     # Whatever happens here, the traceback must come out: this may run when memory or the disk is full.
     left = False
     with contextlib.suppress(Exception):
-        left = _is_rank() and leave(os.environ[ERROR_FILE], record(kind, error, trace, shown=prints))
+        left = is_rank() and leave(os.environ[ERROR_FILE], record(kind, error, trace, shown=prints))
     if prints or not left:
         _former(kind, error, trace)
         with contextlib.suppress(Exception):

@@ -77,34 +77,6 @@ def init_process_group(ranks: Ranks, backend: str, waiting: Waiting = contextlib
         _leaves_at_exit = True
 
 
-def join_deepspeed(backend: str | None, device: str, local_rank: int) -> None:
-    """Let DeepSpeed talk through the process group that is alive, or one of this process. Every rank, before anything else of it.
-
-    Raises:
-        ImportError: DeepSpeed is not installed.
-    """
-    os.environ.setdefault(
-        "LOCAL_RANK", str(local_rank)
-    )  # its engines look there, also those of a process that is alone
-    if device == "cpu":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # it would take a GPU that is there
-    import torch._dynamo  # noqa: F401  before `zero.Init` replaces functions of torch that it looks at
-
-    try:
-        import deepspeed
-    except ImportError as error:
-        raise ImportError("DeepSpeed was asked for and is not installed: pip install deepspeed") from error
-    builder = deepspeed.accelerator.get_accelerator().create_op_builder("ShareMemCommBuilder")
-    if builder is not None:
-        # On CPUs each start would build it, for minutes, and wait without end for the lock of a build that was killed. It reduces in
-        # tensor-parallel inference alone, where gloo takes its place.
-        deepspeed.ops.__compatible_ops__[builder.NAME] = False
-    if not dist.is_initialized():
-        backend = deepspeed.accelerator.get_accelerator().communication_backend_name()
-        init_process_group(ALONE, backend)
-    deepspeed.comm.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
-
-
 def _join_group(ranks: Ranks, url: str, timeout: timedelta | None) -> Any:
     """Return a store that the ranks share and that holds nothing yet.
 
@@ -133,6 +105,14 @@ def _join_group(ranks: Ranks, url: str, timeout: timedelta | None) -> Any:
 
 _stores: dict[tuple[Any, ...], list[Any]] = {}  # place to store, and how many groups have met there
 _leaves_at_exit = False
+
+
+def connection(store: Any) -> Any:
+    """Return a store with a connection of its own, if it can have one: a thread in `store.wait` lets no other request through."""
+    try:
+        return store.clone()
+    except Exception:  # older torch, and stores written in Python, cannot
+        return store
 
 
 # Long enough for a thread that waits for the interpreter lock to get it; a process ends this much later.

@@ -148,6 +148,11 @@ def join_alone(rank: int, world_size: int, store: Any) -> None:
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=store)
 
 
+def is_fake(group: Any = None) -> bool:
+    """Say whether a process group is torch's fake one, whose other ranks do not exist."""
+    return dist.get_backend(group) == "fake"
+
+
 def shapes_only() -> Any:
     """Return torch's mode in which tensors have a shape and no memory; what was made outside of it may come in."""
     from torch._subclasses.fake_tensor import FakeTensorMode

@@ -1,4 +1,4 @@
-"""Data parallelism: every rank holds a replica, whose gradients torch averages in backward, or torch_xla before a step."""
+"""Data parallelism: every rank holds a replica, whose gradients torch averages in backward."""
 
 import contextlib
 from collections.abc import Sequence
@@ -80,31 +80,3 @@ def _warn_of_hooks(models: Sequence[nn.Module]) -> None:
                 f"register_post_accumulate_grad_hook (the first is {names[0]!r}). The hook gets the gradient of its rank, before "
                 "DDP averages it: an optimizer that steps in the hook gives each rank other weights. Step after `backward`."
             )
-
-
-class XLA(Strategy):
-    """torch_xla's data parallelism: replicas without a wrapper, one all-reduce before each step."""
-
-    def clip_grad_norm(self, accelerator: Run, parameters: Any, max_norm: float, norm_type: float) -> torch.Tensor:
-        """Reduce the gradients first, so that the norm is that of the global batch."""
-        self._reduce(accelerator)
-        return super().clip_grad_norm(accelerator, parameters, max_norm, norm_type)
-
-    def clip_grad_value(self, accelerator: Run, parameters: Any, clip_value: float) -> None:
-        """Reduce the gradients first, so that the elements are those of the global batch."""
-        self._reduce(accelerator)
-        super().clip_grad_value(accelerator, parameters, clip_value)
-
-    @staticmethod
-    def _reduce(accelerator: Run) -> None:
-        if not accelerator.gradient_state.is_xla_gradients_synced:
-            for optimizer in accelerator._optimizers:
-                optimizer._reduce_gradients()
-
-    def make_scaler(self, accelerator: Run, handler: Any) -> Any | None:
-        """Return torch_xla's scaler, which knows that steps are traced."""
-        if accelerator.mixed_precision != "fp16":
-            return None
-        from torch_xla.amp import GradScaler
-
-        return GradScaler(**(handler.to_kwargs() if handler is not None else {}))

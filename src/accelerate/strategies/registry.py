@@ -30,7 +30,10 @@ def _spec(name: str) -> strategies.StrategySpec:
     strategies.third_parties()
     spec = next((spec for spec in strategies.specs() if spec.name == name), None)
     if spec is None:
-        raise ValueError(f"There is no strategy {name!r}. Known: {[spec.name for spec in strategies.specs()]}.")
+        known = [spec.name for spec in strategies.specs()]
+        raise ValueError(
+            f"There is no strategy {name!r}: its extension is not installed, or the name is wrong. Known: {known}."
+        )
     return spec
 
 
@@ -45,4 +48,6 @@ def resolve(state: Any) -> Strategy:
     if (spec := strategies.serving(state)) is not None:
         return load(spec.name)
     names = [spec.name for spec in strategies.specs()]
-    raise ValueError(f"No strategy serves distributed_type={state.distributed_type!r}. Known: {names}.")
+    raise ValueError(
+        f"No strategy that is installed serves distributed_type={state.distributed_type!r}. Known: {names}."
+    )

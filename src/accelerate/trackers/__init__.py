@@ -1,1 +1,1 @@
-"""Experiment trackers: the contract, one class per library, and the registry of their names."""
+"""Experiment trackers: the contract, and the registry of their names."""

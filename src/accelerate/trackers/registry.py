@@ -8,17 +8,20 @@ from typing import Any
 
 from accelerate.base import _lazy, imports
 from accelerate.config.enums import LoggerType
+from accelerate.extension import imported, specs
 from accelerate.trackers.base import GeneralTracker
-from accelerate.trackers.libraries import BUILT_IN
 
 logger = logging.getLogger(__name__)
 
-LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {tracker.name: tracker for tracker in BUILT_IN}
+LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {
+    name: imported(address) for spec in specs() for name, address in spec.trackers.items()
+}
 
-# Whether the library of each built-in tracker is installed, in the order of "all"; a registered tracker answers for itself.
+# Whether the library of each tracker of an extension is installed, in the order of "all"; a registered tracker answers for itself.
 _AVAILABLE: dict[str, Callable[[], bool]] = {
     name: getattr(imports, f"is_{name}_available")
     for name in ["tensorboard", "wandb", "comet_ml", "aim", "mlflow", "clearml", "dvclive", "swanlab", "trackio"]
+    if name in LOGGER_TYPE_TO_CLASS
 }
 
 Choice = str | LoggerType | GeneralTracker

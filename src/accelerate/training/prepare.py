@@ -29,8 +29,6 @@ from accelerate.precision.amp import precision
 from accelerate.runtime import storage, torch_private
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.strategies import mesh as meshes
-from accelerate.strategies.deepspeed.wrappers import DummyOptim, DummyScheduler
-from accelerate.strategies.megatron.steps import MegatronLMDummyScheduler
 from accelerate.strategies.registry import resolve
 from accelerate.training import gradients, prepared
 from accelerate.training.prepared import Entry
@@ -41,8 +39,8 @@ _PLAIN = (str, bytes, int, float, complex)
 _CLASSES: dict[str, type | tuple[type, ...]] = {
     "loader": DataLoader,
     "model": nn.Module,
-    "optimizer": (torch.optim.Optimizer, DummyOptim),
-    "scheduler": (LRScheduler, AcceleratedScheduler, DummyScheduler, MegatronLMDummyScheduler),
+    "optimizer": torch.optim.Optimizer,
+    "scheduler": (LRScheduler, AcceleratedScheduler),
 }
 _LISTS = {"model": "_models", "optimizer": "_optimizers", "scheduler": "_schedulers", "loader": "_dataloaders"}
 _WOULD_HAVE = {
@@ -57,8 +55,12 @@ _WOULD_HAVE = {
 
 
 def kind_of(obj: Any) -> str | None:
-    """Return which kind of preparable object this is, or None for something that passes through untouched."""
-    return next((kind for kind, classes in _CLASSES.items() if isinstance(obj, classes)), None)
+    """Return which kind of preparable object this is, or None for something that passes through untouched.
+
+    A class that derives from none of torch's, such as a placeholder for an engine's optimizer, names its kind in ``_prepared_as``.
+    """
+    kind = next((kind for kind, classes in _CLASSES.items() if isinstance(obj, classes)), None)
+    return kind or getattr(type(obj), "_prepared_as", None)
 
 
 def prepare(accelerator: TrainingRun, objects: Sequence[Any], device_placement: list[bool] | None) -> Any:
@@ -291,7 +293,7 @@ def _check(accelerator: TrainingRun, model: nn.Module, evaluation: bool) -> None
         accelerator._strategy = resolve(accelerator.state)
         accelerator._strategy.check(accelerator, (model,))
     layout = accelerator.parallelism_config
-    if layout is None or traits_of(accelerator.distributed_type).deepspeed:
+    if layout is None or traits_of(accelerator.distributed_type).own_groups:
         return
     if not evaluation or model_has_dtensor(model):
         sizes = {f"{axis}_size": getattr(layout, f"{axis}_size") for axis in ("tp", "ep", "cp", "sp", "pp")}

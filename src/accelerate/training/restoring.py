@@ -20,9 +20,8 @@ from accelerate.checkpoint import manifest
 from accelerate.checkpoint.barrier import Group, SaveBarrier, default_store
 from accelerate.checkpoint.load import CheckpointFolder, Contents, Deferred, read_common, tensor_device
 from accelerate.checkpoint.manifest import DamagedCheckpoint, Manifest, damaged
-from accelerate.checkpoint.object_store import storage_of
 from accelerate.checkpoint.state import Common
-from accelerate.checkpoint.storage import CheckpointStatus, CheckpointStorage, LocalStorage
+from accelerate.checkpoint.storage import CheckpointStatus, CheckpointStorage, LocalStorage, storage_of
 from accelerate.training import gradients
 from accelerate.training.run import TrainingRun
 from accelerate.training.unclaimed import unclaimed_states

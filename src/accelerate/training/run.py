@@ -17,7 +17,6 @@ from accelerate.extension import Extensions
 from accelerate.runtime.run import Run
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.strategies.base import Strategy
-from accelerate.strategies.deepspeed.wrappers import DeepSpeedEngineWrapper
 from accelerate.trackers.base import GeneralTracker
 from accelerate.training.prepared import PreparedObjects
 from accelerate.training.window import Window
@@ -49,7 +48,7 @@ class TrainingRun(Run, Protocol):
     autocast_handler: AutocastKwargs | None
     dataloader_config: DataLoaderConfiguration
     deepspeed_config: dict[str, Any]
-    deepspeed_engine_wrapped: DeepSpeedEngineWrapper | None
+    deepspeed_engine_wrapped: Any
     flag_tensor: torch.Tensor | None
     has_lomo_optimizer: bool
     log_with: list[str | LoggerType | GeneralTracker]

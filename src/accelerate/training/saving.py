@@ -23,20 +23,18 @@ from accelerate.base.constants import (
     WEIGHTS_NAME,
     WEIGHTS_PATTERN_NAME,
 )
-from accelerate.base.text import get_pretty_name
+from accelerate.base.text import convert_file_size_to_int, get_pretty_name
 from accelerate.checkpoint import formats, fsdp
 from accelerate.checkpoint import state as states
 from accelerate.checkpoint.barrier import Group
 from accelerate.checkpoint.manifest import CHECKPOINTS_FOLDER, PARAMETER_NAMES, numbered_folder
 from accelerate.checkpoint.model_io import io_of, names_file
-from accelerate.checkpoint.object_store import storage_of
 from accelerate.checkpoint.save import Save, SavePlan, plain_names, snapshot, write_common, writes
 from accelerate.checkpoint.state import Common
-from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, prune
+from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, prune, storage_of
 from accelerate.modules import tensor_kinds
+from accelerate.modules.offloaded import has_offloaded_params
 from accelerate.modules.unwrap import canonical_name, canonical_names, clean_state_dict_for_safetensors
-from accelerate.offload.placement import has_offloaded_params
-from accelerate.offload.tensors import convert_file_size_to_int
 from accelerate.precision import scaling
 from accelerate.runtime.torch_private import local_part
 from accelerate.strategies import shard

@@ -1,7 +1,6 @@
 """Construction of an Accelerator: arguments and environment become settings, once, in numbered steps."""
 
 import contextlib
-import importlib
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -25,6 +24,7 @@ from accelerate.config.options import BY_NAME
 from accelerate.config.options.schema import to_int
 from accelerate.config.project import DataLoaderConfiguration, ProjectConfiguration
 from accelerate.config.strategies import engines
+from accelerate.extension import imported
 from accelerate.runtime import storage
 from accelerate.state import GradientState
 from accelerate.training.prepared import others_alive
@@ -90,10 +90,11 @@ def plugins(deepspeed: Any, fsdp: Any, megatron: Any, dynamo: Any, dynamo_backen
     classes = {spec.plugin.replace("plugins", "plugin"): spec.plugin_class for spec in engines().values()}
     classes["dynamo_plugin"] = "accelerate.config.handlers:TorchDynamoPlugin"
     for name, value in given.items():
-        module, _, kind = classes[name].partition(":")
+        if value is not None and name not in classes:
+            raise ValueError(f"{name}={value!r} was given, and the extension with its strategy is not installed.")
         for plugin in value.values() if isinstance(value, dict) else [value]:
-            if plugin is not None and not isinstance(plugin, getattr(importlib.import_module(module), kind)):
-                raise TypeError(f"{name}={plugin!r} is a {type(plugin).__name__}; pass a {kind}.")
+            if plugin is not None and not isinstance(plugin, kind := imported(classes[name])):
+                raise TypeError(f"{name}={plugin!r} is a {type(plugin).__name__}; pass a {kind.__name__}.")
     return given
 
 

@@ -26,10 +26,11 @@ _HOMES = {
         "TERecipeKwargs TensorInformation TorchContextParallelConfig TorchDynamoPlugin TorchTensorParallelConfig "
         "TorchTensorParallelPlugin add_model_config_to_megatron_parser"
     ),
-    "accelerate.strategies.deepspeed.wrappers": (
+    "accelerate.extensions.deepspeed.wrappers": (
         "DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper DeepSpeedSchedulerWrapper DummyOptim DummyScheduler "
-        "HfDeepSpeedConfig get_active_deepspeed_plugin map_pytorch_optim_to_deepspeed"
+        "get_active_deepspeed_plugin map_pytorch_optim_to_deepspeed"
     ),
+    "accelerate.extensions.deepspeed.plugin": "HfDeepSpeedConfig",
     "accelerate.base.environment": (
         "are_libraries_initialized check_cuda_fp8_capability check_cuda_p2p_ib_support clear_environment "
         "convert_dict_to_env_variables get_cpu_distributed_information get_current_device_type get_gpu_info "
@@ -61,7 +62,7 @@ _HOMES = {
         "PrepareForLaunch _filter_args prepare_deepspeed_cmd_env prepare_multi_gpu_env prepare_sagemager_args_inputs "
         "prepare_simple_launcher_cmd_env prepare_tpu"
     ),
-    "accelerate.strategies.megatron.steps": (
+    "accelerate.extensions.megatron.steps": (
         "AbstractTrainStep BertTrainStep GPTTrainStep MegatronLMDummyDataLoader MegatronLMDummyScheduler T5TrainStep "
         "avg_losses_across_data_parallel_group"
     ),

@@ -3,7 +3,7 @@
 from accelerate.base._lazy import front
 
 _HOMES = {
-    "accelerate.offload.loading": "quantize_and_offload_8bit",
+    "accelerate.extensions.big_models.loading": "quantize_and_offload_8bit",
     "accelerate.extensions.quantize.quantize": (
         "get_keys_to_not_convert get_parameter_device get_quantized_model_device_map has_4bit_bnb_layers "
         "load_and_quantize_model replace_with_bnb_layers"

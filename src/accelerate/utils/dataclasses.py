@@ -5,7 +5,7 @@ from accelerate.base._lazy import front
 _HOMES = {
     "typing": "TYPE_CHECKING",
     "accelerate.base.nested": "TensorInformation",
-    "accelerate.config.deepspeed": "DeepSpeedPlugin",
+    "accelerate.extensions.deepspeed.plugin": "DeepSpeedPlugin",
     "accelerate.config.enums": (
         "BaseEnum ComputeEnvironment CustomDtype DDPCommunicationHookType DistributedType DynamoBackend "
         "EnumWithContains FP8BackendType LoggerType PrecisionType RNGType SageMakerDistributedType"
@@ -17,7 +17,7 @@ _HOMES = {
         "AutocastKwargs DistributedDataParallelKwargs GradientAccumulationPlugin GradScalerKwargs "
         "InitProcessGroupKwargs KwargsHandler ProfileKwargs TorchDynamoPlugin"
     ),
-    "accelerate.config.megatron": (
+    "accelerate.extensions.megatron.plugin": (
         "MODEL_CONFIGS_TO_MEGATRON_PARSERS MegatronLMPlugin add_model_config_to_megatron_parser parse_bert_config "
         "parse_glm4_moe_config parse_gpt2_config parse_llama_config parse_t5_config"
     ),

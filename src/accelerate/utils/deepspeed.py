@@ -1,13 +1,13 @@
-"""What `prepare` returns under DeepSpeed. The public path of `accelerate.strategies.deepspeed.wrappers`."""
+"""What `prepare` returns under DeepSpeed. The public path of `accelerate.extensions.deepspeed.wrappers`."""
 
 from accelerate.base._lazy import front
 
 _HOMES = {
-    "accelerate.strategies.deepspeed.wrappers": (
+    "accelerate.extensions.deepspeed.wrappers": (
         "DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper DeepSpeedSchedulerWrapper DummyOptim DummyScheduler "
         "get_active_deepspeed_plugin map_pytorch_optim_to_deepspeed"
     ),
-    "accelerate.config.deepspeed": "DeepSpeedPlugin HfDeepSpeedConfig",
+    "accelerate.extensions.deepspeed.plugin": "DeepSpeedPlugin HfDeepSpeedConfig",
     "accelerate.optimizer": "AcceleratedOptimizer",
     "accelerate.scheduler": "AcceleratedScheduler",
 }

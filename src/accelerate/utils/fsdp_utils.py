@@ -4,13 +4,11 @@ A home of the functions that look up what libraries replace here: how a model is
 """
 
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from accelerate.base._lazy import front
-from accelerate.base.constants import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from accelerate.checkpoint import layouts, load
 from accelerate.checkpoint.fsdp import _get_model_state_dict, _set_model_state_dict
 from accelerate.checkpoint.model_io import io_of
@@ -30,14 +28,14 @@ if TYPE_CHECKING:
 
 # What this module gives and does not hold itself.
 _HOMES = {
-    "accelerate.checkpoint.convert": "merge_fsdp_weights",
+    "accelerate.extensions.convert.convert": "_distributed_checkpoint_to_merged_weights merge_fsdp_weights",
     "accelerate.checkpoint.fsdp": "load_fsdp_optimizer save_fsdp_optimizer",
-    "accelerate.offload.tensors": "is_peft_model",
+    "accelerate.modules.unwrap": "is_peft_model",
     "accelerate.strategies.fsdp": (
         "disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading ensure_weights_retied "
         "fsdp2_canonicalize_names fsdp2_load_full_state_dict fsdp2_switch_optimizer_parameters get_fsdp2_grad_scaler"
     ),
-    "accelerate.base.constants": "FSDP_MODEL_NAME OPTIMIZER_NAME",
+    "accelerate.base.constants": "SAFE_WEIGHTS_NAME WEIGHTS_NAME FSDP_MODEL_NAME OPTIMIZER_NAME",
 }
 __getattr__, __dir__, _ = front(__name__, _HOMES, [])
 
@@ -169,13 +167,3 @@ def _find_final_norm(model: nn.Module) -> nn.Module | None:
     base = getattr(model, getattr(model, "base_model_prefix", ""), model)
     norms = [child for child in base.children() if "norm" in type(child).__name__.lower()]
     return norms[-1] if norms else None
-
-
-def _distributed_checkpoint_to_merged_weights(
-    checkpoint_dir: str, save_path: str, safe_serialization: bool = True
-) -> Path:
-    """Merge a sharded checkpoint into one file of weights, as `merge_fsdp_weights`, and return the file."""
-    from accelerate.checkpoint import convert  # not for saving and loading
-
-    convert.merge_fsdp_weights(checkpoint_dir, save_path, safe_serialization)
-    return Path(save_path) / (SAFE_WEIGHTS_NAME if safe_serialization else WEIGHTS_NAME)

@@ -13,7 +13,7 @@ from accelerate.config.options import BY_NAME
 from accelerate.launch.errors import LaunchError, MissingAccountError
 from accelerate.launch.plan import Resolved, exports
 from accelerate.launch.resolve import merge
-from accelerate.launch.runners import deepspeed, mpi, sagemaker, tpu
+from accelerate.launch.runners import module_of, mpi, sagemaker, tpu
 from accelerate.runtime.ports import get_free_port, is_port_in_use
 from accelerate.runtime.ranks import DEFAULT_PORT
 
@@ -103,12 +103,12 @@ def prepare_deepspeed_cmd_env(args: argparse.Namespace) -> tuple[list[str] | Non
     command = None
     if (args.num_machines or 1) > 1 and args.deepspeed_multinode_launcher != "standard":
         options = {name: resolved.value for name, resolved in settings.items()}
-        command = deepspeed.command(options, args.training_script, args.training_script_args or ())
+        command = module_of("deepspeed").command(options, args.training_script, args.training_script_args or ())
         environment = _environment(args)
     else:
         environment = prepare_multi_gpu_env(args)
     environment.update(exports(settings, "deepspeed"))
-    environment.update(deepspeed.exports(settings, os.environ))
+    environment.update(module_of("deepspeed").variables(settings, os.environ))
     return command, environment
 
 

@@ -1,9 +1,9 @@
-"""Steps and wrappers of Megatron-LM. The public path of `accelerate.strategies.megatron.steps`."""
+"""Steps and wrappers of Megatron-LM. The public path of `accelerate.extensions.megatron.steps`."""
 
 from accelerate.base._lazy import front
 
 _HOMES = {
-    "accelerate.strategies.megatron.steps": (
+    "accelerate.extensions.megatron.steps": (
         "AbstractTrainStep BertTrainStep GPTTrainStep MegatronLMDummyDataLoader MegatronLMDummyScheduler "
         "MegatronLMOptimizerWrapper MegatronLMSchedulerWrapper T5TrainStep _handle_megatron_data_iterator "
         "avg_losses_across_data_parallel_group finish_mpu_init gather_across_data_parallel_groups initialize "

@@ -109,7 +109,7 @@ def engines(trainer: Any) -> dict[str, Callable[..., None]]:
     """Return the functions of transformers' module, by name, by which DeepSpeed's engines take what any strategy wrote, and run no code of a file."""
 
     def read(engine: Any, folder: str, load_module_strict: bool = True) -> None:
-        from accelerate.strategies.deepspeed import checkpoint
+        from accelerate.extensions.deepspeed import checkpoint
 
         path = load.with_manifest(folder)
         state.run_on_all_ranks(lambda: checkpoint.read(engine, path, 0, 0, load_module_strict)).finish()

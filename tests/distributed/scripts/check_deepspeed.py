@@ -335,7 +335,7 @@ def check_what_does_not_fit_is_refused_on_every_rank():
         Accelerator(deepspeed_plugin=DeepSpeedPlugin(zero_stage=3))
     assert Accelerator(deepspeed_plugin=accelerator.deepspeed_plugin).deepspeed_plugin.zero_stage == 1
     accelerator = engines(3)
-    with logged("accelerate.strategies.deepspeed.engine") as lines:
+    with logged("accelerate.extensions.deepspeed.engine") as lines:
         model = prepared(accelerator)[0]
         accelerator.clip_grad_norm_(model.parameters(), 0.5)
         accelerator.clip_grad_norm_(model.parameters(), 0.5)

@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 from accelerate import FullyShardedDataParallelPlugin
-from accelerate.checkpoint.convert import export, reshard
 from accelerate.checkpoint.layouts import find
 from accelerate.checkpoint.manifest import Manifest, problems
 from accelerate.checkpoint.optimizers import is_named, named, optimizer_values, read_names
+from accelerate.extensions.convert.convert import export, reshard
 from accelerate.utils import wait_for_everyone
 
 USUAL = ("check_",)

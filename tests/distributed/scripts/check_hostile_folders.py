@@ -9,9 +9,9 @@ from expect import differing, raised
 from harness import rank, shared_folder
 from safetensors.torch import load_file, save_file
 
-from accelerate.checkpoint.accept import accept
 from accelerate.checkpoint.manifest import NAME, PARAMETER_NAMES, PARTS_FOLDER, DamagedCheckpoint, Manifest
-from accelerate.checkpoint.object_store import storage_of
+from accelerate.checkpoint.storage import storage_of
+from accelerate.extensions.convert.accept import accept
 from accelerate.utils import ProjectConfiguration
 
 

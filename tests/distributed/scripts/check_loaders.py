@@ -221,6 +221,6 @@ def check_workers_forked_straight_after_a_collective_live():
     accelerator = fresh_accelerator()
     loader = DataLoader(torch.randn(8, 4), batch_size=2, shuffle=True, num_workers=2, timeout=30)
     model, loader = accelerator.prepare(nn.Linear(4, 1), loader)
-    for _ in range(20 if world() == 2 else 1):
+    for _ in range(10 if world() == 2 else 1):
         for batch in loader:
             accelerator.backward(model(batch).sum())

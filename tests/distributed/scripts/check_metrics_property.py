@@ -241,11 +241,11 @@ def generated(cases, chosen=None):
     assert count == cases
 
 
-def check_sixty_loops_and_rare_ones():
+def check_forty_loops_and_rare_ones():
     fresh_accelerator()
     for case in RARE:
         check(case)
-    generated(60)
+    generated(40)
 
 
 def thousand_1(chosen=1):

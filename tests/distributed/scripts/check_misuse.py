@@ -16,7 +16,7 @@ from torch import nn
 
 from accelerate.checkpoint import barrier
 from accelerate.checkpoint.barrier import CollectiveMisuse, Group, SaveBarrier, default_store
-from accelerate.diagnostics import hang
+from accelerate.extensions.hang import hang
 
 LIMIT_S = 15
 

@@ -8,7 +8,7 @@ from expect import differing
 from harness import everywhere, fresh_accelerator
 
 from accelerate.checkpoint import formats
-from accelerate.checkpoint.object_store import storage_of
+from accelerate.checkpoint.storage import storage_of
 from accelerate.state import PartialState
 from accelerate.utils import ProjectConfiguration
 

@@ -13,7 +13,7 @@ from harness import everywhere, rank, shared_folder, world
 from accelerate.checkpoint import storage
 from accelerate.checkpoint.barrier import CollectiveMisuse
 from accelerate.checkpoint.manifest import PARTS_FOLDER, DamagedCheckpoint, Manifest, files_below
-from accelerate.offload.loading import load_checkpoint_in_model
+from accelerate.extensions.big_models.loading import load_checkpoint_in_model
 from accelerate.utils import ProjectConfiguration
 
 

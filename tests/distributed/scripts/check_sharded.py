@@ -23,7 +23,7 @@ from accelerate import Accelerator, DataLoaderConfiguration, ParallelismConfig
 from accelerate.checkpoint import dcp as our_dcp
 from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint
 from accelerate.extensions.checks.replicas import ReplicasDiffer
-from accelerate.extensions.reports import memory
+from accelerate.extensions.reports import out_of_memory
 from accelerate.precision import master
 from accelerate.strategies import shard
 from accelerate.training import saving
@@ -193,8 +193,8 @@ def check_items_resume_bit_for_bit():
                 model, optimizer = accelerator.prepare(*build())
                 if resumed:
                     accelerator.load_state(folder + "/c")
-                for step in range(6 if resumed else 0, 15):
-                    if step == 6 and not resumed:
+                for step in range(3 if resumed else 0, 9):
+                    if step == 3 and not resumed:
                         accelerator.save_state(folder + "/c")
                     with accelerator.accumulate(model, num_items=37 + 1000 * (step % 3) + 11 * step * (rank() + 1)):
                         learn(accelerator, model(batch(step)[1]).square().mean(), optimizer)
@@ -270,7 +270,7 @@ def check_what_this_rank_holds_is_said_when_memory_runs_out():
         accelerator = fresh_accelerator(**options)
         model, optimizer = accelerator.prepare(*build())
         learn(accelerator, model(torch.ones(2, 4)).sum(), optimizer)
-        text, (row, *_) = memory.explain(error), accelerator.memory_report().rows
+        text, (row, *_) = out_of_memory.explain(error), accelerator.memory_report().rows
         assert f"\n   {rank()}  " in text and master.size(row.parameters) in text
 
 

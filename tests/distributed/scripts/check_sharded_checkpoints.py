@@ -25,8 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 import sharded_io
 from accelerate import PartialState
 from accelerate.checkpoint import formats, layouts, model_io, state
-from accelerate.checkpoint.convert import reshard
 from accelerate.checkpoint.manifest import DamagedCheckpoint, Manifest
+from accelerate.extensions.convert.convert import reshard
 from accelerate.utils import fsdp_utils
 
 

@@ -26,7 +26,7 @@ from accelerate.utils import (
 )
 
 DEVICE = "cpu" if CPU else "cuda"
-STEPS = 3
+STEPS = 2
 
 
 class Mlp(nn.Module):

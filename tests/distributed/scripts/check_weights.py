@@ -18,7 +18,7 @@ from accelerate import ParallelismConfig
 from accelerate.utils import TorchTensorParallelConfig
 
 MIB = 1 << 20
-WIDTH, LAYERS, BUCKET = 1024, 14, 8 * MIB
+WIDTH, LAYERS, BUCKET = 512, 14, 2 * MIB
 LAYER = 4 * WIDTH * WIDTH
 SPLIT = ParallelismConfig(tp_size=2, tp_handler=TorchTensorParallelConfig(plan={"*.0": "colwise_rep"}))
 RUNS = {
@@ -55,7 +55,9 @@ def streamed(accelerator, model, keep):
 
 
 def check_a_stream_holds_a_bucket():
-    ctypes.CDLL(None).mallopt(-3, MIB)  # M_MMAP_THRESHOLD: the system has a tensor's memory again when it is freed
+    ctypes.CDLL(None).mallopt(
+        -3, MIB // 4
+    )  # M_MMAP_THRESHOLD: the system has a tensor's memory again when it is freed
     for name, options in RUNS.items():
         accelerator = fresh_accelerator(**options)
         model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False)) for _ in range(LAYERS)))

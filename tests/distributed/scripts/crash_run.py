@@ -31,7 +31,7 @@ from crash_state import Chain, Run
 
 from accelerate.checkpoint import barrier
 from accelerate.checkpoint.manifest import CHECKPOINTS_FOLDER, DamagedCheckpoint
-from accelerate.checkpoint.object_store import storage_of
+from accelerate.checkpoint.storage import storage_of
 from accelerate.state import AcceleratorState, GradientState
 
 SAVES, LIMIT_S = 3, 60

@@ -22,9 +22,9 @@ import torch
 from check_deepspeed import engines, prepared, train
 from crash_points import die_with_parent
 
-from accelerate.checkpoint import zero
 from accelerate.checkpoint.manifest import problems
-from accelerate.checkpoint.object_store import storage_of
+from accelerate.checkpoint.storage import storage_of
+from accelerate.extensions.deepspeed import zero
 
 WORLD, LIMIT_S = 2, 120
 
@@ -37,7 +37,7 @@ def save_until_killed(stage: int, path: Path, saying: int) -> None:
     weights = accelerator.get_state_dict(model)
     if path.exists() and accelerator.process_index == 0:
         assert model.global_steps == steps_of(path)
-        whole = zero.stored(str(path / "pytorch_model"), "model")
+        whole = zero.ZeroLayout().open(str(path / "pytorch_model"), "model")
         assert all(value.equal(weights[name]) for name, value in whole.read(whole.state).items())
     for blocking in itertools.cycle((False, True)):
         train(accelerator, model, optimizer, scheduler, updates=range(1))

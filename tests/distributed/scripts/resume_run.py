@@ -35,7 +35,7 @@ class Case:
     name: str
     sampler: str = "shuffle"
     data: str = "rows"  # or "stream", "stream with state" or "datasets"
-    length: int = 18
+    length: int = 14
     batch_size: int = 2
     shards: int = 4
     workers: int = 0
@@ -278,7 +278,7 @@ def refuse(plan):
     """What cannot go on is refused on every rank, and nothing has changed."""
     case, job, folder = saved_and_left(plan)
     for changes, fragments in (
-        ({"length": 30}, ("30 samples", "18 samples")),
+        ({"length": 30}, ("30 samples", "14 samples")),
         ({"sampler": "seedable"}, ("SeedableRandomSampler", "RandomSampler")),
         ({"sampler": "custom"}, ("Ordered", "RandomSampler")),
     ):

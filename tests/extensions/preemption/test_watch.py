@@ -20,11 +20,11 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accelerate import Accelerator
-from accelerate.checkpoint.object_store import storage_of
+from accelerate.checkpoint.storage import storage_of
 from accelerate.config.project import ProjectConfiguration
 from accelerate.data.iterable import uneven_ends
-from accelerate.diagnostics import status
-from accelerate.diagnostics.hang import Watcher
+from accelerate.extensions.hang import status
+from accelerate.extensions.hang.hang import Watcher
 from accelerate.extensions.preemption import watch as preemption
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals are those of POSIX")

@@ -1,28 +1,24 @@
 """How ranks save together, played by threads that meet through a store within one process."""
 
-import json
 import threading
-import time
-import types
 
 import pytest
 import torch.distributed as dist
 
 from accelerate.checkpoint import barrier
 from accelerate.checkpoint.barrier import CollectiveMisuse, Group, SaveBarrier
-from accelerate.diagnostics import hang, status
-from accelerate.diagnostics.hang import Watcher
+from accelerate.runtime import peers
 from cases import cases
 
 LIMIT_S = 30
 
 
 class Ranks:
-    """Threads that play the three ranks of a run; where they ask for each other, each is watched as a process would be."""
+    """Threads that play the three ranks of a run."""
 
     def __init__(self):
-        self.size, self.store, self.watched = 3, dist.HashStore(), False
-        self.results, self.raised, self.threads, self.watchers = {}, {}, {}, {}
+        self.size, self.store = 3, dist.HashStore()
+        self.results, self.raised, self.threads = {}, {}, {}
 
     def barrier(self, rank, location="/run/folder", kind="save_state", local_rank=None):
         """Return this rank's barrier; with a local rank, machines have checkpoints of their own."""
@@ -36,11 +32,6 @@ class Ranks:
             self.threads[rank].start()
 
     def _run(self, function, rank):
-        if self.watched:
-            if rank in self.watchers:
-                self.watchers[rank].stop()
-            self.watchers[rank] = Watcher(self.store, rank, self.size)
-            self.watchers[rank].start()
         try:
             self.results[rank] = function(rank)
         except BaseException as error:
@@ -60,40 +51,10 @@ class Ranks:
 def ranks(monkeypatch):
     for name in ("ASK_AFTER_S", "ASK_WRITERS_AFTER_S"):
         monkeypatch.setattr(barrier, name, float("inf"))
-    # Threads of one process cannot share its one watcher.
-    monkeypatch.setattr(hang, "watch", lambda *arguments: None)
+    monkeypatch.setattr(peers, "_extensions", lambda: ())  # they serve processes, not threads
     made = Ranks()
     yield made
-    for watcher in made.watchers.values():
-        watcher.stop()
     made.join()
-
-
-@pytest.fixture
-def asking(ranks, monkeypatch):
-    for name in ("ASK_AFTER_S", "ASK_AGAIN_S", "ASK_WRITERS_AFTER_S", "ASK_WRITERS_AGAIN_S"):
-        monkeypatch.setattr(barrier, name, 0.05)
-    monkeypatch.setattr(barrier, "REPORT_AFTER_S", 0)
-    monkeypatch.setattr(status, "STILL_UNCOUNTED_S", 0.1)
-    ranks.watched = True
-    return ranks
-
-
-def stand_in_collective(lock):
-    def wait_for_all(lock):
-        lock.acquire()
-
-    code = wait_for_all.__code__.replace(co_filename=dist.__file__)
-    types.FunctionType(code, {"__name__": "torch.distributed.made_up"})(lock)
-
-
-@pytest.fixture
-def closed_lock():
-    lock = threading.Lock()
-    lock.acquire()
-    yield lock
-    if lock.locked():
-        lock.release()
 
 
 def save_here(gathered):
@@ -186,102 +147,6 @@ def test_different_calls_are_an_error_on_all_ranks(ranks, kinds, places, text):
     assert len({str(error) for error in ranks.raised.values()}) == 1 and text in str(ranks.raised[0])
 
 
-def test_ranks_do_not_wait_for_one_in_a_collective_and_meet_it_afterwards(asking, closed_lock):
-    def save(rank):
-        text = None
-        if rank == 2:
-            stand_in_collective(closed_lock)
-        else:
-            with pytest.raises(CollectiveMisuse) as raised:
-                save_here(asking.barrier(rank))
-            text = str(raised.value)
-        if rank == 0:
-            closed_lock.release()
-        again = asking.barrier(rank, "/run/second")
-        again.begin()
-        return [again.share(text, root) for root in range(3)]
-
-    asking.play(save)
-    assert asking.raised == {} and asking.results[0] == asking.results[1] == asking.results[2]
-    first, second, _ = asking.results[0]
-    assert first == second and "rank 2 will not call it" in first
-    assert f"rank 0-1 called save_state('/run/folder') at {__file__}:" in first and "in save_here" in first
-    assert "rank 2 did not call it: it is at " in first
-    assert "made_up.wait_for_all, and waits for other ranks there" in first
-
-
-@pytest.mark.parametrize("left", [False, True])
-def test_a_rank_that_comes_while_its_barrier_closes_joins_the_next(asking, monkeypatch, left):
-    real, closed = json.dumps, threading.Event()
-
-    def refused(rank):
-        with pytest.raises(CollectiveMisuse, match="different paths"):
-            asking.barrier(rank, f"/run/{rank}").begin()
-
-    def dumps(note):
-        if threading.current_thread() is asking.threads[0] and not closed.is_set():  # before it leaves its first note
-            with monkeypatch.context() as patch:
-                if not left:  # the keys of the others are still there
-                    patch.setattr(SaveBarrier, "leave", lambda self: None)
-                asking.start(refused, 1, 2)
-                asking.join(1, 2)
-            closed.set()
-        return real(note)
-
-    def meet(rank):
-        gathered = asking.barrier(rank)
-        gathered.begin()
-        return [gathered.share(rank, root) for root in range(3)]
-
-    monkeypatch.setattr("json.dumps", dumps)
-    asking.start(meet, 0)
-    assert closed.wait(LIMIT_S)
-    asking.start(meet, 1, 2)
-    asking.join()
-    assert asking.raised == {} and asking.results == {rank: [0, 1, 2] for rank in range(3)}
-
-
-@pytest.mark.parametrize("fails, waits", [(False, False), (True, False), (True, True)])
-def test_a_rank_that_ends_or_waits_for_one_that_failed_is_not_waited_for(asking, closed_lock, fails, waits):
-    def save(rank):
-        gathered = asking.barrier(rank)
-        gathered.begin()
-        if rank == 1 and waits:
-            stand_in_collective(closed_lock)
-        elif rank != 1:
-            gathered.share(problem=OSError("disk full") if fails and rank == 0 else None)
-
-    asking.start(save)
-    if not waits:
-        asking.join(1)
-        asking.watchers[1].end()
-    asking.join(0, 2)
-    assert type(asking.raised[0]) is (OSError if fails else RuntimeError) and type(asking.raised[2]) is RuntimeError
-    assert f"The others wait in vain: rank 1 {'is at' if waits else 'has ended'}" in str(asking.raised[2])
-
-
-def test_the_second_rank_asks_where_the_first_has_been_killed(asking, monkeypatch):
-    """It waited for the outcome for ever: the first rank alone asked where the others are."""
-    real, killed = time.sleep, threading.Event()
-
-    def sleep(seconds):
-        if threading.current_thread() is asking.threads.get(0):  # which has come and asks nobody yet
-            killed.set()
-            raise SystemExit
-        real(seconds)
-
-    monkeypatch.setattr("time.sleep", sleep)
-    asking.play(lambda rank: None, 2)
-    asking.watchers[2].end()
-    asking.start(lambda rank: asking.barrier(rank).begin(), 0)
-    assert killed.wait(LIMIT_S)
-    asking.watchers[0].end()
-    asking.start(lambda rank: asking.barrier(rank).begin(), 1)
-    asking.join()
-    assert isinstance(asking.raised[1], CollectiveMisuse)
-    assert "rank 2 did not call it: it has ended" in str(asking.raised[1])
-
-
 def test_a_lost_store_is_an_error_that_names_the_call(ranks):
     held = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     stores = [dist.TCPStore("127.0.0.1", held.port, is_master=False) for _ in range(2)]
@@ -293,3 +158,13 @@ def test_a_lost_store_is_an_error_that_names_the_call(ranks):
     with pytest.raises(CollectiveMisuse, match="key-value store has ended") as raised:
         save_here(alone(stores[0]))
     assert f"{__file__}:" in str(raised.value) and "in save_here" in str(raised.value)
+
+
+def test_ranks_give_up_one_that_does_not_come_within_the_limit(ranks, monkeypatch):
+    monkeypatch.setattr(barrier, "ASK_AFTER_S", 0.05)
+    monkeypatch.setattr(barrier, "ASK_AGAIN_S", 0.05)
+    monkeypatch.setattr(barrier, "_limit_s", lambda: 0.3)
+    ranks.play(lambda rank: ranks.barrier(rank).begin(), 0, 1)
+    for rank in (0, 1):
+        assert isinstance(ranks.raised[rank], CollectiveMisuse)
+        assert "rank 2 did not call it: it has not come (the limit is 0 s)" in str(ranks.raised[rank])

@@ -11,7 +11,6 @@ import torch
 import checkpoint_samples as samples
 from accelerate import Accelerator
 from accelerate.checkpoint import manifest
-from accelerate.checkpoint.inspect import plan_pruning, survey
 from accelerate.checkpoint.storage import LocalStorage
 from accelerate.commands.accelerate_cli import main
 from accelerate.runtime import durable
@@ -61,6 +60,11 @@ def tree(folder: Path) -> dict[str, str]:
     return {path.relative_to(folder).as_posix(): kind(path) for path in folder.rglob("*")}
 
 
+def inspection():
+    """Return the module of the extension that lists checkpoints; a test without the extension is skipped."""
+    return pytest.importorskip("accelerate.extensions.convert.inspect")
+
+
 def prune_by_command(folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", ["accelerate", "checkpoint", "prune", str(folder), "--keep", "1", "--yes"])
@@ -68,7 +72,7 @@ def prune_by_command(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("inner", [".former", "NAME", ".removed", ".accelerate_save"])
-@pytest.mark.parametrize("way", ["save_state", "async", "save_model", "prune", "sweep"])
+@pytest.mark.parametrize("way", ["save_state", "async", "save_model", "prune", "sweep", "survey"])
 def test_a_link_in_a_hidden_folder_is_not_followed(tmp_path, inner, way):
     outside, project = tmp_path / "outside", tmp_path / "project"
     checkpoints = project / "checkpoints"
@@ -90,14 +94,16 @@ def test_a_link_in_a_hidden_folder_is_not_followed(tmp_path, inner, way):
     elif way == "prune":
         accelerator.save_state()
         shutil.copytree(checkpoints / "checkpoint_2", checkpoints / "checkpoint_3")
+        inspection()
         prune_by_command(project)
-    else:
+    elif way == "sweep":
         LocalStorage(checkpoints).sweep()
+    else:
+        inspection().survey(LocalStorage(project))
     assert tree(outside) == before and (outside / "sub" / "b.txt").read_text() == "mine"
     now = tree(checkpoints)
     assert {name for name in now if ".saving" in name} == hidden, "what is not ours stays"
     assert not [name for name, kind in now.items() if ".saving" not in name and (kind == "link" or "txt" in name)]
-    survey(LocalStorage(project))
     accelerator.load_state(latest=True)
 
 
@@ -171,7 +177,7 @@ def test_an_entry_that_cannot_be_examined_holds_up_nothing(tmp_path, monkeypatch
         accelerator.save_state()
     hurt(project / "checkpoints", kind, monkeypatch)
     assert accelerator.load_state(latest=True).name == "checkpoint_2"
-    found = {one.name: one.state.kind for one in survey(LocalStorage(project))}
+    found = {one.name: one.state.kind for one in inspection().survey(LocalStorage(project))}
     complete = {f"checkpoints/checkpoint_{number}" for number in range(3)}
     assert {name for name, kind in found.items() if kind == "complete"} == complete
     prune_by_command(project)
@@ -193,10 +199,10 @@ def test_a_folder_of_checkpoints_that_cannot_be_read_is_listed_as_such(tmp_path,
         return real(path)
 
     monkeypatch.setattr(os, "scandir", refuses)
-    found = {one.name: (one.state.kind, one.state.reason) for one in survey(LocalStorage(tmp_path))}
+    found = {one.name: (one.state.kind, one.state.reason) for one in inspection().survey(LocalStorage(tmp_path))}
     unreadable = ("incomplete", "it cannot be read: Permission denied")
     assert found == {"checkpoint_0": ("complete", ""), "checkpoints": unreadable}
-    assert not plan_pruning(LocalStorage(tmp_path), 1).old
+    assert not inspection().plan_pruning(LocalStorage(tmp_path), 1).old
     with pytest.raises(OSError, match="Permission denied"):  # which is no reason to begin anew
         accelerator.load_state(latest=True, missing_ok=True)
 

@@ -14,8 +14,9 @@ from torch.distributed.tensor import DTensor, Shard
 from accelerate.checkpoint import barrier, formats
 from accelerate.checkpoint.barrier import CollectiveMisuse, Group
 from accelerate.checkpoint.manifest import Manifest
-from accelerate.checkpoint.object_store import _Objects, storage_of
 from accelerate.checkpoint.save import HostBuffers, Save, SavePlan, snapshot
+from accelerate.checkpoint.storage import storage_of
+from accelerate.extensions.object_store.object_store import _Objects
 from sharded_samples import fake_group
 
 

@@ -14,8 +14,7 @@ from accelerate import Accelerator
 from accelerate.checkpoint import manifest, storage
 from accelerate.checkpoint.formats import describe
 from accelerate.checkpoint.manifest import NAME, Manifest
-from accelerate.checkpoint.object_store import storage_of
-from accelerate.checkpoint.storage import Busy, LocalStorage, prune
+from accelerate.checkpoint.storage import Busy, LocalStorage, prune, storage_of
 from accelerate.utils import ProjectConfiguration
 from cases import cases
 

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 import checkpoint_samples as samples
 from accelerate.base._warn import printable
 from accelerate.base.table import table
-from accelerate.diagnostics.status import RankStatus
+from accelerate.extensions.hang.status import RankStatus
 from accelerate.launch.errors import Reporter, endings_of, failure_of
 from accelerate.runtime import failure
 from cases import cases

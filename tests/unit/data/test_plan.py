@@ -67,7 +67,8 @@ def check(make, shards, kept, length, **options):
 @pytest.mark.filterwarnings("ignore")  # torch compares what a stream yields with its length
 def test_the_numbers_are_true(shards, drop_last, split_batches, stream, even_batches):
     options = {"split_batches": split_batches, "even_batches": even_batches}
-    for length, share in itertools.product(range(0, 26, 1 if shards < 3 else 3), (1, 2, 3, 5)):
+    # Up to a round of the largest share and a rest.
+    for length, share in itertools.product(range(0, 6 * shards + 2, 1 if shards < 3 else 3), (1, 2, 3, 5)):
         size = share * shards if split_batches else share
         data = SizedStream if stream else Rows
         found = check(lambda: DataLoader(data(length), size, drop_last=drop_last), shards, length, length, **options)  # noqa: B023

@@ -5,7 +5,6 @@ import itertools
 import json
 import os
 
-import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -22,8 +21,7 @@ PARSER = launch_command_parser()
 DOORS = (Source.COMMAND_LINE, Source.ENVIRONMENT, Source.FILE)
 # The file to read is chosen before the layers are merged.
 SETTABLE = [option for option in OPTIONS if option.name != "config_file"]
-by_name = pytest.mark.parametrize("option", SETTABLE, ids=lambda option: option.name)
-examples = settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+examples = settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
 
 _words = st.text(st.characters(codec="utf-8", exclude_categories=("Cs", "Cc")), min_size=1, max_size=12)
 _texts = _words.filter(lambda text: text.strip())
@@ -97,44 +95,45 @@ def merged(place, option, layers):
     return merge(PARSER.parse_args(words), {"HF_HOME": str(place), **variables})[0]
 
 
-@by_name
 @examples
 @given(data=st.data())
-def test_a_value_comes_through_every_door(place, option, data):
-    value = data.draw(values_of(option))
-    for door in doors_of(option, value):
-        resolved = merged(place, option, {door: value})[option.name]
-        assert (resolved.value, type(resolved.value)) == (value, type(value)), door
-        assert resolved.source is door
+def test_a_value_comes_through_every_door(place, data):
+    for option in SETTABLE:
+        value = data.draw(values_of(option), option.name)
+        for door in doors_of(option, value):
+            resolved = merged(place, option, {door: value})[option.name]
+            assert (resolved.value, type(resolved.value)) == (value, type(value)), (option.name, door)
+            assert resolved.source is door, option.name
 
 
-@by_name
 @examples
 @given(data=st.data())
-def test_the_worker_reads_what_was_resolved(option, data):
-    value = data.draw(values_of(option))
-    resolved = {row.name: Resolved(row.default) for row in OPTIONS} | {option.name: Resolved(value)}
-    if option.exported_if_several is not None:
-        resolved[option.exported_if_several] = Resolved(2)
-    variables = launcher.exports(resolved)
-    if option.feature is not None:
-        variables |= launcher.exports(resolved, option.feature)
-    assert all(isinstance(text, str) and "\0" not in text for text in variables.values())
-    if option.style in (ON, ONE):  # no variable is how a switch says no
-        assert bool(option.read(variables)) is value
-    elif option.env or option.env_names:
-        assert option.read(variables) == value
-    # And a launch inside the worker starts from the same value.
-    if doors_of(option, value).count(Source.ENVIRONMENT):
-        again = merge(argparse.Namespace(), {"HF_HOME": os.devnull, **variables})[0][option.name]
-        assert (again.value, again.source) == (value, Source.ENVIRONMENT)
+def test_the_worker_reads_what_was_resolved(data):
+    for option in SETTABLE:
+        value = data.draw(values_of(option), option.name)
+        resolved = {row.name: Resolved(row.default) for row in OPTIONS} | {option.name: Resolved(value)}
+        if option.exported_if_several is not None:
+            resolved[option.exported_if_several] = Resolved(2)
+        variables = launcher.exports(resolved)
+        if option.feature is not None:
+            variables |= launcher.exports(resolved, option.feature)
+        assert all(isinstance(text, str) and "\0" not in text for text in variables.values()), option.name
+        if option.style in (ON, ONE):  # no variable is how a switch says no
+            assert bool(option.read(variables)) is value, option.name
+        elif option.env or option.env_names:
+            assert option.read(variables) == value, option.name
+        # And a launch inside the worker starts from the same value.
+        if doors_of(option, value).count(Source.ENVIRONMENT):
+            again = merge(argparse.Namespace(), {"HF_HOME": os.devnull, **variables})[0][option.name]
+            assert (again.value, again.source) == (value, Source.ENVIRONMENT), option.name
 
 
-@pytest.mark.parametrize("option", [o for o in SETTABLE if o.env or o.env_names], ids=lambda option: option.name)
-def test_a_blank_variable_says_nothing(option):
-    blank = dict.fromkeys((option.env,) if option.env else option.env_names, "")
-    assert option.read(blank) is None
-    assert merge(argparse.Namespace(), {"HF_HOME": os.devnull, **blank})[0][option.name].source is Source.DEFAULT
+def test_a_blank_variable_says_nothing():
+    for option in (option for option in SETTABLE if option.env or option.env_names):
+        blank = dict.fromkeys((option.env,) if option.env else option.env_names, "")
+        assert option.read(blank) is None, option.name
+        source = merge(argparse.Namespace(), {"HF_HOME": os.devnull, **blank})[0][option.name].source
+        assert source is Source.DEFAULT, option.name
 
 
 def test_precedence(place):

@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.checkpoint.model_io import io_of
-from accelerate.config.strategies import is_fsdp1
+from accelerate.extensions.fsdp1 import is_fsdp1
 from accelerate.modules.optimizer_remap import MovedParameters
 from accelerate.strategies.shard import is_sharded
 from accelerate.strategies.sharded_io import model_of

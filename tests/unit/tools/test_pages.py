@@ -32,6 +32,7 @@ ELSEWHERE = {
     "docs/guides/pipeline-training.md": "tests/distributed/test_pages.py",
     "docs/guides/tensor-parallel.md": "tests/unit/strategies/test_guides.py",
     "docs/upstream/state-reset.md": "tests/interop/test_upstream.py",
+    "docs/guides/extensions.md": "tests/distributed/test_extension.py",
 }
 # Run in a process of their own, because they start processes or change classes for all; and the package that they need.
 ALONE = {
@@ -43,7 +44,7 @@ ALONE = {
 }
 # Written by programs from the option table, the docstrings and measurements.
 WRITTEN = {"docs/reference.md", "docs/reference/cli.md", "docs/benchmarks.md", "docs/gpu.md", "docs/scale.md"}
-PAGES = 46
+PAGES = 47
 # Reference and notes, where a member that stands in a list is not taught.
 NO_TEACHERS = {"differences", "architecture", "support", "benchmarks", "scale", "cli"}
 
@@ -88,7 +89,7 @@ def missing(block, made):
     return needed
 
 
-LANGUAGES = {"python", "bash", "console", "json", "yaml", "text"}
+LANGUAGES = {"python", "bash", "console", "json", "yaml", "text", "toml"}
 PYTHON = [page for page in DOCUMENTS if blocks(page, "python")]
 RUN = [page for page in PYTHON if page not in ELSEWHERE and page not in ALONE]
 

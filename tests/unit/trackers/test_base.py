@@ -2,7 +2,6 @@
 
 import pytest
 
-import accelerate.trackers.base as base
 from accelerate.trackers.base import GeneralTracker
 
 
@@ -29,13 +28,3 @@ def test_missing_definitions_are_listed():
     blank = GeneralTracker(_blank=True)
     assert blank.start() is blank.log({}, step=1, anything=2) is blank.finish() is None
     assert blank.store_init_configuration({}) is None
-
-
-def test_built_in_trackers_are_guarded(monkeypatch):
-    """On other ranks than the main one, nothing is called, not even the library's import."""
-    from accelerate import tracking
-
-    monkeypatch.setattr(base, "PartialState", lambda: type("State", (), {"is_main_process": False})())
-    tracker = tracking.CometMLTracker("project")
-    assert tracker.start() is tracker.log({"loss": 1}) is tracker.store_init_configuration({}) is tracker.finish()
-    assert tracker.tracker is None

@@ -1,15 +1,13 @@
 """Several optimizers under one gradient scaler, and windows that errors interrupt."""
 
 import warnings
-import weakref
 
 import pytest
 import torch
 from torch import nn
 
 from accelerate import Accelerator, GradScalerKwargs
-from accelerate.extensions.ema.averages import Ema
-from accelerate.utils import GradientAccumulationPlugin, find_executable_batch_size
+from accelerate.utils import GradientAccumulationPlugin
 
 
 def make(count=2, **options):
@@ -248,28 +246,3 @@ def test_a_load_within_an_accumulation_step_begins_a_new_one(halves, tmp_path):
     assert accelerator.sync_gradients
     optimizer.zero_grad()
     assert trained(model, optimizer, 1, 1) == 0.0
-
-
-def test_a_try_after_one_that_ran_out_of_memory_begins_as_the_first(halves):
-    accelerator, _, trained = halves
-    failed = []
-
-    @find_executable_batch_size(starting_batch_size=2, accelerator=accelerator)
-    def train(size):
-        model = nn.Linear(1, 1, bias=False)
-        nn.init.ones_(model.weight)
-        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
-        accelerator.ema(model, decay=0.5)
-        accelerator.register_for_checkpointing(nn.Linear(1, 1))
-        accelerator.throughput(samples=size)
-        if size == 2:
-            failed.append(weakref.ref(model))
-            trained(model, optimizer, 98)
-            raise RuntimeError("CUDA out of memory.")
-        assert trained(model, optimizer, 1, 1) == 0.0
-
-    train()
-    assert failed[0]() is None
-    registries = accelerator._models, accelerator.extensions.of_kind(Ema), accelerator._custom_objects
-    assert [len(registry) for registry in registries] == [1, 1, 1]
-    accelerator.free_memory()  # which ends the measurement

@@ -14,7 +14,7 @@ import checkpoint_samples as samples
 from accelerate import Accelerator
 from accelerate.checkpoint.storage import LocalStorage
 from accelerate.config.project import ProjectConfiguration
-from accelerate.offload.loading import load_checkpoint_in_model
+from accelerate.extensions.big_models.loading import load_checkpoint_in_model
 
 
 def numbered(folder, **kwargs):

@@ -19,7 +19,7 @@ from accelerate.base.constants import (  # noqa: F401, words that the recorded i
 from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.commands.config.config_utils import DYNAMO_BACKENDS  # noqa: F401
 from accelerate.commands.config.interview import Asker, Interview, parallel_size
-from accelerate.config.options import CHAPTERS, OPTIONS, Option
+from accelerate.config.options import CHAPTERS, OPTIONS, SWITCH_OF_DISTRIBUTED_TYPE, Option
 from accelerate.launch import hardware
 
 __getattr__ = _lazy.aliases(__name__)
@@ -106,8 +106,9 @@ def ask_cluster(
 
 def _ask_kind(talk: Interview, was: str | None) -> Kind:
     here = [kind for kind in KINDS if talk.machine.count and kind.device == talk.machine.device]
-    default = next((kind for kind in KINDS if kind.word == was), here[0] if here else _ALONE)
-    kind = KINDS[talk.asker.choose("On what should the training run?", [k.title for k in KINDS], KINDS.index(default))]
+    kinds = [kind for kind in KINDS if kind.word in SWITCH_OF_DISTRIBUTED_TYPE]
+    default = next((kind for kind in kinds if kind.word == was), here[0] if here else _ALONE)
+    kind = kinds[talk.asker.choose("On what should the training run?", [k.title for k in kinds], kinds.index(default))]
     if kind.device is not None and kind.device != talk.machine.device:
         note = f"  Note: this machine shows no {kind.unit} of that kind, so `accelerate launch` will refuse such a run here."
         talk.asker.say(f"{note} The file can be right for another machine.")

@@ -11,6 +11,8 @@ from accelerate.base._warn import printable
 from accelerate.commands.config import config_utils
 from accelerate.commands.config.interview import Asker, check
 from accelerate.commands.utils import OneSpelling, add_options, make_parser, or_exit
+from accelerate.config.options import FEATURES
+from accelerate.extension import imported
 from accelerate.launch import config_file as files
 from accelerate.launch.errors import LaunchError
 
@@ -40,15 +42,18 @@ def _ask(before: files.FileSettings | None) -> Any:
     """Ask for all settings; those of the file that is replaced are the defaults."""
     asker = Asker()
     content, values = (before.content, before.values) if before else ({}, {})
-    was = str(content.get("compute_environment")) == "AMAZON_SAGEMAKER"
-    if asker.choose("Where should the training run?", ["Machines of your own", "Amazon SageMaker"], int(was)) == 1:
-        from accelerate.commands.config.sagemaker import ask_sagemaker
-
+    elsewhere = [feature for feature in FEATURES.values() if feature.interview]
+    places = [feature.wanted for feature in elsewhere]
+    was = content.get("compute_environment")
+    before = places.index(was) + 1 if was in places else 0
+    lines = ["Machines of your own", *(feature.title for feature in elsewhere)]
+    chosen = asker.choose("Where should the training run?", lines, before) if elsewhere else 0
+    if chosen:
         plain = {key: value for key, value in content.items() if not isinstance(value, dict)}
-        return ask_sagemaker(asker, {**plain, **values} if was else {})
+        return imported(elsewhere[chosen - 1].interview)(asker, {**plain, **values} if chosen == before else {})
     from accelerate.commands.config.cluster import ask_cluster
 
-    return ask_cluster(asker, {} if was else values, None if was else content.get("distributed_type"))
+    return ask_cluster(asker, {} if before else values, None if before else content.get("distributed_type"))
 
 
 def config_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from accelerate.config.options import NEEDS_DEVICES, OPTIONS, PARADIGMS, Option
+from accelerate.config.options import NEEDS_DEVICES, OPTIONS, Option
 from accelerate.config.options.schema import TRUE_OR_FALSE, Chapter, conditions_met, existing_file, json_file, to_bool
 from accelerate.launch.config_file import FileSettings, Problem, nearest
 from accelerate.launch.hardware import Hardware
@@ -243,10 +243,9 @@ def check(found: FileSettings) -> tuple[list[Problem], list[str]]:
 def contradictions(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the settings that others rule out, each with the reason; the interview refuses such answers."""
     machines, processes = values.get("num_machines", 1), values.get("num_processes")
-    for name in NEEDS_DEVICES:
+    for name, devices in NEEDS_DEVICES.items():
         if values.get(name) and values.get("cpu"):
-            kind = "TPUs" if name == PARADIGMS[1] else "GPUs"
-            yield "cpu", f"use_cpu is true, and distributed_type asks for {kind}; MULTI_CPU is the type for CPUs."
+            yield "cpu", f"use_cpu is true, and distributed_type asks for {devices}; MULTI_CPU is the type for CPUs."
     rank = values.get("machine_rank", 0)
     if machines > 1 and not 0 <= rank < machines:
         yield "machine_rank", f"machine_rank is {rank}, and num_machines is {machines}; ranks start at 0."

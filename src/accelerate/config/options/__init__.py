@@ -4,16 +4,19 @@ The parser, the reader of configuration files, what the launcher exports and wha
 data only and imports nothing heavy.
 """
 
+import importlib
 import warnings
+from dataclasses import replace
 from functools import cache
+from typing import TypeVar
 
+from accelerate import extension
 from accelerate.config import strategies
 from accelerate.config.options import engines, general
 from accelerate.config.options.general import DYNAMO_WORDS as DYNAMO_WORDS
 from accelerate.config.options.schema import Chapter, Feature, Option
 
 OPTIONS: list[Option] = [*general.OPTIONS, *engines.OPTIONS]
-BY_NAME: dict[str, Option] = {option.name: option for option in OPTIONS}
 
 # Strategies that the launcher can be asked for; FSDP's two have one switch.
 _SWITCHED = list({spec.switch: spec for spec in strategies.specs() if spec.switch}.values())
@@ -23,11 +26,57 @@ FEATURES: dict[str, Feature] = {
     **{spec.feature: Feature(spec.title, spec.switch) for spec in _SWITCHED},
     "parallelism": Feature("Parallelism along several dimensions", "use_parallelism_config"),
     "fp8": Feature("FP8 training", "mixed_precision", wanted="fp8"),
-    "tpu": Feature("Training on TPUs", "tpu"),
     "machines": Feature("Launching on several machines", "num_machines", wanted=1),
-    "mpi": Feature("Launching through mpirun", "mpirun_hostfile"),
-    "sagemaker": Feature("Amazon SageMaker", "compute_environment", wanted="AMAZON_SAGEMAKER"),
 }
+
+# The chapters of the interview, in order. Besides options and chapters, `when` may ask for `kind` (a word of `distributed_type`
+# without the engines), `distributed_type` and `picks_devices`, which the interview finds out itself.
+CHAPTERS: list[Chapter] = [
+    Chapter("machines"),
+    Chapter("engine"),
+    Chapter("compilation", "Should the model be compiled with torch.compile?", was="dynamo_backend"),
+    Chapter("compilation details", "Should its settings be changed?", when={"compilation": (True,)}),
+    Chapter("fsdp", when={"distributed_type": ("FSDP",)}),
+    Chapter(
+        "parallelism",
+        "Should several kinds of parallelism be combined (ParallelismConfig)?",
+        when={"distributed_type": ("DEEPSPEED", "FSDP"), "fsdp_version": (None, "2")},
+        was="use_parallelism_config",
+    ),
+    Chapter("processes"),
+    Chapter("precision"),
+    Chapter("fp8", when={"mixed_precision": ("fp8",)}),
+    Chapter("other"),
+]
+
+R = TypeVar("R", Option, Chapter)
+
+
+def _insert(table: list[R], row: R) -> None:
+    names = [other.name for other in table]
+    table.insert(names.index(row.before) if row.before in names else len(names), row)
+
+
+def _add(module: str) -> None:
+    """Add what a module of an extension has: `OPTIONS`, and perhaps `FEATURES` by name, and `CHAPTERS`."""
+    added = importlib.import_module(module)
+    for option in added.OPTIONS:
+        _insert(OPTIONS, option)
+    for chapter in getattr(added, "CHAPTERS", ()):
+        _insert(CHAPTERS, chapter)
+    FEATURES.update(getattr(added, "FEATURES", {}))
+
+
+for _spec in extension.specs():
+    if _spec.options:
+        _add(_spec.options)
+_elsewhere = [feature.wanted for feature in FEATURES.values() if feature.switch == engines.ENVIRONMENT_OPTION.name]
+OPTIONS[OPTIONS.index(engines.ENVIRONMENT_OPTION)] = replace(
+    engines.ENVIRONMENT_OPTION, choices=("LOCAL_MACHINE", *_elsewhere)
+)
+# Without its extension, an option of the core that a feature shares is one of every run.
+OPTIONS[:] = [option if option.feature in (None, *FEATURES) else replace(option, feature=None) for option in OPTIONS]
+BY_NAME: dict[str, Option] = {option.name: option for option in OPTIONS}
 
 # What `distributed_type` in a configuration file means in terms of options; an unknown name is an error.
 SWITCH_OF_DISTRIBUTED_TYPE: dict[str, str | None] = {
@@ -36,48 +85,28 @@ SWITCH_OF_DISTRIBUTED_TYPE: dict[str, str | None] = {
     **dict.fromkeys(("MULTI_GPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA"), "multi_gpu"),
     **dict.fromkeys(("MULTI_XPU", "MULTI_HPU", "MULTI_NEURON"), "multi_gpu"),
     **{kind.value: spec.switch for spec in _SWITCHED for kind in spec.kinds},
-    "XLA": "tpu",
+    **{kind: feature.switch for feature in FEATURES.values() for kind in feature.kinds},
 }
 
-# At most one of these is chosen; `--cpu` goes with all but the first two.
-PARADIGMS = ["multi_gpu", "tpu", *(spec.switch for spec in _SWITCHED)]
-NEEDS_DEVICES = ("multi_gpu", "tpu")
+# At most one of these is chosen. Those that need devices exclude `--cpu`.
+PARADIGMS = [
+    "multi_gpu",
+    *(feature.switch for feature in FEATURES.values() if feature.kinds),
+    *(spec.switch for spec in _SWITCHED),
+]
+NEEDS_DEVICES = {
+    "multi_gpu": "GPUs",
+    **{feature.switch: feature.devices for feature in FEATURES.values() if feature.devices},
+}
 
 # The mappings of a configuration file, and the feature that reads each of them (None: every run).
 SECTIONS: dict[str, str | None] = {
     "dynamo_config": None,
     **{spec.section: spec.feature for spec in _SWITCHED if spec.section},
     "fp8_config": "fp8",
-    "mpirun_config": "mpi",
+    **{feature.section: name for name, feature in FEATURES.items() if feature.section},
     "parallelism_config": "parallelism",
 }
-
-# The chapters of the interview, in order. Besides options and chapters, `when` may ask for `kind` (a word of `distributed_type`
-# without the engines), `distributed_type` and `picks_devices`, which the interview finds out itself.
-_DEEPSPEED = {"distributed_type": ("DEEPSPEED",)}
-CHAPTERS: tuple[Chapter, ...] = (
-    Chapter("machines"),
-    Chapter("engine"),
-    Chapter("compilation", "Should the model be compiled with torch.compile?", was="dynamo_backend"),
-    Chapter("compilation details", "Should its settings be changed?", when={"compilation": (True,)}),
-    Chapter(
-        "deepspeed file", "Do you have a configuration file of DeepSpeed?", _DEEPSPEED, was="deepspeed_config_file"
-    ),
-    Chapter("deepspeed", when=_DEEPSPEED),
-    Chapter("fsdp", when={"distributed_type": ("FSDP",)}),
-    Chapter(
-        "parallelism",
-        "Should several kinds of parallelism be combined (ParallelismConfig)?",
-        when={"distributed_type": ("DEEPSPEED", "FSDP"), "fsdp_version": (None, "2")},
-        was="use_parallelism_config",
-    ),
-    Chapter("mpi", "Should mpirun start the processes?", when={"kind": ("MULTI_CPU",)}, was="mpirun_hostfile"),
-    Chapter("tpu", when={"kind": ("XLA",)}),
-    Chapter("processes"),
-    Chapter("precision"),
-    Chapter("fp8", when={"mixed_precision": ("fp8",)}),
-    Chapter("other"),
-)
 
 
 def of_feature(feature: str) -> tuple[Option, ...]:

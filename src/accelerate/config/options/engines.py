@@ -1,9 +1,8 @@
-"""Options of what some runs use: the engines, FP8, several kinds of parallelism, TPUs, SageMaker, MPI."""
+"""Options of what some runs use: the engines, FP8, several kinds of parallelism."""
 
 from functools import partial
 
 from accelerate.base.constants import (
-    DEEPSPEED_MULTINODE_LAUNCHERS,
     FSDP2_STATE_DICT_TYPE,
     FSDP_AUTO_WRAP_POLICY,
     FSDP_BACKWARD_PREFETCH,
@@ -17,93 +16,25 @@ from accelerate.config.options.schema import (
     SEVERAL,
     TRUE_OR_FALSE,
     Option,
-    above_zero,
     at_least,
-    existing_file,
-    fraction,
-    json_file,
     matching,
     rows,
 )
 
-_OFFLOAD = "none cpu nvme"
-_ZERO, _ZERO_3 = {"zero_stage": (1, 2, 3)}, {"zero_stage": (3,)}
-_NVME, _NVME_3 = {"offload_optimizer_device": ("nvme",)}, {"offload_param_device": ("nvme",)}
-_LOGS_IN = {"deepspeed_multinode_launcher": [word for word in DEEPSPEED_MULTINODE_LAUNCHERS if word != "standard"]}
 _FSDP_1, _FSDP_2 = {"fsdp_version": ("1",)}, {"fsdp_version": ("2",)}
 
-_deepspeed = rows(
-    "DeepSpeed Arguments", section="deepspeed_config", feature="deepspeed", env="ACCELERATE_DEEPSPEED_*", style=LOWER
+# Accelerator reads the variable in every run. The launcher sets it where a feature has the option.
+GRADIENT_ACCUMULATION = rows(
+    "DeepSpeed Arguments", section="deepspeed_config", feature="deepspeed", env="ACCELERATE_*"
+)(
+    "gradient_accumulation_steps",
+    "Batches whose gradients are added up before the optimizer steps.",
+    unset=("auto",),
+    offer=1,
+    when={"deepspeed_config_file": NOT_GIVEN},
+    style=LOWER,
+    check=at_least(1),
 )
-_deepspeed_truth = partial(_deepspeed, words=TRUE_OR_FALSE)
-_without_file = partial(_deepspeed, when={"deepspeed_config_file": NOT_GIVEN})
-# Where a person sets the variable, Accelerator reads it in every run; the launcher sets it for DeepSpeed alone.
-_of_every_run = partial(_without_file, env="ACCELERATE_*", unset=("auto",))
-_nvme = partial(_deepspeed, offer="/nvme")
-_of_launcher = partial(_deepspeed, env=None, when=_LOGS_IN, optional=True)
-
-DEEPSPEED_OPTIONS = (
-    _deepspeed(
-        "deepspeed_config_file",
-        "DeepSpeed's own configuration file (JSON).",
-        env="ACCELERATE_*",
-        chapter="deepspeed file",
-        check=json_file,
-    ),
-    _without_file("zero_stage", "ZeRO stage.", words="0 1 2 3", offer=2),
-    _deepspeed("offload_optimizer_device", "Where optimizer state is kept.", words=_OFFLOAD, when=_ZERO),
-    _deepspeed("offload_param_device", "Where parameters are kept.", words=_OFFLOAD, when=_ZERO_3),
-    _nvme("offload_optimizer_nvme_path", "Directory on the NVMe disk for optimizer state.", when=_NVME),
-    _nvme("offload_param_nvme_path", "Directory on the NVMe disk for parameters.", when=_NVME_3),
-    _of_every_run(
-        "gradient_accumulation_steps",
-        "Batches whose gradients are added up before the optimizer steps.",
-        offer=1,
-        check=at_least(1),
-    ),
-    _of_every_run(
-        "gradient_clipping", "Largest norm of the gradients.", type="float", optional=True, check=above_zero
-    ),
-    _deepspeed_truth(
-        "zero3_init_flag",
-        "With ZeRO 3, build the model in shards.",
-        env="ACCELERATE_DEEPSPEED_ZERO3_INIT",
-        when={"zero_stage": (3, None)},
-    ),
-    _deepspeed_truth("zero3_save_16bit_model", "With ZeRO 3, save the gathered 16-bit weights.", when=_ZERO_3),
-    _without_file(
-        "deepspeed_moe_layer_cls_names",
-        "Classes of mixture-of-experts layers, separated by commas.",
-        env="ACCELERATE_*",
-        optional=True,
-    ),
-    _deepspeed(
-        "deepspeed_multinode_launcher",
-        "How DeepSpeed starts other machines.",
-        env=None,
-        words=DEEPSPEED_MULTINODE_LAUNCHERS,
-        when={"num_machines": SEVERAL},
-    ),
-    _of_launcher("deepspeed_hostfile", "Host file of DeepSpeed's launcher.", check=existing_file),
-    _of_launcher("deepspeed_exclusion_filter", "Hosts and GPUs of that file to leave out."),
-    _of_launcher(
-        "deepspeed_inclusion_filter",
-        "Hosts and GPUs of that file to use.",
-        when={**_LOGS_IN, "deepspeed_exclusion_filter": NOT_GIVEN},
-    ),
-)
-
-# Options that are fields of `DeepSpeedPlugin`: where they are in a file of DeepSpeed's, which may say "auto", and the plugin's defaults.
-DEEPSPEED_FIELDS = {
-    "gradient_accumulation_steps": ("gradient_accumulation_steps", "auto"),
-    "gradient_clipping": ("gradient_clipping", "auto"),
-    "zero_stage": ("zero_optimization.stage", 2),
-    "offload_optimizer_device": ("zero_optimization.offload_optimizer.device", "none"),
-    "offload_param_device": ("zero_optimization.offload_param.device", "none"),
-    "offload_param_nvme_path": ("zero_optimization.offload_param.nvme_path", "none"),
-    "offload_optimizer_nvme_path": ("zero_optimization.offload_optimizer.nvme_path", "none"),
-    "zero3_save_16bit_model": ("zero_optimization.stage3_gather_16bit_weights_on_model_save", False),
-}
 
 # Options that only version 1 of FSDP reads, and what version 2 has in their place.
 ONLY_FSDP_1 = {
@@ -177,79 +108,6 @@ FSDP_OPTIONS = (
 )
 
 
-# No interview asks about Megatron-LM: its plugin is for those who write their loop for it.
-_megatron = rows(
-    "Megatron-LM Arguments", "megatron_lm_", section="megatron_lm_config", feature="megatron", env="MEGATRON_LM_*"
-)
-_whole = partial(_megatron, type="int", check=at_least(1))
-_bool = partial(_megatron, default=False)
-_word = partial(_megatron, style=LOWER)
-_truth = partial(_word, words=TRUE_OR_FALSE)
-_dropout = partial(_megatron, type="float", check=fraction)
-
-MEGATRON_OPTIONS = (
-    _whole("tp_degree", "Degree of tensor parallelism.", default=1),
-    _truth("sequence_parallelism", "Split sequences over the tensor-parallel processes."),
-    _whole("pp_degree", "Degree of pipeline parallelism.", default=1),
-    _whole("num_micro_batches", "Micro-batches of one pipeline pass."),
-    _truth("recompute_activations", "Recompute selected activations."),
-    _truth("use_distributed_optimizer", "Shard the optimizer over the data-parallel processes."),
-    _megatron("gradient_clipping", "Largest norm of the gradients; 0 is no limit.", default=1.0, check=at_least(0)),
-    _word("recompute_granularity", "What is recomputed.", words="full selective"),
-    _word("recompute_method", "How full recomputation is spread.", words="uniform block"),
-    _whole("recompute_num_layers", "Layers of one unit of recomputation."),
-    _word("attention_backend", "Attention kernel.", words="flash fused unfused local auto"),
-    _dropout("attention_dropout", "Dropout of the attention."),
-    _dropout("hidden_dropout", "Dropout of the hidden layers."),
-    _truth("attention_softmax_in_fp32", "Compute the softmax of the attention in fp32."),
-    _truth("use_rotary_position_embeddings", "Use rotary position embeddings."),
-    _truth("calculate_per_token_loss", "Scale the loss by the number of tokens."),
-    _bool("eod_mask_loss", "Leave end-of-document tokens out of the loss."),
-    _whole("context_parallel_size", "Degree of context parallelism."),
-    _whole("expert_model_parallel_size", "Degree of expert parallelism."),
-    _whole("expert_tensor_parallel_size", "Degree of tensor parallelism within an expert."),
-    _whole("decoder_last_pipeline_num_layers", "Decoder layers of the last pipeline stage."),
-    _bool("use_custom_fsdp", "Use Megatron's own FSDP."),
-    _bool("optimizer_cpu_offload", "Run the optimizer on the CPU."),
-    _bool("overlap_cpu_optimizer_d2h_h2d", "Overlap the CPU optimizer with the copies to and from the GPU."),
-    _bool("use_precision_aware_optimizer", "Use the optimizer that keeps its state in low precision."),
-    _bool("no_load_optim", "Do not load the optimizer."),
-    _bool("no_save_optim", "Do not save the optimizer."),
-)
-
-
-_tpu = rows("TPU", feature="tpu")
-_tpu_switch = partial(_tpu, default=False, switch=True)
-_POD = {"tpu_use_cluster": (True,)}
-_pod = partial(_tpu, when=_POD)
-_pod_key = partial(_pod, flags=())
-
-TPU_OPTIONS = (
-    _tpu(
-        "main_training_function",
-        "The function of the script to run on each core.",
-        offer="main",
-        check=matching(r"[^\W\d]\w*", "that is no name of a function"),
-    ),
-    _tpu_switch(
-        "tpu_use_cluster", "Train on a TPU pod of Google Cloud.", flags=("--tpu_cluster",), negation="--no_tpu_cluster"
-    ),
-    _tpu_switch(
-        "downcast_bf16",
-        "With bf16, turn float64 tensors into float32 rather than bfloat16.",
-        chapter="precision",
-        when={"kind": ("XLA",), "mixed_precision": ("bf16",)},
-    ),
-    _pod_key("tpu_name", "Name of the TPU."),
-    _pod_key("tpu_zone", "Zone of the TPU."),
-    _tpu_switch("tpu_use_sudo", "Run the script with sudo in the pod.", when=_POD),
-    _pod_key("command_file", "File of commands to run in the pod.", optional=True, check=existing_file),
-    _pod_key("commands", "Commands to run in the pod.", type="strs", when={**_POD, "command_file": NOT_GIVEN}),
-    _pod("vm", "A virtual machine of the pod; give it once for each.", type="strs", key="tpu_vm"),
-    _pod("env", "A NAME=VALUE to set in the pod; give it once for each.", type="strs", key="tpu_env"),
-)
-
-
 _fp8 = rows("FP8 Arguments", "fp8_", section="fp8_config", feature="fp8", env="ACCELERATE_FP8_*", key="*")
 _AO = {"fp8_backend": ("ao",)}
 _ao = partial(_fp8, default=True, style=BIT, when=_AO)
@@ -282,23 +140,8 @@ FP8_OPTIONS = (
     _ao("pad_inner_dim", "Pad matrices to sizes FP8 can do (ao)."),
 )
 
-_aws = rows("AWS Arguments", key="", feature="sagemaker", chapter="other")
-_mpi = rows("MPI Arguments", section="mpirun_config", chapter="mpi")
-
-ENVIRONMENT_OPTIONS = (
-    _aws("aws_access_key_id", "Access key of the AWS account."),
-    _aws("aws_secret_access_key", "Secret key of the AWS account."),
-    _mpi("mpirun_hostfile", "Host file of mpirun, to start CPU processes through it.", check=existing_file),
-    _mpi(
-        "mpirun_ccl",
-        "Workers of oneCCL for each process.",
-        flags=(),
-        feature="mpi",
-        offer="1",
-        check=matching(r"[0-9]+", "it must be a whole number"),
-    ),
-    rows("options")("compute_environment", "Where the run is.", flags=(), choices="LOCAL_MACHINE AMAZON_SAGEMAKER"),
-)
+# What it may be besides a machine of one's own is with the features of extensions.
+ENVIRONMENT_OPTION = rows("options")("compute_environment", "Where the run is.", flags=(), choices="LOCAL_MACHINE")
 
 _WITH_FSDP, _WITH_DEEPSPEED = {"distributed_type": ("FSDP",)}, {"distributed_type": ("DEEPSPEED",)}
 # The interview asks for meshes beside an engine alone, where pipelines have no question.
@@ -364,7 +207,7 @@ PARALLELISM_OPTIONS = (
 
 
 OPTIONS: tuple[Option, ...] = (
-    *TPU_OPTIONS,
-    *(*DEEPSPEED_OPTIONS, *FSDP_OPTIONS, *MEGATRON_OPTIONS),
-    *(*FP8_OPTIONS, *ENVIRONMENT_OPTIONS, *PARALLELISM_OPTIONS),
+    GRADIENT_ACCUMULATION,
+    *FSDP_OPTIONS,
+    *(*FP8_OPTIONS, ENVIRONMENT_OPTION, *PARALLELISM_OPTIONS),
 )

@@ -7,7 +7,6 @@ from accelerate.config.options.schema import ON, ONE, SEVERAL, UPPER, Option, at
 RESOURCES = "Resource Selection Arguments"
 PARADIGM = "Training Paradigm Arguments"
 DISTRIBUTED = "Distributed GPUs"
-SIMULATION = "Simulation Arguments"
 
 DYNAMO_WORDS = (
     "no eager aot_eager inductor aot_ts_nvfuser nvprims_nvfuser cudagraphs ofi fx2trt onnxrt tensorrt "
@@ -22,12 +21,10 @@ _hardware = rows("Hardware Selection Arguments", default=False, switch=True)
 _resource = rows(RESOURCES)
 _dynamo = rows(RESOURCES, "dynamo_", section="dynamo_config", chapter="compilation details", env="ACCELERATE_DYNAMO_*")
 _dynamo_switch = partial(_dynamo, default=False, switch=True)
-_paradigm = rows(PARADIGM, "use_", default=False, switch=True, key="", env="ACCELERATE_USE_*", style=ON)
+paradigm = rows(PARADIGM, "use_", default=False, switch=True, key="", env="ACCELERATE_USE_*", style=ON)
 _distributed = rows(DISTRIBUTED, chapter="machines", when={"num_machines": SEVERAL})
 _machines = partial(_distributed, feature="machines")
 _runner = rows(DISTRIBUTED, key="")
-# Of one launch: a configuration file is for the run itself.
-_simulate = rows(SIMULATION, "simulate", key="", env="ACCELERATE_SIMULATE*")
 
 OPTIONS: tuple[Option, ...] = (
     _general("config_file", "Configuration file (YAML or JSON) to read instead of the default one."),
@@ -45,7 +42,6 @@ OPTIONS: tuple[Option, ...] = (
         chapter="machines",
     ),
     _hardware("multi_gpu", "Insist on one process per GPU, and fail where there are not enough.", key=""),
-    _hardware("tpu", "Run on TPUs.", key=""),
     _resource(
         "mixed_precision",
         "Number format of the forward and backward pass; the weights stay as they are.",
@@ -102,10 +98,8 @@ OPTIONS: tuple[Option, ...] = (
     _dynamo_switch("use_fullgraph", "Fail if the model does not compile into one graph."),
     _dynamo_switch("use_dynamic", "Compile for changing tensor shapes."),
     _dynamo_switch("use_regional_compilation", "Compile a repeated block once, which is quicker."),
-    _paradigm("deepspeed", "Train with DeepSpeed.", env="ACCELERATE_USE_DEEPSPEED"),
-    _paradigm("fsdp", "Shard model and optimizer over the processes (FSDP).", env="ACCELERATE_USE_FSDP"),
-    _paradigm("parallelism_config", "Combine several kinds of parallelism, as the ParallelismConfig arguments say."),
-    _paradigm("megatron_lm", "Train with Megatron-LM.", env="ACCELERATE_USE_MEGATRON_LM"),
+    paradigm("fsdp", "Shard model and optimizer over the processes (FSDP).", env="ACCELERATE_USE_FSDP"),
+    paradigm("parallelism_config", "Combine several kinds of parallelism, as the ParallelismConfig arguments say."),
     _machines("machine_rank", "The number of this machine, from 0.", offer=0),
     _machines(
         "main_process_ip",
@@ -148,22 +142,4 @@ OPTIONS: tuple[Option, ...] = (
         style=ON,
     ),
     _switch("dry_run", "Print what would be started, and where each setting comes from, and start nothing."),
-    _simulate(
-        "",
-        "Run the script as one rank of so many machines x processes on this machine's CPU, the others made up, and report layout, data, "
-        "memory, collectives and checkpoints: 128x8.",
-        check=matching(r"[1-9]\d{0,5}x[1-9]\d{0,5}", "write machines x processes of each, such as 128x8"),
-    ),
-    _simulate("_rank", "Which rank a simulated run is; 0 by default.", type="int", check=at_least(0)),
-    _simulate("_steps", "End a simulated run after so many optimizer steps.", type="int", check=at_least(1)),
-    _simulate(
-        "_shapes_only",
-        "Let tensors of a simulated run have shapes alone, so that the model may be larger than this machine's memory.",
-        switch=True,
-        style=ON,
-    ),
-    _simulate(
-        "_device", "Compare a simulated run with a kind of device, such as h100-80gb, and estimate a step on it."
-    ),
-    _simulate("_report", "File for the report of a simulated run, as JSON."),
 )

@@ -68,6 +68,7 @@ class Option:
         offer: the value that Enter takes in the interview; None means `default`.
         optional: Enter leaves the option out of the file.
         check: says what is wrong with an answer.
+        before: a row of the core, in front of which a row of an extension is listed; without it, at the end.
         spellings, file_key, variables: derived: the flags with underscores, then with hyphens; the key or None; all variables.
     """
 
@@ -97,6 +98,7 @@ class Option:
     offer: Any = None
     optional: bool = False
     check: Check | None = None
+    before: str = ""
     # Derived once a row, since the parser and the reader of files ask each row for them.
     spellings: tuple[str, ...] = field(init=False, repr=False, compare=False)
     file_key: str | None = field(init=False, repr=False, compare=False)
@@ -173,11 +175,21 @@ class Feature:
         title: its name in messages.
         switch: the option that turns it on.
         wanted: the value of the switch that does so; None: any that is set and not false; an integer: any above it.
+        section: the mapping of a configuration file that nothing else reads.
+        kinds: the words of `distributed_type` in a configuration file that ask for it.
+        devices: the devices that it needs, such as "TPUs", so that it excludes `--cpu`.
+        runners: the runners of which the first that `starts` the run does so.
+        interview: "module:function" that asks for the settings of a file for it, if `switch` is `compute_environment`.
     """
 
     title: str
     switch: str
     wanted: Any = None
+    section: str = ""
+    kinds: tuple[str, ...] = ()
+    devices: str = ""
+    runners: tuple[str, ...] = ()
+    interview: str = ""
 
     def is_on(self, value: Any) -> bool:
         """Tell whether this value of the switch asks for the feature."""
@@ -201,12 +213,14 @@ class Chapter:
         question: asked first, if any; no passes the chapter over. The answer stands under the chapter's name.
         when: the answers without which the chapter is passed over.
         was: the default of `question` is yes if an earlier file sets this option.
+        before: the chapter of the core that a chapter of an extension comes before; without it, the last one.
     """
 
     name: str
     question: str | None = None
     when: Answers = field(default_factory=dict)
     was: str | None = None
+    before: str = ""
 
 
 def rows(group: str, prefix: str = "", **shared: Any) -> Callable[..., Option]:

@@ -52,7 +52,7 @@ class ReplicaCheck(Extension):
         if not every:
             return None
         layout, traits = run.parallelism_config, traits_of(run.distributed_type)
-        if traits.deepspeed or traits.megatron:
+        if not traits.scales_loss:
             warn_user(
                 f"{CHECK_EVERY}={every} has no effect with {run.distributed_type}, whose engine steps by itself."
             )

@@ -161,7 +161,7 @@ def ema(accelerator: Any, model: nn.Module, decay: float = 0.999) -> Ema:
         0.99
     """
     kind, known = accelerator.distributed_type, traits_of(accelerator.distributed_type)
-    if known.deepspeed or (known.sharded and not accelerator.is_fsdp2 and accelerator.state.fsdp_plugin is not None):
+    if known.own_groups or (known.sharded and not accelerator.is_fsdp2 and accelerator.state.fsdp_plugin is not None):
         raise ValueError(
             f"ema() is not possible with {kind}, whose weights lie in flat parts. Use FSDP with fsdp_version=2."
         )

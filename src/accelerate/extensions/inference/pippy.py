@@ -9,8 +9,8 @@ from torch import nn
 
 from accelerate import comm
 from accelerate.comm.operations import ignorant_find_batch_size, send_to_device
+from accelerate.extensions.big_models.device_map import infer_auto_device_map
 from accelerate.extensions.pipeline.balance import even_stages
-from accelerate.offload.device_map import infer_auto_device_map
 from accelerate.process import PartialState
 
 

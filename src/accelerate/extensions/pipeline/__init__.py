@@ -2,13 +2,13 @@
 
 from typing import Any
 
-from accelerate.config.strategies import StrategySpec, traits_of
+from accelerate.config.strategies import StrategySpec, serving
 from accelerate.extension import Spec
 
 
 def _attaches(run: Any) -> bool:
-    layout = run.parallelism_config
-    return layout is not None and layout.pp_enabled and not traits_of(run.distributed_type).megatron
+    record = serving(run.state)  # Megatron-LM has pipelines of its own
+    return record is not None and record.name == "pipeline"
 
 
 def is_pipeline(model: Any) -> bool:
@@ -18,7 +18,7 @@ def is_pipeline(model: Any) -> bool:
 
 def _has_stages(state: Any) -> bool:
     layout = getattr(state, "parallelism_config", None)
-    return layout is not None and layout.pp_enabled and not traits_of(state.distributed_type).megatron
+    return layout is not None and layout.pp_enabled
 
 
 _STRATEGY = StrategySpec(

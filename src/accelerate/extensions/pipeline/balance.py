@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate.offload.tensors import compute_module_sizes
+from accelerate.extensions.big_models.tensors import compute_module_sizes
 
 
 @dataclass

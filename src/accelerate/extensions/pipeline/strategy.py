@@ -43,7 +43,7 @@ class PipelineParallel(Sharded):
         layout: ParallelismConfig = accelerator.parallelism_config  # type: ignore[assignment]  # pp_size is set
         engine, size = traits_of(accelerator.distributed_type), layout.pp_size
         other_shards = engine.sharded and not accelerator.is_fsdp2
-        if other_shards or engine.deepspeed or engine.xla or not engine.places_batches:
+        if other_shards or engine.own_groups or engine.traced or not engine.places_batches:
             raise ValueError(
                 f"pp_size={size} with {accelerator.distributed_type}: a pipeline trains alone, with data parallelism, or with FSDP version 2. Leave the plugin away, "
                 "or set pp_size=1."

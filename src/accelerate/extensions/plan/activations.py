@@ -1,7 +1,7 @@
 """What one training step allocates beside parameters and optimizer state, measured on fake tensors: shapes are computed, nothing else is.
 
 The step of a model is cut into segments, a forward and a backward one of each unit that FSDP shards and of what lies between
-them. `diagnostics.estimator` adds to each what a layout keeps meanwhile. Of repeated blocks three are run, and the others follow
+them. `extensions.reports.estimator` adds to each what a layout keeps meanwhile. Of repeated blocks three are run, and the others follow
 from the difference of the second and the third.
 """
 

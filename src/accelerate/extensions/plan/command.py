@@ -147,7 +147,7 @@ def load_program(args: argparse.Namespace) -> tuple[Callable[[], "nn.Module"], C
     """
     import torch
 
-    from accelerate import simulation
+    from accelerate.extensions.simulate import simulation
     from accelerate.runtime.torch_private import pytree
 
     own = Ranks(0, args.gpus, 0, args.gpus // args.nodes, "torchrun")

@@ -26,15 +26,23 @@ import torch.distributed as dist
 
 from accelerate import comm
 from accelerate.checkpoint.manifest import CHECKPOINTS_FOLDER, numbered_folder
-from accelerate.checkpoint.object_store import storage_of
+from accelerate.checkpoint.storage import storage_of
 from accelerate.data.iterable import ends_are_uneven
-from accelerate.diagnostics import hang
 from accelerate.extension import Extension
 from accelerate.extensions.preemption.workers import masked_start
 from accelerate.runtime import torch_private
 from accelerate.runtime.failure import PREEMPTED
 from accelerate.training import metrics
 from accelerate.training.run import TrainingRun
+
+try:
+    from accelerate.extensions.hang.hang import watcher as watcher_of_process
+except ModuleNotFoundError:  # that extension was deleted: the ranks exchange in each step whether a signal came
+
+    def watcher_of_process() -> Any:
+        """Return no watcher."""
+        return None
+
 
 logger = logging.getLogger(__name__)
 
@@ -238,7 +246,7 @@ class Watch:
 
     def _agree(self, former: "StopStep | None") -> "StopStep | None":
         """Return the agreement of this process group, which may have been built anew; None where no watcher looks at a store."""
-        watcher = None if self._alone else hang.watcher()
+        watcher = None if self._alone else watcher_of_process()
         if watcher is None or (former is not None and former.watcher is watcher):
             return former
         return StopStep(watcher, next(_agreements))
@@ -304,7 +312,7 @@ class StopStep:
     rank has passed. It takes a few requests a rank, and no longer than two looks, because it needs no training thread.
     """
 
-    def __init__(self, watcher: hang.Watcher, number: int) -> None:
+    def __init__(self, watcher: Any, number: int) -> None:
         self.closed = False
         self.watcher, self._place = watcher, f"stop/{number}"
         self._steps, self._signal, self._stop_at = 0, 0, 0

@@ -1,7 +1,7 @@
 """The one estimator: what a layout of ranks needs of memory, what it sends, and how long a step takes. Pure arithmetic, any rank.
 
 `accelerate plan`, `accelerate estimate-memory` and the advice of a run that is out of memory ask it. What activations need is
-measured by `diagnostics.activations`; without that, the sums are of what is known from shapes alone.
+measured by `extensions.plan.activations`; without that, the sums are of what is known from shapes alone.
 """
 
 import math

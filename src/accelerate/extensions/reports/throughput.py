@@ -135,8 +135,8 @@ class Meter(Extension):
             raise ValueError("throughput() found no prepared model to measure. Call it after `prepare`.")
         row = traits_of(accelerator.distributed_type)
         # Whether what the ranks wait for is inside the passes, where it is not distinguished.
-        self.hidden = row.deepspeed or (row.sharded and not accelerator.is_fsdp2)
-        self.device, self._by_engine = accelerator.device, row.deepspeed
+        self.hidden = row.steps_in_backward or (row.sharded and not accelerator.is_fsdp2)
+        self.device, self._by_engine = accelerator.device, row.steps_in_backward
         if self.device.type == "cuda":
             stream, event = torch.cuda.current_stream, partial(torch.cuda.Event, enable_timing=True)
             self._stamp = lambda: stream().record_event(event())

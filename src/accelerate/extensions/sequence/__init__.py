@@ -9,7 +9,7 @@ from accelerate.extension import Spec
 def _attaches(run: Any) -> bool:
     layout = run.parallelism_config
     shares = layout is not None and (layout.cp_enabled or layout.sp_enabled)
-    return shares and not traits_of(run.distributed_type).deepspeed
+    return shares and not traits_of(run.distributed_type).own_groups
 
 
 SPEC = Spec(

@@ -11,7 +11,7 @@ from torch import Tensor, distributed, nn
 from accelerate.base._warn import warn_user
 from accelerate.extensions.sequence.documents import Documents
 from accelerate.extensions.sequence.region import WHAT, Active, Region
-from accelerate.runtime import simulated, torch_private
+from accelerate.runtime import torch_private
 
 # Heads that need the whole sequence in one place, for more than attention.
 _WHOLE = ("ForSequenceClassification", "ForMultipleChoice", "ForQuestionAnswering", "ForNextSentencePrediction")
@@ -276,11 +276,9 @@ class ModelHook:
         mine = torch.stack(torch.broadcast_tensors(*(row.to(torch.int32) for row in rows)))
         parts = [torch.empty_like(mine) for _ in range(self.region.size)]
         distributed.all_gather(parts, mine, group=self.region.group)
-        if (run := simulated.current()) is not None:
-            run.notes[
-                "Masks and positions of shared sequences are not looked at: rows count as one document each."
-            ] = None
-        if run is not None or torch_private.is_shape(mine):  # there is nothing of other ranks to see
+        if torch_private.is_fake(self.region.group) or torch_private.is_shape(
+            mine
+        ):  # nothing of other ranks can be seen
             return None
         gathered = torch.cat(parts, dim=-1)
         whole = gathered.cpu().numpy()

@@ -9,7 +9,7 @@ from accelerate.extension import Spec
 def _attaches(run: Any) -> bool:
     layout = run.parallelism_config
     sharded = layout is not None and (layout.tp_enabled or layout.ep_size > 1)
-    return sharded and not traits_of(run.distributed_type).deepspeed
+    return sharded and not traits_of(run.distributed_type).own_groups
 
 
 def _arrives(models: list[Any]) -> bool:

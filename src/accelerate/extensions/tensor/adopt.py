@@ -46,7 +46,7 @@ def adopt(accelerator: Run, models: Sequence[nn.Module]) -> None:
         sizes = {axis: len(ranks) for axis, ranks in found.items()}
         engine = traits_of(accelerator.distributed_type)
         if (
-            engine.deepspeed
+            engine.own_groups
             or (sharded and engine.sharded and not accelerator.is_fsdp2)
             or not (sharded or {"tp", "ep"} & found.keys())
         ):

@@ -47,7 +47,7 @@ class TensorParallelism(Extension):
     def convert(self, model: Any, evaluation: bool) -> Any:
         """Shard the layers and the experts of a model that trains."""
         layout = self.run.parallelism_config
-        if evaluation or layout is None or traits_of(self.run.distributed_type).deepspeed:
+        if evaluation or layout is None or traits_of(self.run.distributed_type).own_groups:
             return model
         if layout.tp_enabled:
             (model,) = self.run._prepare_tp(model)

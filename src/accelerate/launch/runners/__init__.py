@@ -1,12 +1,19 @@
 """Start what a plan says. One module a way of starting.
 
-A runner is a module of this folder with these functions:
+A runner is a module of this folder, or one that an extension names in `Spec.runners`:
 
 - `process(plan, environment)` returns what would be started, and starts nothing: `describe`, for `--dry-run`, prints it.
-- `starts(values, on, job)`, in a module that a `StrategySpec` names, says whether it starts this run: the settings, the features that
-  are on, and what a scheduler has started.
 - `run(plan, environment, replace)` starts it and waits for its end. A failure is raised; `errors.failure_of` turns it into an
   exit status and a line. `replace` becomes the process that is started, where that is possible.
+- `BY` says who starts the processes, such as "by mpirun".
+- `starts(values, on, job)`, of a runner that a `Feature` or a `StrategySpec` names, says whether it starts this run: the settings, the
+  features that are on, and what a scheduler has started.
+- `arrange(values, notes)`, of a runner that an option of its name asks for, changes the settings, and returns the `Ranks` of the one process
+  that it starts. No scheduler, device or other machine is asked then. Optional.
+- `REMOTE = True` says that the launcher knows neither the cores nor the devices of the machines. Optional.
+- `variables(values, environ)` returns what a run of the `StrategySpec` that names it needs besides the variables of options, and
+  `notes(values)` lines about its settings, whatever starts the run. Optional.
+- `summary(plan)` returns how many processes run on what, instead of the function here. Optional.
 
 `environment` is what `accelerate.launch.plan.worker_environment` made of the plan: all variables, those of the launcher included.
 Both raise `LaunchError` where the request cannot be run as written.
@@ -26,6 +33,7 @@ import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from accelerate import extension
 from accelerate.config.options import BY_NAME
 from accelerate.launch.errors import PREFIX, LaunchError, to_stderr
 from accelerate.launch.guard import bound
@@ -33,20 +41,8 @@ from accelerate.launch.plan import LaunchPlan, Resolved, Source, worker_environm
 from accelerate.launch.secrets import command, masked
 from accelerate.runtime.ranks import SCHEMES
 
-# What a plan's `runner` is called -> who starts the processes, for people.
-RUNNERS = {
-    "single": "in place of the launcher",
-    "local": "by torch's elastic launcher on this machine",
-    "machines": "by torch's elastic launcher on each machine",
-    "mpi": "by mpirun",
-    "deepspeed": "by DeepSpeed's launcher",
-    "tpu": "by torch_xla on this machine",
-    "tpu_pod": "by the machines of a TPU pod",
-    "sagemaker": "by a job of Amazon SageMaker",
-    "simulate": "in place of the launcher, as one rank whose others are made up",
-}
-# Those whose module is called otherwise.
-_MODULES = {"single": "local", "machines": "local", "tpu_pod": "tpu"}
+# Those of this folder.
+_MODULES = ("single", "local", "machines", "mpi", "tpu", "tpu_pod", "sagemaker")
 # Variables that describe a machine, a login or a terminal; on another machine they would be wrong.
 _OF_THIS_MACHINE = re.compile(
     r"_|HOME|USER|LOGNAME|SHELL|PWD|OLDPWD|SHLVL|HOST|HOSTNAME|MAIL|TMPDIR|TMP|TEMP|TERM|TERMCAP|DISPLAY|WAYLAND_DISPLAY"
@@ -68,11 +64,17 @@ _FORWARDED = [*_STOPPING, *(getattr(signal, name) for name in ("SIGUSR1", "SIGUS
 
 @dataclass(frozen=True)
 class Process:
-    """What a plan would start, once for each rank or once for all; `label` is what it is to the run, such as "rank 3" or "job"."""
+    """What a plan would start, once for each rank or once for all.
+
+    Attributes:
+        label: what it is to the run, such as "rank 3" or "job".
+        is_call: `command` is a function and its arguments, and no program with the variables of this shell.
+    """
 
     label: str
     command: tuple[str, ...]
     environment: Mapping[str, str]
+    is_call: bool = False
 
 
 def run(plan: LaunchPlan, replace: bool = False) -> None:
@@ -94,7 +96,27 @@ def process(plan: LaunchPlan) -> Process:
 
 def module_for(plan: LaunchPlan) -> types.ModuleType:
     """Return the runner of a plan; it is imported when it is needed."""
-    return importlib.import_module(f"accelerate.launch.runners.{_MODULES.get(plan.runner, plan.runner)}")
+    return module_of(plan.runner)
+
+
+def arranging(values: Mapping[str, Resolved]) -> str | None:
+    """Return the runner of an extension whose option is set and which has `arrange`, or None."""
+    runners = [
+        name for specs in (extension.specs, extension.third_parties) for spec in specs() for name in spec.runners
+    ]
+    names = [name for name in runners if name in values and values[name].value not in (None, False)]
+    return next((name for name in names if hasattr(module_of(name), "arrange")), None)
+
+
+def module_of(name: str) -> types.ModuleType:
+    """Return the runner of a name, imported on first use; LaunchError if neither the core nor an extension has it."""
+    if name in _MODULES:
+        return importlib.import_module(f"accelerate.launch.runners.{name}")
+    for specs in (extension.specs, extension.third_parties):
+        for spec in specs():
+            if name in spec.runners:
+                return importlib.import_module(spec.runners[name])
+    raise LaunchError(f"No runner is called {name!r}: the extension that has it is not installed.")
 
 
 def print_info(plan: LaunchPlan, *lines: str, always: bool = False) -> None:
@@ -109,21 +131,19 @@ def print_info(plan: LaunchPlan, *lines: str, always: bool = False) -> None:
 def describe(plan: LaunchPlan, environ: Mapping[str, str] | None = None) -> str:
     """Return what would be started, the source of each setting, and the command and variables of each process."""
     environ = os.environ if environ is None else environ
-    lines = [f"{summary(plan)} would be started {RUNNERS[plan.runner]}.", *_rendezvous(plan)]
+    runner = module_for(plan)
+    count = getattr(runner, "summary", summary)(plan)
+    lines = [f"{count} would be started {runner.BY}.", *_rendezvous(plan)]
     lines += ["", settings_table(plan.settings), ""]
     lines += _process(plan, process(plan), environ)
     return "\n".join([*lines, *(f"note: {note}" for note in plan.notes)])
 
 
-def summary(plan: LaunchPlan) -> str:
-    """Return how many processes of a plan run on what, in words."""
-    if plan.runner == "sagemaker":  # its instances decide
-        return "The processes"
-    where = "the CPU" if plan.on_cpu else f"{plan.hardware.device} devices"
-    if plan.runner in ("tpu", "tpu_pod"):
-        where = "TPU cores"
+def summary(plan: LaunchPlan, devices: str = "") -> str:
+    """Return how many processes of a plan run on what, in words; `devices` is what they run on where the plan does not say."""
+    where = devices or ("the CPU" if plan.on_cpu else f"{plan.hardware.device} devices")
     # A scheduler has started a launch for each process.
-    is_one_of_them = plan.runner in ("single", "simulate") and plan.num_processes > 1
+    is_one_of_them = plan.runner == "single" and plan.num_processes > 1
     count = f"1 of {plan.num_processes}" if is_one_of_them else plan.num_processes
     return f"{count} {'process' if plan.num_processes == 1 else 'processes'} on {where}"
 
@@ -159,14 +179,13 @@ def settings_table(settings: Mapping[str, Resolved], every: bool = False) -> str
 def _process(plan: LaunchPlan, started: Process, environ: Mapping[str, str]) -> list[str]:
     """Return the command of a process, and what its variables have beside those of this shell."""
     first, *others = started.command
-    is_call = plan.runner == "sagemaker"  # of its SDK, and no program with the variables of this shell
-    called = f"{first}({', '.join(others)})" if is_call else shlex.join(command(started.command))
+    called = f"{first}({', '.join(others)})" if started.is_call else shlex.join(command(started.command))
     own = sorted(set(started.environment.items()) - set(environ.items()))
     gone = sorted(set(environ) - set(started.environment))
     lines = [f"{started.label}: {called}"]
     lines += [f"  {name}={shlex.quote(str(masked(value, name)))}" for name, value in own]
     lines += ["  and its rank and size, and where they meet, as torchrun spells them"] if plan.elastic else []
-    return [*lines, f"  without {', '.join(gone)}"] if gone and not is_call else lines
+    return [*lines, f"  without {', '.join(gone)}"] if gone and not started.is_call else lines
 
 
 # -- programs ------------------------------------------------------------------------------------------------------------

@@ -1,7 +1,4 @@
-"""Processes of this machine: one, in place of the launcher or as its child, or several under torch's elastic launcher.
-
-On several machines this launcher starts the processes of its own machine, and its rendezvous finds the others.
-"""
+"""Several processes of this machine under torch's elastic launcher."""
 
 import contextlib
 import gc
@@ -9,12 +6,13 @@ import os
 import signal
 import threading
 from collections.abc import Iterator, Mapping
+from typing import Any
 
-from accelerate.launch import hardware, runners
-from accelerate.launch.errors import Reporter, RunError
+from accelerate.launch.errors import Reporter
 from accelerate.launch.plan import LaunchPlan
 from accelerate.launch.runners import Process
 
+BY = "by torch's elastic launcher on this machine"
 # Read once, when torch is imported.
 _LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 
@@ -22,29 +20,20 @@ _LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 def process(plan: LaunchPlan, environment: Mapping[str, str]) -> Process:
     """Return what `run` starts, once or several times: torch's elastic launcher adds a rank, and where they meet."""
     label = f"each of {plan.local_processes} processes" if plan.local_processes > 1 else "the process"
-    if plan.runner == "single" and plan.num_processes > 1 and "RANK" in plan.extra:
-        label = f"rank {plan.extra['RANK']}"
-    if plan.runner == "machines":
-        with contextlib.suppress(RunError):  # the address may not be known here yet; the run says so
-            address = hardware.local_address(plan.rendezvous.host, plan.rendezvous.port)
-            environment = {**hardware.gloo_variables(address), **environment}
     return Process(label, tuple(plan.command), environment)
 
 
 def run(plan: LaunchPlan, environment: Mapping[str, str], replace: bool = False) -> None:
-    """Run the processes; the one process may replace the launcher, which watches over several."""
-    if plan.runner == "single":
-        runners.start(plan.command, environment, replace)
-        return
+    """Run the processes, and watch over them."""
     with in_one_go():
         from accelerate.launch import elastic
-    rendezvous, agent = plan.rendezvous, elastic.Agent
-    if plan.runner == "machines":
-        from accelerate.launch.machine_rendezvous import MachineAgent as agent
-        from accelerate.launch.machine_rendezvous import MachineRendezvous
+    supervise(plan, environment, plan.rendezvous, elastic.Agent)
 
-        asked = (plan.rendezvous, plan.local_processes, plan["max_restarts"])
-        rendezvous = MachineRendezvous(*asked, lambda line: runners.print_info(plan, line))
+
+def supervise(plan: LaunchPlan, environment: Mapping[str, str], rendezvous: Any, agent: Any) -> None:
+    """Run the processes of this machine, which meet by a rendezvous, under an `elastic.Agent`."""
+    from accelerate.launch import elastic  # imports torch
+
     script, *arguments = plan.command
     options = {name: plan[name] for name in ("role", "max_restarts", "monitor_interval")}
     options |= {"tee": elastic.streams(plan), "agent": agent, "verbose": bool(plan["debug"])}

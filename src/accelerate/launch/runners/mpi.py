@@ -1,38 +1,33 @@
-"""Processes that mpirun starts, and the host files that list their machines.
+"""Processes that mpirun starts, on the machines of a host file.
 
 Sources: https://docs.open-mpi.org/en/main/man-openmpi/man1/mpirun.1.html and
 https://github.com/pmodels/mpich/blob/main/doc/wiki/how_to/Using_the_Hydra_Process_Manager.md
 """
 
-import ipaddress
-import os
-import pathlib
 import re
 import socket
 import subprocess
 from collections.abc import Mapping
+from typing import Any
 
 from accelerate.launch import hardware, runners
 from accelerate.launch.errors import LaunchError
-from accelerate.launch.plan import LaunchPlan, Source
+from accelerate.launch.host_files import read_hosts
+from accelerate.launch.plan import LaunchPlan, Resolved, Source
 from accelerate.launch.runners import Process
 from accelerate.runtime.ranks import DEFAULT_PORT
 
+BY = "by mpirun"
 _OPTION = "--mpirun_hostfile"
 # What `mpirun --version` prints. MVAPICH's and Intel's are Hydra, as MPICH's is.
 _ANSWERS = {"Open MPI": r"open[ -]mpi|openrte|prrte", "Hydra": r"mvapich|intel\(r\) mpi|hydra|mpich"}
 # Settings of Intel's OpenMP for several processes on one machine; those of the user win.
 _OPENMP = {"KMP_AFFINITY": "granularity=fine,compact,1,0", "KMP_BLOCKTIME": "1"}
-# `name`, `name:2`, `name:2:adapter` or `name slots=2`, and further settings; an IPv6 address has its count behind brackets.
-# A name that began with a hyphen would be an option of ssh.
-_LINE = re.compile(
-    r"""(?P<user> \w[\w.-]*@ )?
-    (?: (?P<name> \w[\w.-]* ) (?: :(?P<count> [1-9]\d* ) (?: :[\w.-]+ )? )?
-      | (?P<bare> [\da-fA-F:.]* :[\da-fA-F:.]* :[\da-fA-F:.]* (?: %[\w.-]+ )? )
-      | \[ (?P<bracketed> [\da-fA-F:.]+ (?: %[\w.-]+ )? ) \] (?: :(?P<count6> [1-9]\d* ) )? )
-    (?: \s+ slots \s*=\s* (?P<slots> [1-9]\d* ) | \s+ (?!slots\b) \w[\w-]* \s*=\s* \S+ )*""",
-    re.VERBOSE,
-)
+
+
+def starts(values: Mapping[str, Resolved], on: set[str], job: Any) -> bool:
+    """Say that mpirun starts the processes: a host file of it was given."""
+    return True
 
 
 def process(plan: LaunchPlan, environment: Mapping[str, str]) -> Process:
@@ -73,7 +68,9 @@ def _call(plan: LaunchPlan, environment: Mapping[str, str]) -> tuple[str, Proces
         words += [word for name in names for word in ("-x", name)]
     else:
         words = [*listed, *(["-genvlist", ",".join(names)] if names else [])]
-    return flavour, Process("mpirun", ("mpirun", *words, "-n", str(plan.num_processes), *plan.command), variables)
+    return flavour, Process(
+        "mpirun", ("mpirun", *words, "-n", str(plan.num_processes), *plan.python_command(unbuffered=True)), variables
+    )
 
 
 def flavour_of(environment: Mapping[str, str]) -> str:
@@ -105,49 +102,6 @@ def _variables(plan: LaunchPlan, environment: Mapping[str, str], shares: Mapping
         with socket.create_server(("", 0)) as free:
             port = free.getsockname()[1]
     return {**variables, "MASTER_ADDR": str(plan["main_process_ip"] or first), "MASTER_PORT": str(port)}
-
-
-def read_hosts(path: str, option: str, repeated: bool = True) -> dict[str, int | None]:
-    """Read a host file: `name slots=2` (Open MPI, DeepSpeed), `name:2` (MPICH, Intel MPI, MVAPICH) or `name`.
-
-    Returns the slots of each machine in the order of the file, None where it does not say. Lines of the same machine
-    add up, a line without slots as one slot; unless `repeated`, they are refused. A LaunchError names the line and the
-    option.
-    """
-    try:
-        lines = pathlib.Path(path).read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise LaunchError(f"{option}: the host file cannot be read in {os.getcwd()}: {error}.") from None
-    slots: dict[str, list[int | None]] = {}
-    for number, line in enumerate(lines, start=1):
-        text = line.partition("#")[0].strip()
-        if not text:
-            continue
-        host, count = _host_of(text)
-        if host is None or (host in slots and not repeated):
-            once = "" if repeated else " once"
-            hint = f"write each machine{once}, with its slots, such as `node1 slots=4`"
-            raise LaunchError(f"Line {number} of {path} ({option}) is {text[:100]!r}; {hint}.")
-        slots.setdefault(host, []).append(count)
-    if not slots:
-        raise LaunchError(f"{path} ({option}) names no machine. Write one on each line, such as `node1 slots=4`.")
-    if all(len(counts) == 1 for counts in slots.values()):
-        return {host: count for host, (count,) in slots.items()}
-    return {host: sum(count or 1 for count in counts) for host, counts in slots.items()}
-
-
-def _host_of(text: str) -> tuple[str | None, int | None]:
-    """Return the machine and the slots that a line of a host file names; no machine if it is malformed."""
-    match = _LINE.fullmatch(text)
-    if match is None:
-        return None, None
-    if address := match["bare"] or match["bracketed"]:
-        try:
-            ipaddress.IPv6Address(address)
-        except ValueError:
-            return None, None
-    count = match["count"] or match["count6"] or match["slots"]
-    return (match["user"] or "") + (match["name"] or address), int(count) if count else None
 
 
 def layout(hosts: Mapping[str, int | None], count: int, machines: int | None) -> dict[str, int]:

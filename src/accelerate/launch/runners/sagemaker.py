@@ -24,6 +24,8 @@ from accelerate.launch.resolve import merge
 from accelerate.launch.runners import Process
 from accelerate.launch.secrets import masked
 
+BY = "by a job of Amazon SageMaker"
+REMOTE = True
 # The `distribution` of an estimator. All machines that SageMaker's own parallelism runs on have eight GPUs.
 _DISTRIBUTIONS: Mapping[SageMakerDistributedType, dict[str, Any]] = {
     SageMakerDistributedType.DATA_PARALLEL: {"smdistributed": {"dataparallel": {"enabled": True}}},
@@ -44,6 +46,16 @@ _JOB = {**dict.fromkeys(config_file.SAGEMAKER_KEYS), **_ARGUMENTS, "region": "us
 _Inputs = dict[str, str] | None
 
 
+def starts(values: Mapping[str, Resolved], on: set[str], job: Any) -> bool:
+    """Say that SageMaker starts the processes: the configuration file is for it."""
+    return True
+
+
+def summary(plan: LaunchPlan) -> str:
+    """Return words without a number: the instances of the job decide."""
+    return "The processes"
+
+
 def process(plan: LaunchPlan, environment: Mapping[str, str]) -> Process:
     """Return the job that would be started, as the arguments of its estimator and the variables of its container."""
     _, arguments, inputs = _described(plan)
@@ -51,7 +63,7 @@ def process(plan: LaunchPlan, environment: Mapping[str, str]) -> Process:
     arguments["hyperparameters"] = masked(arguments["hyperparameters"])
     keywords = [f"{name}={value!r}" for name, value in arguments.items() if value is not None]
     words = ("sagemaker.huggingface.HuggingFace", *keywords, *([f"inputs={inputs!r}"] if inputs else []))
-    return Process("SageMaker job", words, variables)
+    return Process("SageMaker job", words, variables, is_call=True)
 
 
 def run(plan: LaunchPlan, environment: Mapping[str, str], replace: bool = False) -> None:

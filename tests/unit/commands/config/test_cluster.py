@@ -29,20 +29,20 @@ def test_conditions_name_what_is_asked_in_a_chapter_that_exists():
 
 
 @pytest.mark.parametrize("devices", [("cpu", 0), ("cuda", 1), ("cuda", 4), ("xpu", 2)], ids=str)
-@pytest.mark.parametrize("seed", range(25))
-def test_launch_reads_back_what_was_answered(place, at_random, machine, monkeypatch, seed, devices):
+def test_launch_reads_back_what_was_answered(place, at_random, machine, monkeypatch, devices):
     machine(*devices)
-    talks = []
+    talks, parser = [], launch_command_parser()
     monkeypatch.setattr(cluster, "Interview", lambda *a, **k: talks.append(Interview(*a, **k)) or talks[-1])
-    config = ask_cluster(at_random(f"{seed} {devices}"))
-    path = config.save(place / ("c.json" if seed % 2 else "c.yaml"))
-    merged, file = merge(launch_command_parser().parse_args(["--config_file", str(path), "train.py"]), {})
-    for name, value in talks[0].values.items():
-        assert merged[name].value == value, name
-        assert merged[name].source is Source.FILE
-    switch = SWITCH_OF_DISTRIBUTED_TYPE[config.to_dict()["distributed_type"]]
-    assert switch is None or merged[switch].value is True
-    assert file.unused == ()
-    assert load_config_from_file(path).to_dict() == config.to_dict()
-    problems, notes = check(config_file.inspect(path))
-    assert ([problem.text for problem in problems], notes) == ([], [])
+    for seed in range(25):
+        config = ask_cluster(at_random(f"{seed} {devices}"))
+        path = config.save(place / ("c.json" if seed % 2 else "c.yaml"))
+        merged, file = merge(parser.parse_args(["--config_file", str(path), "train.py"]), {})
+        for name, value in talks[-1].values.items():
+            assert merged[name].value == value, (seed, name)
+            assert merged[name].source is Source.FILE, (seed, name)
+        switch = SWITCH_OF_DISTRIBUTED_TYPE[config.to_dict()["distributed_type"]]
+        assert switch is None or merged[switch].value is True, seed
+        assert file.unused == (), seed
+        assert load_config_from_file(path).to_dict() == config.to_dict(), seed
+        problems, notes = check(config_file.inspect(path))
+        assert ([problem.text for problem in problems], notes) == ([], []), seed

@@ -4,8 +4,6 @@ import json
 from collections import Counter
 from pathlib import Path
 
-import pytest
-
 from accelerate.config.options import BY_NAME, FEATURES, OPTIONS, PARADIGMS, SECTIONS, SWITCH_OF_DISTRIBUTED_TYPE
 
 RECORD = Path(__file__).parents[3] / "architecture" / "record" / "cli-1.15.0.json"
@@ -28,15 +26,15 @@ def test_nothing_is_spelled_twice():
         assert [value for value, count in Counter(values).items() if count > 1] == []
 
 
-@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
-def test_row_is_sound(option):
-    assert option.help.endswith("."), option.help
-    assert option.feature is None or option.feature in FEATURES
-    assert option.section is None or option.section in SECTIONS
-    if option.choices is not None and option.default is not None:
-        assert option.default in option.choices
-    if option.default is not None:
-        assert option.parse(option.default) == option.default
+def test_rows_are_sound():
+    for option in OPTIONS:
+        assert option.help.endswith("."), option.help
+        assert option.feature is None or option.feature in FEATURES, option.name
+        assert option.section is None or option.section in SECTIONS, option.name
+        if option.choices is not None and option.default is not None:
+            assert option.default in option.choices, option.name
+        if option.default is not None:
+            assert option.parse(option.default) == option.default, option.name
 
 
 def test_switches_exist():

@@ -1,0 +1,5 @@
+"""Batches by a budget of tokens, padded or packed."""
+
+from accelerate.extension import Spec
+
+SPEC = Spec("budget")

@@ -1,0 +1,278 @@
+"""FSDP in its first version: torch's FullyShardedDataParallel, which flattens the parameters of each unit and shards the result."""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from accelerate.checkpoint.model_io import inner_optimizer
+from accelerate.config.handlers import GradScalerKwargs
+from accelerate.devices import row
+from accelerate.extensions.fsdp1 import is_fsdp1
+from accelerate.modules import tensor_kinds
+from accelerate.modules.optimizer_remap import named, remap_optimizers
+from accelerate.modules.unwrap import is_compiled_module, loaded_wrappers
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.precision import master
+from accelerate.runtime import torch_private
+from accelerate.runtime.run import Run
+from accelerate.strategies import consistency, fsdp
+from accelerate.strategies.mesh import check_backend, shard_mesh, take_from_first
+from accelerate.strategies.sharded import Sharded, note_memory
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+_HYBRID = {"FULL_SHARD": "HYBRID_SHARD", "SHARD_GRAD_OP": "_HYBRID_SHARD_ZERO2"}
+# Options of the plugin that torch's wrapper takes under the same name.
+_PREFETCHES = ("backward_prefetch", "forward_prefetch")
+_HANDED_ON = ("auto_wrap_policy", "sync_module_states", *_PREFETCHES, "use_orig_params", "limit_all_gathers")
+
+
+class FSDP1(Sharded):
+    """Torch's wrapper FullyShardedDataParallel, with every option of the plugin."""
+
+    def check(self, accelerator: Run, objects: Sequence[Any]) -> None:
+        """Refuse dimensions of the mesh that flat parameters cannot have, and optimizers whose states torch cannot gather from them."""
+        for found in filter(tensor_kinds.kept_by, map(inner_optimizer, objects)):
+            raise ValueError(
+                f"{type(found).__name__} keeps states of few bits, which fsdp_version=1 cannot gather for a checkpoint. Set fsdp_version=2."
+            )
+        layout = accelerator.parallelism_config
+        if layout is not None:
+            if layout.tp_enabled:
+                raise ValueError(f"tp_size={layout.tp_size} with fsdp_version=1 splits no layers. Set fsdp_version=2.")
+            _check_replicas(layout, accelerator.state.fsdp_plugin)
+        super().check(accelerator, objects)
+
+    def wrap_model(self, accelerator: Run, model: nn.Module) -> nn.Module:
+        """Put FullyShardedDataParallel around the model and its units."""
+        inner: Any = model._orig_mod if is_compiled_module(model) else model
+        if is_fsdp1(inner):
+            return model
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        plugin = accelerator.state.fsdp_plugin
+        if accelerator.mixed_precision != "no":
+            # Frozen weights follow where a flat parameter may hold both, which has one dtype.
+            if master.upcast(inner) and plugin.use_orig_params:
+                master.upcast_frozen(inner)
+        plugin.set_auto_wrap_policy(inner)
+        before = named(inner)
+        options = _options(accelerator, inner)
+        ignored = [p for module in options["ignored_modules"] for p in module.parameters()]
+        consistency.require_same_model(accelerator, inner, ignored, from_main=options["sync_module_states"])
+        if options["sync_module_states"] and accelerator.device.type == "cpu":
+            # Torch does it between devices only.
+            _send_states(inner, options["param_init_fn"])
+            options.update(sync_module_states=False, param_init_fn=None)
+        with contextlib.nullcontext() if plugin.use_orig_params else _standing_in(inner, ignored):
+            wrapped = FullyShardedDataParallel(inner, **options)
+        if plugin.activation_checkpointing:
+            parts = [part for part in wrapped.modules() if isinstance(part, FullyShardedDataParallel)]
+            units = {part.module for part in parts if part is not wrapped}
+            fsdp.checkpoint_activations(wrapped, plugin, units.__contains__ if units else None)
+        if plugin.use_orig_params:
+            remap_optimizers(accelerator, wrapped, before)
+        else:
+            _repoint_flat(accelerator, wrapped, before)
+        if ignored:
+            own = {id(parameter) for parameter in ignored if parameter.requires_grad}
+            consistency.register_whole_parameters(
+                accelerator, wrapped, {name: p for name, p in before.items() if id(p) in own}
+            )
+        return type(model)(wrapped, model.dynamo_ctx) if inner is not model else wrapped
+
+    def no_sync(self, accelerator: Run, model: nn.Module) -> contextlib.AbstractContextManager[None]:
+        """Return FSDP's own context, in which each rank keeps whole gradients."""
+        hold: Callable[[], contextlib.AbstractContextManager[None]] | None = getattr(model, "no_sync", None)
+        if hold is None:  # prepared for evaluation
+            return contextlib.nullcontext()
+        note_memory(accelerator, model)
+        return hold()
+
+    @contextlib.contextmanager
+    def whole_parameters(self, accelerator: Run, model: nn.Module) -> Iterator[nn.Module]:
+        """Gather all units at once. They refuse a forward meanwhile, so what they wrap stands in their places. All ranks."""
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        summoned = FullyShardedDataParallel.summon_full_params(model, writeback=False)
+        with summoned, contextlib.ExitStack() as last:
+            for parts in [owner._modules for owner in model.modules()]:
+                units = {name: part for name, part in parts.items() if isinstance(part, FullyShardedDataParallel)}
+                last.callback(parts.update, units)
+                parts.update({name: unit.module for name, unit in units.items()})
+            yield self.unwrap_model(model)
+
+    def make_scaler(self, accelerator: Run, handler: GradScalerKwargs | None) -> Any | None:
+        """Return the scaler whose decision to skip a step all ranks share."""
+        scaler = super().make_scaler(accelerator, handler)
+        if scaler is not None:
+            scaler.spread = True
+        return scaler
+
+    def clip_grad_norm(
+        self, accelerator: Run, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float
+    ) -> torch.Tensor:
+        """Clip to the norm of the whole tensors; ValueError for a part of a model's. All ranks."""
+        given = {id(p): p for p in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)}
+        roots: list[Any] = []
+        for model in accelerator._models:
+            root: Any = model._orig_mod if is_compiled_module(model) else model
+            own = {id(parameter) for parameter in root.parameters()}
+            shards = isinstance(root, loaded_wrappers())
+            if not shards or not own & given.keys():
+                continue
+            trained = {id(p) for p in root.parameters() if p.requires_grad}
+            if not trained <= given.keys():
+                raise ValueError(
+                    f"clip_grad_norm_ got {len(own & given.keys())} of the {len(own)} parameters of {type(model).__name__}. "
+                    "FSDP1 knows the norm of all gradients only. Pass model.parameters(), or set fsdp_version=2."
+                )
+            roots.append(root)
+            given = {key: parameter for key, parameter in given.items() if key not in own}
+        if len(roots) == 1 and not given:
+            norm: torch.Tensor = roots[0].clip_grad_norm_(max_norm, norm_type)
+            return norm
+        return _clip_together(roots, list(given.values()), max_norm, norm_type)
+
+
+def _check_replicas(layout: ParallelismConfig, plugin: Any) -> None:
+    """Refuse a mesh and a strategy that say different things about replicas."""
+    name = (plugin.sharding_strategy or plugin.reshard_after_forward).name
+    replicas: int = layout.dp_replicate_size  # type: ignore[assignment]  # no size is None
+    shards = layout.dp_shard_cp_dim_names
+    if replicas > 1 and not shards:
+        raise ValueError(
+            f"dp_replicate_size={replicas} and dp_shard_size=1 shard nothing. Set dp_replicate_size=1 and "
+            f"dp_shard_size={replicas}, or both above 1 for replicas of shards, or leave the FSDP plugin away."
+        )
+    if replicas > 1 and name == "NO_SHARD":
+        raise ValueError(
+            f"sharding_strategy=NO_SHARD keeps whole parameters, but dp_shard_size={layout.dp_shard_size} shards them. Use FULL_SHARD."
+        )
+    if replicas == 1 and shards and "HYBRID" in name:
+        raise ValueError(
+            f"sharding_strategy={name} keeps replicas of shards, but dp_replicate_size is 1. Use FULL_SHARD."
+        )
+
+
+def _clip_together(roots: list[Any], others: list[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
+    """Clip several models, and parameters outside them, to one norm."""
+    found = [root.clip_grad_norm_(float("inf"), norm_type) for root in roots]  # infinite: nothing is scaled
+    if others:
+        found.append(nn.utils.get_total_norm([p.grad for p in others if p.grad is not None], norm_type))
+    if not found:
+        return torch.zeros(())
+    total: torch.Tensor = torch.linalg.vector_norm(torch.stack([norm.float() for norm in found]), norm_type)
+    every = [parameter for root in roots for parameter in root.parameters()] + others
+    torch.nn.utils.clip_grads_with_norm_(every, max_norm, total)
+    return total
+
+
+def _options(accelerator: Run, model: nn.Module) -> dict[str, Any]:
+    """Return the arguments of torch's wrapper."""
+    from torch.distributed.fsdp import ShardingStrategy
+
+    plugin, device = accelerator.state.fsdp_plugin, accelerator.device
+    strategy = plugin.sharding_strategy or plugin.reshard_after_forward
+    mesh = _mesh(accelerator, strategy)
+    if mesh is not None and mesh.ndim == 2 and strategy.name in _HYBRID:
+        strategy = getattr(ShardingStrategy, _HYBRID[strategy.name])
+    initialise = plugin.param_init_fn
+    if initialise is not None:
+        initialise = fsdp.ensure_weights_retied(initialise, model, device)
+    ignored = fsdp.chosen_modules(plugin.ignored_modules, model)
+    return {
+        **{name: getattr(plugin, name) for name in _HANDED_ON},
+        "sharding_strategy": strategy,
+        "cpu_offload": plugin.cpu_offload if device.type != "cpu" else None,
+        "mixed_precision": plugin.mixed_precision_policy,
+        "param_init_fn": initialise,
+        # The wrapper leaves them where they are.
+        "ignored_modules": [module.to(device) for module in ignored],
+        # The device of a lone process has no index, of which torch warns.
+        "device_id": row(device.type).current() if device.type != "cpu" and device.index is None else device,
+        "device_mesh": mesh,
+    }
+
+
+def _mesh(accelerator: Run, strategy: Any) -> "DeviceMesh | None":
+    """Return the mesh of replicas and shards; None for one group of all ranks."""
+    layout = accelerator.parallelism_config
+    if layout is not None and accelerator.torch_device_mesh is not None and layout.dp_shard_cp_dim_names:
+        return shard_mesh(layout, accelerator.torch_device_mesh)
+    if not strategy.name.startswith(("HYBRID", "_HYBRID")):
+        return None
+    # A copy on each machine, unless a mesh says otherwise.
+    from torch.distributed.device_mesh import init_device_mesh
+
+    check_backend(accelerator.device)
+    world = torch.distributed.get_world_size()
+    local = int(os.environ.get("LOCAL_WORLD_SIZE") or world)
+    if world % local:
+        raise ValueError(
+            f"sharding_strategy={strategy.name} keeps a copy on each machine, but the {world} processes are not a multiple of "
+            f"the {local} on this one. Start equally many on each, or give a ParallelismConfig(dp_replicate_size, dp_shard_size)."
+        )
+    shape, names = (world // local, local), ("dp_replicate", "dp_shard")
+    return init_device_mesh(accelerator.device.type, shape, mesh_dim_names=names)
+
+
+def _send_states(model: nn.Module, initialise: Any) -> None:
+    """Give all ranks the parameters and buffers that rank 0 has; a rank that has them on the meta device gets memory first."""
+    for module in model.modules():
+        held = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        if initialise is not None and any(tensor.is_meta for tensor in held):
+            initialise(module)
+    for tensor in (*model.parameters(), *model.buffers()):
+        take_from_first(tensor, tensor.device)
+
+
+@contextlib.contextmanager
+def _standing_in(model: nn.Module, ignored: list[nn.Parameter]) -> Iterator[None]:
+    """Put new parameters with the same memory in a model's place, and empty the old; undo it after an error.
+
+    Torch frees what it has flattened, unit by unit, if nothing else holds it; but optimizers made before hold the old.
+    """
+    kept = {id(parameter) for parameter in ignored}
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, old in module._parameters.items():
+            if type(old) is not nn.Parameter or id(old) in kept:
+                continue
+            if old not in made:
+                made[old] = nn.Parameter(old.detach(), old.requires_grad)
+                made[old].__dict__.update(old.__dict__)
+            module._parameters[name] = made[old]
+    for old in made:
+        old.data = torch.empty(0, dtype=old.dtype, device=old.device)
+    try:
+        yield
+    except BaseException:
+        former = {new: old for old, new in made.items()}
+        for module in model.modules():  # what torch has flattened already is not there any more
+            for name, new in module._parameters.items():
+                if new in former:
+                    former[new].data, module._parameters[name] = new.data, former[new]
+        raise
+
+
+def _repoint_flat(accelerator: Run, model: nn.Module, before: dict[str, nn.Parameter]) -> None:
+    """Let optimizers made before follow into the flat parameters."""
+    moved, seen = accelerator.prepared.moved, set()
+    for name, flat in named(model).items():
+        prefix = name.rpartition(".")[0]
+        members = torch_private.member_names(flat)
+        for member in members if members is not None else [name.rpartition(".")[2]]:
+            full = f"{prefix}.{member}" if prefix else member
+            old = before.get(full)
+            if old is not None and old is not flat and id(old) not in seen:
+                seen.add(id(old))
+                moved.record(full, old, flat)
+    for optimizer in accelerator._optimizers:
+        moved.follow(optimizer.optimizer)

@@ -1,0 +1,15 @@
+"""Reports of ranks that wait in vain: who is missing, where it is, and why."""
+
+from accelerate.extension import Command, Spec
+
+_DIAGNOSE = "accelerate.extensions.hang.diagnose"
+SPEC = Spec(
+    "hang",
+    process="accelerate.extensions.hang.hang:HangDiagnosis",
+    commands={
+        "diagnose": Command(_DIAGNOSE, "diagnose_command_parser", "Read what ranks that hung or failed have left."),
+        "stacks": Command(
+            _DIAGNOSE, "stacks_command_parser", "Ask the ranks of a running job where their threads are."
+        ),
+    },
+)

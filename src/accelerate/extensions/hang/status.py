@@ -1,0 +1,215 @@
+"""What a rank says of itself when another one asks over the process group's key-value store, the question, and what the answers prove."""
+
+import json
+import time
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+
+from accelerate.base._warn import printable
+from accelerate.extensions.hang import threads
+from accelerate.runtime.peers import MissingRanks
+
+PREFIX = "accelerate/hang"
+# Seconds between two looks at the store; a large run looks less often, so that its one store sees 2,000 requests a second.
+INTERVAL_S = 0.5
+_PER_SECOND = 2000
+# A thread that has been found in one place for so long stands still there.
+STILL_S = 1.0
+_ANSWER_S = 0.15  # what an answer takes
+
+
+@dataclass(frozen=True)
+class RankStatus:
+    """What one rank says about itself.
+
+    Attributes:
+        ended: whether it has said that its program is over.
+        alive: whether its process exists; None where that cannot be seen from here, as on another machine.
+        site: the innermost line outside of torch and this library; `inside` is what was called there.
+        counters: how many operations the rank has started in each of its process groups.
+        still_s: for how many seconds the thread has stood still, as the rank's own looks have it.
+        operation: the exchange that it has started and that is not done; `number` and `shapes` are that one's.
+        module: the part of a model that it computes, or whose weights it gathers.
+        stack: the user's lines, the innermost first.
+        note: what else explains why it does not come.
+    """
+
+    rank: int
+    answered: bool = False
+    ended: bool = False
+    alive: bool | None = None
+    site: str = ""
+    inside: str = ""
+    counters: dict[str, int] = field(default_factory=dict)
+    still_s: float = 0.0
+    operation: str = ""
+    number: int | None = None
+    shapes: str = ""
+    module: str = ""
+    stack: list[str] = field(default_factory=list)
+    note: str = ""
+
+    @property
+    def gone(self) -> bool:
+        """Whether the rank can never come: its program is over, or its process was killed."""
+        return self.ended or self.alive is False
+
+    @property
+    def stands(self) -> bool:
+        """Whether the thread stands still."""
+        return self.answered and self.still_s >= STILL_S
+
+    @property
+    def waits(self) -> bool:
+        """Whether the thread stands still in an exchange with other ranks."""
+        return bool(self.operation) and self.still_s >= STILL_S
+
+    @property
+    def blocked(self) -> bool:
+        """Whether it waits so in the function that it has called, and has not left an exchange to go on by itself."""
+        return self.waits and self.inside.rpartition(" > ")[2].startswith(threads.WAITING_IN)
+
+    def ahead_of(self, other: dict[str, int]) -> bool | None:
+        """Say whether the rank has started an operation that the other has not; None if no group counts."""
+        common = self.counters.keys() & other.keys()
+        return any(self.counters[group] > other[group] for group in common) if common else None
+
+    def __str__(self) -> str:
+        if self.ended:
+            return "has ended" + (f" with {printable(self.note, 300)}" if self.note else "")
+        if self.alive is False:
+            return "was killed: its process is gone"
+        if not self.answered:
+            return "gives no answer" + (f", but its process exists ({self.note})" if self.alive else "")
+        inside = f", in {self.inside}" if self.inside else ""
+        return f"is at {printable(self.site)}{printable(inside)}" + (
+            ", and waits for other ranks there" if self.blocked else ""
+        )
+
+
+def interval(world_size: int) -> float:
+    """Return the seconds between two looks at the store in a run of so many ranks."""
+    return max(INTERVAL_S, world_size / _PER_SECOND)
+
+
+def said_by(store: Any, rank: int, question: int = 0) -> RankStatus:
+    """Return what a rank has left in the store; `question` is the number of the oldest one that an answer counts for."""
+    said = json.loads(store.compare_set(f"rank/{rank}", "{}", "{}"))
+    if "ended" in said:
+        return RankStatus(rank, ended=True, note=said["ended"])
+    if said.get("question", -1) >= question:
+        return RankStatus(**said["answer"])
+    if "process" not in said:
+        return RankStatus(rank)
+    alive = threads.exists(said["process"])
+    return RankStatus(rank, alive=alive, note=threads.state(said["process"]["pid"]) if alive else "")
+
+
+class Question:
+    """One question to all ranks: where are you? One rank asks it and reads the answers of `ranks`."""
+
+    def __init__(self, store: Any, ranks: Collection[int], world_size: int) -> None:
+        self._store = dist.PrefixStore(PREFIX, store)
+        self._number = self._store.add("asked", 1)
+        self._ranks = ranks
+        self._pause = interval(world_size) / 5
+        self._next = time.monotonic() + self._pause
+        # A look, the answer, and as much again for a busy machine.
+        self._deadline = time.monotonic() + 2 * (interval(world_size) + _ANSWER_S)
+
+    def answers(self) -> dict[int, RankStatus] | None:
+        """Return what the ranks said, or None as long as some may still answer. Does not wait."""
+        now = time.monotonic()
+        if now < self._next:
+            return None
+        self._next, late = now + self._pause, now >= self._deadline
+        come = 0 if late else self._store.add(f"answers/{self._number}", 0) + self._store.add("left", 0)
+        if come < len(self._ranks) and not late:
+            return None
+        answers = {rank: said_by(self._store, rank, self._number) for rank in self._ranks}
+        return answers if late or all(each.answered or each.gone for each in answers.values()) else None
+
+
+# -- slow, waiting in turn, or gone ---------------------------------------------------------------------------------
+#
+# A wrong guess ends a run, so the evidence must be strong: a rank has ended or was killed; or it stands still in a collective
+# that the waiting ranks have not joined. A rank that computes, reads or sleeps is waited for.
+
+# How long a missing rank must stand still (`STILL_S`) in a collective that we have not joined before it is taken for stuck:
+# ... where the group's backend does not count collectives, so that it may as well wait for a third rank,
+STILL_UNCOUNTED_S = 5.0
+# ... and where all missing ranks wait, but for nothing that we know of.
+STILL_TOGETHER_S = 15.0
+# How long a rank may leave questions unanswered if its process cannot be seen from here.
+SILENCE_S = 60.0
+
+# These backends count collectives alone; others count point-to-point operations as well, which not all ranks share.
+_EXACT_COUNTERS = ("nccl:", "xccl:")
+# So who waits in one of these has counted it, and need not wait for us.
+_POINT_TO_POINT = ("send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list", "recv_object_list")
+
+
+class Diagnosis(MissingRanks):
+    """Finds out where missing ranks are. One of those that wait (`leads`) asks for all of them, and after `again` seconds once more."""
+
+    def __init__(self, origin: Any, ranks: Collection[int], world_size: int, leads: bool, again: float) -> None:
+        super().__init__(ranks, leads, again, float("inf"))
+        self._origin, self._ranks, self._world_size = origin, ranks, world_size
+        self._question: Question | None = None
+        self.latest = {rank: RankStatus(rank) for rank in ranks}
+        self._heard = dict.fromkeys(ranks, self.began)
+
+    def news(self) -> bool:
+        """Go on with the diagnosis; say whether there are new answers. Does not wait."""
+        now = time.monotonic()
+        if now < self._next or not self._leads:
+            return False
+        if self._question is None:
+            # All of them: to see who is ahead, one has to know where those are that wait here.
+            self._question = Question(self._origin, self._ranks, self._world_size)
+        answers = self._question.answers()
+        if answers is None:
+            return False
+        self.note(answers.values())
+        self._question, self._next = None, time.monotonic() + self._again_s
+        return True
+
+    def ask_now(self) -> None:
+        """Let the next question come at once."""
+        self._next = time.monotonic()
+
+    def note(self, answers: Iterable[RankStatus]) -> None:
+        """Note what ranks have answered, or that they have not."""
+        for answer in answers:
+            self.latest[answer.rank] = answer
+            if answer.answered:
+                self._heard[answer.rank] = time.monotonic()
+
+    def gone(self, ranks: Collection[int]) -> list[int]:
+        """Return which of some ranks can never come, or have not been heard of for too long."""
+        long_ago = time.monotonic() - SILENCE_S
+        silent = [rank for rank in ranks if self._heard[rank] < long_ago and not self.latest[rank].alive]
+        return [rank for rank in ranks if self.latest[rank].gone or rank in silent]
+
+    def stuck(self, missing: list[int]) -> list[int]:
+        """Return which of the missing ranks wait for something that only happens if we go on."""
+        here = [status.counters for rank, status in self.latest.items() if rank not in missing]
+        there = [self.latest[rank] for rank in missing]
+        together = all(status.blocked and status.still_s >= STILL_TOGETHER_S for status in there)
+        return [status.rank for status in there if self._is_stuck(status, here)] or missing * together
+
+    @staticmethod
+    def _is_stuck(status: RankStatus, here: list[dict[str, int]]) -> bool:
+        if status.still_s < STILL_S:
+            return False
+        for counters in here:
+            exact = {group: count for group, count in counters.items() if group.startswith(_EXACT_COUNTERS)}
+            if status.ahead_of(exact):
+                return True  # wherever it stands: on a GPU one waits for a collective in whatever reads its result
+        ahead = [answer for counters in here if (answer := status.ahead_of(counters)) is not None]
+        if ahead:
+            return any(ahead) and status.blocked and not status.inside.endswith(_POINT_TO_POINT)
+        return status.blocked and status.still_s >= STILL_UNCOUNTED_S

@@ -1,0 +1,158 @@
+"""Where a thread of this process stands, what it waits in, and whether other processes of this machine exist."""
+
+import json
+import os
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from accelerate.runtime import torch_private
+from accelerate.runtime.call_site import is_users, line_of
+
+# Where a thread is while it waits for other ranks. Backward passes count, because gradients are exchanged in them.
+WAITING_IN = ("torch.distributed", "torch.autograd", "torch.nn.parallel", "accelerate.comm")
+# States of a process, as Linux writes them.
+_STATES = {"S": "asleep", "R": "running", "D": "at the disk", "T": "stopped by a signal", "t": "stopped by a debugger"}
+BACKWARD = "the backward pass"
+_DEEPEST = 8  # lines of a stack in a report
+
+
+# -- the training thread of this process ---------------------------------------------------------------------------
+
+
+def position(frame: FrameType) -> str:
+    """Return what changes whenever a thread moves."""
+    steps = [(id(each), each.f_lasti) for each in _outward(frame)]
+    return f"{zlib.crc32(repr(steps).encode()):x}-{len(steps)}"
+
+
+def sleeps(native: int | None) -> bool:
+    """Whether a thread of this process does not run; where that cannot be seen, it is taken to sleep."""
+    try:
+        stat = Path(f"/proc/self/task/{native}/stat").read_bytes()
+    except OSError:
+        return True
+    return stat.startswith((b"S", b"D"), stat.rfind(b")") + 2)
+
+
+# -- processes -----------------------------------------------------------------------------------------------------
+
+
+def process() -> dict[str, Any]:
+    """Describe this process so that others on the machine can look whether it exists."""
+    return {"pid": os.getpid(), "machine": _machine(), "started": status(os.getpid())[1]}
+
+
+def _machine() -> str:
+    """Return a name that two processes share if they see each other's numbers; empty where that is not known."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return ""
+
+
+def status(pid: int) -> tuple[str, str]:
+    """Return the state of a process and when it was started; empty if there is none."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return "", ""
+    words = stat[stat.rfind(b")") + 2 :].decode().split()
+    return words[0], words[19]
+
+
+def state(pid: int) -> str:
+    """Say in words what a process does."""
+    return _STATES.get(status(pid)[0], "gone")
+
+
+def exists(process: dict[str, Any]) -> bool | None:
+    """Say whether a process that `process` described exists; None where that cannot be seen from here."""
+    if not process.get("machine") or process["machine"] != _machine():
+        return None
+    state, started = status(process["pid"])
+    return state not in ("", "Z", "X") and started == process["started"]
+
+
+# -- what it waits in ------------------------------------------------------------------------------------------------
+
+
+def _outward(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def stack(frame: FrameType) -> list[str]:
+    """Return the user's lines of a stack, the innermost first."""
+    return [line_of(each) for each in _outward(frame) if is_users(each)][:_DEEPEST]
+
+
+def waits_in(frame: FrameType) -> dict[str, Any]:
+    """Return the `operation`, `number` and `shapes` of the exchange that is not done here; empty if there is none."""
+    known = _in_flight()
+    if known:
+        return known
+    called = _called_in_torch(frame)
+    # Without a recorder, a backward pass that stands still passes for one that exchanges gradients.
+    return {"operation": called} if called and (known == {} or called != BACKWARD) else {}
+
+
+def _called_in_torch(frame: FrameType) -> str:
+    """Return the innermost function below the user's lines in which one waits for other ranks; empty if there is none."""
+    for each in _outward(frame):
+        if is_users(each):
+            return ""
+        module = each.f_globals.get("__name__", "")
+        if module.startswith(WAITING_IN) and each.f_code.co_name != "wrapper":
+            return BACKWARD if module.startswith("torch.autograd") else each.f_code.co_name
+    return ""
+
+
+def module(frame: FrameType) -> str:
+    """Return the name of the innermost part of a model that a thread calls, or whose weights it gathers; empty if there is none."""
+    called = [part for each in _outward(frame) if (part := torch_private.module_called(each)) is not None]
+    outermost = next((part for part in reversed(called) if isinstance(part, torch.nn.Module)), None)
+    try:
+        names = {id(part): name for name, part in outermost.named_modules()} if outermost is not None else {}
+    except RuntimeError:  # a thread that runs may change the model meanwhile
+        names = {}
+    return next(filter(None, (part if isinstance(part, str) else names.get(id(part)) for part in called)), "")
+
+
+def loader_workers(frame: FrameType) -> str:
+    """Say how the worker processes are that a thread waits for in a loader; empty if it waits for none."""
+    for each in _outward(frame):
+        if workers := torch_private.workers_awaited(each):
+            states = (f"pid {worker.pid} ({state(worker.pid)})" for worker in workers)
+            return f"waits for its loader's workers: {', '.join(states)}"
+    return ""
+
+
+def _in_flight() -> dict[str, Any] | None:
+    """Return the oldest operation that this rank has started and that is not done, None if all are done, {} if that is unknown.
+
+    Each of torch's flight recorders says so, NCCL's and that of the others. Torch 2.13 has them on by itself for gloo and NCCL
+    (TORCH_FR_BUFFER_SIZE; formerly TORCH_NCCL_TRACE_BUFFER_SIZE). Writing out all of a recorder takes 60 ms, so nobody asks
+    without need.
+    """
+    recorders = [json.loads(dump(True, True)).get("entries") or [] for dump in torch_private.flight_recorders()]
+    return next(filter(None, map(oldest_open, recorders)), None) if any(recorders) else {}
+
+
+def oldest_open(entries: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the name, number and shapes of a flight recorder's oldest entry that is not done."""
+    # Gloo leaves the state at "scheduled" and retires what is done; NCCL's watchdog retires it late.
+    pending = [entry for entry in entries if not entry.get("retired") and entry.get("state") != "completed"]
+    if not pending:
+        return None
+    entry = min(pending, key=lambda entry: entry.get("record_id", 0))
+    number = entry.get("p2p_seq_id" if entry.get("is_p2p") else "collective_seq_id")
+    kinds = zip(entry.get("input_dtypes", ()), entry.get("input_sizes", ()), strict=False)
+    shapes = ", ".join(f"{kind} {list(sizes)}" for kind, sizes in kinds)
+    return {"operation": entry.get("profiling_name", "?").partition(":")[2], "number": number, "shapes": shapes}

@@ -1,0 +1,9 @@
+"""Processes that mpirun starts."""
+
+from accelerate.extension import Spec
+
+SPEC = Spec(
+    "mpi",
+    options="accelerate.extensions.mpi.options",
+    runners={"mpi": "accelerate.launch.runners.mpi"},
+)

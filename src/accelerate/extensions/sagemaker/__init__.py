@@ -1,0 +1,9 @@
+"""Training jobs of Amazon SageMaker."""
+
+from accelerate.extension import Spec
+
+SPEC = Spec(
+    "sagemaker",
+    options="accelerate.extensions.sagemaker.options",
+    runners={"sagemaker": "accelerate.launch.runners.sagemaker"},
+)

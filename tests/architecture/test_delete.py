@@ -1,0 +1,113 @@
+"""The core without its extensions: each folder of `accelerate.extensions` can be deleted with its row of the table."""
+
+import compileall
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from accelerate import extension
+from architecture import source
+from distributed.conftest import done, plain_environment
+
+NAMES = [spec.name for spec in extension.specs()]
+TRAIN = """
+import sys
+import torch
+from accelerate import Accelerator
+
+accelerator, model = Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=2), torch.nn.Linear(4, 1)
+loader = torch.utils.data.DataLoader(torch.randn(16, 4), batch_size=2, shuffle=True)
+schedule = torch.optim.lr_scheduler.StepLR(optimizer := torch.optim.AdamW(model.parameters()), 1)
+model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+for batch in loader:
+    with accelerator.accumulate(model):
+        loss = model(batch).pow(2).mean()
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    accelerator.gather_for_metrics(loss.detach())
+weights = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+accelerator.save_state(sys.argv[1])
+torch.nn.init.zeros_(accelerator.unwrap_model(model).weight)
+accelerator.load_state(sys.argv[1])
+assert all(torch.equal(value, weights[name]) for name, value in accelerator.get_state_dict(model).items())
+accelerator.save_model(model, sys.argv[1] + "-weights")
+accelerator.free_memory()
+accelerator.end_training()
+print("trained on", accelerator.num_processes)
+"""
+
+
+def without(names: list[str], folder: Path) -> Path:
+    """Copy the package without some extensions, and return where the copy can be imported from."""
+    copy = folder / "src"
+    shutil.copytree(source.SRC, copy, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info", *()))
+    table = copy / "accelerate" / "extensions" / "__init__.py"
+    text = table.read_text()
+    for name in names:
+        shutil.rmtree(copy / "accelerate" / "extensions" / name)
+        text, count = re.subn(
+            rf'^    "{name}",\n|(?<=\()"{name}",? ?|, "{name}"(?=[,)])', "", text, flags=re.MULTILINE
+        )
+        assert count == 1, f"{name!r} has {count} rows"
+    table.write_text(text)
+    return copy
+
+
+def test_no_file_of_the_core_imports_an_extension():
+    wrong = [
+        f"{found.source}:{found.line} imports {found.target}"
+        for name in source.modules()
+        if not name.startswith(("accelerate.extensions", "accelerate.test_utils"))
+        for found in source.imports(name)
+        if found.target.startswith("accelerate.extensions.")
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_core_trains_saves_and_launches_without_any_extension(tmp_path):
+    copy = without(NAMES, tmp_path)
+    assert compileall.compile_dir(copy, quiet=1)
+    stand_ins = {name for name, path in source.modules().items() if "stand_for(__name__" in path.read_text("utf-8")}
+    outside = ("accelerate.extensions.", "accelerate.test_utils", "accelerate.utils.rich")  # which needs a library
+    core = [name for name in source.modules() if name not in stand_ins and not name.startswith(outside)]
+    (tmp_path / "everything.py").write_text("".join(f"import {name}\n" for name in core))
+    (tmp_path / "train.py").write_text(TRAIN)
+    environment = plain_environment(tmp_path, PYTHONPATH=str(copy), OMP_NUM_THREADS="1")
+
+    def runs(*command: str) -> str:
+        ended = done([sys.executable, *command], cwd=tmp_path, env=environment)
+        assert ended.returncode == 0, ended.stderr
+        return ended.stdout
+
+    runs("everything.py")
+    assert "trained on 1" in runs("train.py", "one")
+    launch = ("-m", "accelerate.commands.accelerate_cli", "launch", "--cpu", "--num_processes", "2", "train.py")
+    assert "trained on 2" in runs(*launch, "two")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_the_core_passes_its_tests_without_an_extension(name, tmp_path):
+    copy = without([name], tmp_path)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-m",
+        "not slow and not gpu",
+        "-p",
+        "no:cacheprovider",
+        "tests/unit",
+    ]
+    environment = plain_environment(tmp_path, PYTHONPATH=str(copy), OMP_NUM_THREADS="1")
+    ended = subprocess.run(command, cwd=source.ROOT, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout[-6000:]

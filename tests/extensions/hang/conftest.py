@@ -1,0 +1,5 @@
+"""Fixtures of commands."""
+
+from unit.commands.conftest import accelerate
+
+__all__ = ["accelerate"]

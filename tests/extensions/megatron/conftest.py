@@ -1,0 +1,8 @@
+"""No option of the launcher is set while a plugin is built, whatever started these tests."""
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def no_variables(place):
+    """Every test runs in an empty directory, without variables of a launch."""

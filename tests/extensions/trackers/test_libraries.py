@@ -1,0 +1,190 @@
+"""Tracking with Aim, ClearML, Comet, DVCLive, SwanLab, Trackio and Weights & Biases: what is called on their libraries."""
+
+import types
+
+import pytest
+
+from accelerate import Accelerator, tracking
+from accelerate.config.enums import LoggerType
+from accelerate.extensions.trackers.libraries import (
+    AimTracker,
+    ClearMLTracker,
+    CometMLTracker,
+    DVCLiveTracker,
+    SwanLabTracker,
+    TrackioTracker,
+    WandBTracker,
+)
+from accelerate.trackers import base
+from accelerate.training import metrics
+
+
+def test_an_aim_run(library, tmp_path):
+    library.install("aim")
+    tracker = AimTracker("run", logging_dir=tmp_path, experiment="e")
+    tracker.start()
+    assert library.taken() == [
+        ("aim.Run", (), {"repo": tmp_path, "experiment": "e"}),
+        ("aim.Run().name =", ("run",), {}),
+    ]
+    tracker.store_init_configuration({"lr": 0.1})
+    tracker.log({"loss": 0.5}, step=3, context={"subset": "train"})
+    options = {"aim_image": {"format": "png"}, "track": {"context": {}}}
+    tracker.log_images({"a": ("image", "caption")}, step=2, kwargs=options)
+    tracker.finish()
+    assert library.taken() == [
+        ("aim.Run()['hparams'] =", ({"lr": 0.1},), {}),
+        ("aim.Run().track", (0.5,), {"name": "loss", "step": 3, "context": {"subset": "train"}}),
+        ("aim.Image", ("image",), {"caption": "caption", "format": "png"}),
+        ("aim.Run().track", ("<aim.Image()>",), {"name": "a", "step": 2, "context": {}}),
+        ("aim.Run().close", (), {}),
+    ]
+
+
+def test_what_aim_refuses_is_left_out_alone(caplog):
+    def track(value, **kwargs):
+        float(value)  # as strict as the library
+        seen.append(value)
+
+    seen, tracker = [], AimTracker("run")
+    tracker.writer = types.SimpleNamespace(track=track)
+    tracker.log({"bad": [1], "text": "x", "good": 1})
+    assert seen == [1] and "'bad' is a list" in caplog.text and "'text' is a str" in caplog.text
+
+
+def start_clearml(library, running):
+    recorder = library.install("source").task
+
+    class Task:
+        @staticmethod
+        def current_task():
+            return recorder if running else None
+
+        @staticmethod
+        def init(**kwargs):
+            library.calls.append(("init", kwargs))
+            return recorder
+
+    library.install("clearml", Task=Task)
+    tracker = ClearMLTracker("run", project_name="p")
+    tracker.start()
+    return tracker
+
+
+def test_a_clearml_task_of_ones_own_is_closed_and_a_running_one_joined(library):
+    tracker = start_clearml(library, running=False)
+    assert library.taken() == [("init", {"project_name": "p", "task_name": "run"})]
+    tracker.finish()
+    assert library.taken() == [("source.task.close", (), {})]
+    tracker = start_clearml(library, running=True)
+    tracker.finish()
+    assert library.taken() == [] and tracker.tracker == "<source.task>"
+    config = {"lr": 0.1}
+    tracker.store_init_configuration(config)
+    ((_, (given,), _),) = library.taken()
+    assert given == config and given is not config
+
+
+def test_clearml_images(library):
+    tracker = start_clearml(library, running=True)
+    tracker.log_images({"test_x": "image"}, step=2)
+    assert library.taken()[-1][2] == {"title": "x", "series": "test", "iteration": 2, "image": "image"}
+
+
+@pytest.mark.parametrize(("version", "begin"), [("3.41.0", "start"), ("3.40.9", "Experiment")])
+def test_comet_is_started_as_the_version_wants(library, version, begin):
+    library.install("comet_ml", __version__=version)
+    tracker = CometMLTracker("project", workspace="w")
+    tracker.start()
+    tracker.log({"note": "x", "many": [1]}, step=3)
+    tracker.finish()
+    assert library.taken() == [
+        (f"comet_ml.{begin}", (), {"project_name": "project", "workspace": "w"}),
+        (f"comet_ml.{begin}().set_step", (3,), {}),
+        (f"comet_ml.{begin}().log_other", ("note", "x"), {}),
+        (f"comet_ml.{begin}().end", (), {}),
+    ]
+
+
+def fake_dvclive(library):
+    library.install("dvclive")
+
+    class Metric:
+        @staticmethod
+        def could_log(value):
+            return isinstance(value, float)
+
+    library.install("dvclive.plots", Metric=Metric)
+
+
+def test_a_dvclive_run(library, caplog):
+    fake_dvclive(library)
+    tracker = DVCLiveTracker("run", dir="folder")
+    tracker.start()
+    tracker.store_init_configuration({"lr": 0.1})
+    tracker.log({"loss": 0.5, "note": "x"}, step=3)
+    tracker.finish()
+    assert library.taken() == [
+        ("dvclive.Live", (), {"dir": "folder"}),
+        ("dvclive.Live().log_params", ({"lr": 0.1},), {}),
+        ("dvclive.Live().step =", (3,), {}),
+        ("dvclive.Live().log_metric", ("loss", 0.5), {}),
+        ("dvclive.Live().next_step", (), {}),
+        ("dvclive.Live().end", (), {}),
+    ]
+    assert "'note'" in caplog.text
+    live = object()  # of one's own
+    tracker = DVCLiveTracker(live=live)
+    tracker.start()
+    assert tracker.tracker is live and library.taken() == []
+
+
+@pytest.mark.parametrize("tracker_class", [SwanLabTracker, TrackioTracker, WandBTracker])
+def test_a_run(library, tracker_class):
+    name = tracker_class.name
+    library.install(name)
+    tracker = type("Own", (tracker_class,), {"name": "whatever it is called"})("project", name="run")
+    assert library.taken() == [] and tracker.tracker is None
+    tracker.start()
+    begun = [(f"{name}.init", (), {"project": "project", "name": "run"})]
+    if name == "swanlab":
+        begun.append(("swanlab.config['FRAMEWORK'] =", ("Accelerate",), {}))
+    assert library.taken() == begun
+    assert tracker.tracker == f"<{name}.init()>"
+    tracker.store_init_configuration({"lr": 0.1})
+    tracker.log({"loss": 0.5, "note": "x"}, step=3, commit=False)
+    tracker.finish()
+    assert library.taken() == [
+        (f"{name}.config.update", ({"lr": 0.1},), {"allow_val_change": True}),
+        (f"{name}.init().log", ({"loss": 0.5, "note": "x"},), {"step": 3, "commit": False}),
+        (f"{name}.init().finish", (), {}),
+    ]
+    assert tracker_class.main_process_only is False, "every rank may log"
+    assert tracker_class.requires_logging_directory is False
+
+
+@pytest.mark.parametrize("tracker_class", [SwanLabTracker, WandBTracker])
+def test_images(library, tracker_class):
+    library.install(tracker_class.name)
+    tracker = tracker_class("project")
+    tracker.start()
+    library.taken()
+    tracker.log_images({"pictures": ["one", "two"]}, step=2, commit=False)
+    *images, logged = library.taken()
+    assert [call[1:] for call in images] == [(("one",), {}), (("two",), {})]
+    assert logged[1:] == (({"pictures": [f"<{tracker_class.name}.Image()>"] * 2},), {"step": 2, "commit": False})
+
+
+def test_other_ranks_call_no_library(monkeypatch):
+    """They do not even import it."""
+    monkeypatch.setattr(base, "PartialState", lambda: type("State", (), {"is_main_process": False})())
+    tracker = tracking.CometMLTracker("project")
+    assert tracker.start() is tracker.log({"loss": 1}) is tracker.store_init_configuration({}) is tracker.finish()
+    assert tracker.tracker is None
+
+
+def test_some_trackers_need_every_rank():
+    accelerator = Accelerator(cpu=True)
+    for choice, needed in ((LoggerType.MLFLOW, False), (LoggerType.WANDB, True)):
+        accelerator.log_with = [choice]
+        assert metrics.needs_every_rank(accelerator) is needed
