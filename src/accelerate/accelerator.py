@@ -1114,7 +1114,12 @@ class Accelerator(Processes, ExtensionMethods):
             >>> sorted(accelerator.get_state_dict(accelerator.prepare(torch.nn.Linear(1, 1))))
             ['bias', 'weight']
         """
-        return saving.get_state_dict(self, model, unwrap, _replaceable("get_state_dict_offloaded_model"))
+
+        # Looked up when it is called: without the extension of big models it is not there.
+        def offloaded(whole: nn.Module) -> dict[str, Any]:
+            return _replaceable("get_state_dict_offloaded_model")(whole)
+
+        return saving.get_state_dict(self, model, unwrap, offloaded)
 
     def stream_weights(
         self, model: nn.Module, dtype: torch.dtype | None = None, bucket_bytes: int = 1 << 30

@@ -22,7 +22,7 @@ from accelerate.config.enums import DistributedType, SageMakerDistributedType
 from accelerate.config.strategies import engines, record_of, traits_of
 from accelerate.devices import Device, detect, row
 from accelerate.devices.table import DEVICES
-from accelerate.extension import imported
+from accelerate.extension import imported, specs
 from accelerate.runtime import failure, peers, rendezvous, storage, torch_private
 
 logger = logging.getLogger(__name__)
@@ -307,10 +307,10 @@ class PartialState(ProcessView):
         self.process_index = ranks.rank
         self.local_process_index = ranks.local_rank
         self.fork_launched = parse_flag_from_env("FORK_LAUNCHED")
-        if env.value_of("enable_cpu_affinity"):
-            from accelerate.devices.affinity import set_numa_affinity
-
-            set_numa_affinity(self.local_process_index)
+        for spec in specs():
+            for option, function in spec.joined.items():
+                if env.value_of(option):
+                    imported(function)(self)
 
     def _prepare_backend(
         self, cpu: bool = False, sagemaker_dp: bool = False, backend: str | None = None

@@ -25,7 +25,7 @@ TYPE_TESTERS = {"accelerate/config/strategies.py"}
 
 
 # Processes of one run send each other objects, as torch's own collectives do; they trust each other with everything anyway.
-UNPICKLERS = {"accelerate/comm/torch_dist.py", "accelerate/launch/notebook.py"}
+UNPICKLERS = {"accelerate/comm/torch_dist.py", "accelerate/extensions/notebook/processes.py"}
 
 
 def relative(path: pathlib.Path) -> str:

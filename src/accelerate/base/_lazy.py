@@ -23,6 +23,19 @@ def _imported(module: str) -> ModuleType:
             gc.enable()
 
 
+def _given(module: str, home: str, name: str) -> Any:
+    """Return a name of a home; AttributeError if it is of an extension that is not installed."""
+    try:
+        return getattr(_imported(home), name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not error.name.startswith("accelerate.extensions."):
+            raise
+        extension = error.name.split(".")[2]
+        raise AttributeError(
+            f"module {module!r} cannot give {name!r}: the extension {extension!r} is not installed"
+        ) from error
+
+
 def require_torch(oldest: tuple[int, int]) -> None:
     """Raise ImportError if the installed torch is older, as its own file says: importing it would take seconds."""
     torch = sys.modules.get("torch") or importlib.util.find_spec("torch")
@@ -47,7 +60,7 @@ def aliases(module: str, computed: Mapping[str, Callable[[], Any]] | None = None
             return computed[name]()
         tables = importlib.import_module("accelerate.base._namespace")  # read once a name is missing
         if name in tables.NAMES.get(module, "").split():
-            return getattr(_imported(tables.HOME_OF[name]), name)
+            return _given(module, tables.HOME_OF[name], name)
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
     return get
@@ -68,7 +81,7 @@ def front(
 
     def get(name: str) -> Any:
         if name in home_of:
-            value = getattr(_imported(home_of[name]), name)
+            value = _given(package, home_of[name], name)
             setattr(sys.modules[package], name, value)  # the next look-up is an ordinary attribute access
             return value
         if name in modules:

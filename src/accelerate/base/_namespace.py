@@ -29,7 +29,7 @@ HOMES: dict[str, str] = {
     "accelerate.commands.utils": "CustomArgumentParser",
     "accelerate.data_loader": "DataLoaderDispatcher",
     "accelerate.extensions.budget.sampler": "PackingCollator TokenBudgetSampler",
-    "accelerate.devices.affinity": "_parse_cpu_list",
+    "accelerate.devices.cores": "_parse_cpu_list",
     "accelerate.logging": "get_logger",
     "accelerate.extensions.big_models.align": "_compiler_disable",
     "accelerate.extensions.big_models.device_map": "_init_infer_auto_device_map",

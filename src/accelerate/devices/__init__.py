@@ -2,5 +2,5 @@
 
 from accelerate.base._lazy import front
 
-# `affinity` needs no torch, which `table` imports.
+# `cores` needs no torch, which `table` imports.
 __getattr__, __dir__, __all__ = front(__name__, {"accelerate.devices.table": "DEVICES Device detect register row"}, [])

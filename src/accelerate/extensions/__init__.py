@@ -1,6 +1,8 @@
 """Features that the core does not know by name. Each folder can be deleted with its row here; see `accelerate.extension`."""
 
+# Options with the same position in the table, and runners that would start the same run, follow this order: so mpi is behind sagemaker and tpu.
 TABLE = (
+    "affinity",
     "batch_size",
     "big_models",
     "budget",
@@ -14,8 +16,10 @@ TABLE = (
     "fsdp1",
     "hang",
     "inference",
+    "local_sgd",
+    "machines",
     "megatron",
-    "mpi",
+    "notebook",
     "object_store",
     "pipeline",
     "plan",
@@ -25,9 +29,11 @@ TABLE = (
     "sagemaker",
     "sequence",
     "simulate",
+    "slurm",
     "tensor",
     "to_fsdp2",
     "tpu",
     "trackers",
     "xla",
+    "mpi",
 )

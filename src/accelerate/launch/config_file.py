@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from accelerate.config.options import OPTIONS, SECTIONS, SWITCH_OF_DISTRIBUTED_TYPE, Option
+from accelerate.config.options import FEATURES, OPTIONS, SECTIONS, SWITCH_OF_DISTRIBUTED_TYPE, Feature, Option
 from accelerate.launch.errors import LaunchError
 
 Key = tuple[str, ...]
@@ -22,11 +22,16 @@ Key = tuple[str, ...]
 LARGEST_FILE = 64 * 1024
 MOST_ALIASES = 10
 TOP_LEVEL = {option.file_key: option for option in OPTIONS if option.section is None and option.file_key}
-# Keys that mean something only to SageMaker: they are known here, and `SageMakerConfig` holds them.
-SAGEMAKER_KEYS = (
-    *("ec2_instance_type", "iam_role_name", "image_uri", "profile", "region", "base_job_name", "additional_args"),
-    *("pytorch_version", "transformers_version", "py_version", "sagemaker_inputs_file", "sagemaker_metrics_file"),
+# Keys of today's files that extensions read; the interview writes many of them into every file. Where an extension is deleted, they
+# have no effect, and a value that asks for nothing is no problem.
+_OF_EXTENSIONS = frozenset(
+    (
+        *("enable_cpu_affinity", "main_training_function", "downcast_bf16", "command_file", "commands"),
+        *("tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm", "tpu_env"),
+        *("deepspeed_config", "megatron_lm_config", "fp8_config", "mpirun_config"),
+    )
 )
+_ASKS_FOR_NOTHING = (None, False, "no", "main", {}, [])
 # Keys of files that other programs generate.
 _NEVER_READ = ("downcase_fp16", "downcast_fp16")
 # What older releases wrote, and what it is called today.
@@ -255,9 +260,10 @@ class FileSettings:
         return tuple(f"{text} (in {self.path})" for text in unused)
 
     @property
-    def sagemaker(self) -> bool:
-        """Whether the file describes a job of Amazon SageMaker."""
-        return self.content.get("compute_environment") == "AMAZON_SAGEMAKER"
+    def elsewhere(self) -> Feature | None:
+        """The feature that runs what the file describes on other machines than one's own; None if there is none."""
+        place = self.content.get("compute_environment")
+        return next((feature for feature in elsewhere() if feature.wanted == place), None)
 
     def top_level(self) -> None:
         """Read all keys."""
@@ -268,19 +274,20 @@ class FileSettings:
                 self.distributed_type(raw)
             elif key in TOP_LEVEL:
                 self.value(TOP_LEVEL[key], raw, key)
-            elif key not in SAGEMAKER_KEYS:
-                self.add(unknown_key(key, known_keys(self.sagemaker)), str(key))
+            elif key in _OF_EXTENSIONS:
+                if raw not in _ASKS_FOR_NOTHING:
+                    self.add(f"{key} has no effect: the extension that reads it is not installed.", key, fatal=False)
+            elif not any(key in feature.keys for feature in elsewhere()):
+                self.add(unknown_key(key, known_keys(self.elsewhere)), str(key))
 
     def distributed_type(self, raw: Any) -> None:
         """Read the key of this name, which turns a switch on."""
         known: Iterable[str] = SWITCH_OF_DISTRIBUTED_TYPE
-        if self.sagemaker:
-            from accelerate.config.enums import SageMakerDistributedType  # only for such files
-
-            known = SageMakerDistributedType.__members__
+        if self.elsewhere:
+            known = self.elsewhere.words
         if not isinstance(raw, str) or raw not in known:
             self.add(f"distributed_type is {raw!r:.80}; choose one of {', '.join(known)}.", "distributed_type")
-        elif self.sagemaker:
+        elif self.elsewhere:
             return
         elif switch := SWITCH_OF_DISTRIBUTED_TYPE[raw]:
             self.set(switch, True, "distributed_type")
@@ -342,9 +349,14 @@ def _parsed(option: Option, raw: Any, source: str) -> Any:
     return option.parse(raw, source)
 
 
-def known_keys(sagemaker: bool = False) -> list[str]:
-    """Return the keys that a file, or one for SageMaker, may have at its top level."""
-    return sorted({*TOP_LEVEL, "distributed_type", *SECTIONS, *(SAGEMAKER_KEYS if sagemaker else ())})
+def elsewhere() -> list[Feature]:
+    """Return the features that run a script on other machines than one's own."""
+    return [feature for feature in FEATURES.values() if feature.switch == "compute_environment"]
+
+
+def known_keys(feature: Feature | None = None) -> list[str]:
+    """Return the keys that a file, or one for a feature that is elsewhere, may have at its top level."""
+    return sorted({*TOP_LEVEL, "distributed_type", *SECTIONS, *(feature.keys if feature else ())})
 
 
 def _options_of(section: str) -> list[Option]:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from accelerate.devices.affinity import usable_cores as usable_cores
+from accelerate.devices.cores import usable_cores as usable_cores
 from accelerate.launch.errors import RunError
 
 # Packages that bring a device torch does not know by itself; only torch can then say what is there.

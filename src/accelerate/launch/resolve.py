@@ -13,7 +13,6 @@ import socket
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType, ModuleType
-from typing import TYPE_CHECKING
 
 from accelerate.config.options import BY_NAME, FEATURES, NEEDS_DEVICES, OPTIONS, PARADIGMS, SECTIONS
 from accelerate.config.options.engines import ONLY_FSDP_1
@@ -21,14 +20,8 @@ from accelerate.config.strategies import specs
 from accelerate.launch import config_file, hardware, runners
 from accelerate.launch.config_file import FileSettings
 from accelerate.launch.errors import LaunchError
-from accelerate.launch.plan import BACKENDS, LaunchPlan, Rendezvous, Resolved, Source, features_on
-from accelerate.runtime.ranks import DEFAULT_PORT, SCHEMES, Ranks, is_of_agent
-
-if TYPE_CHECKING:
-    from accelerate.launch.cluster import Cluster
-
-# Where none of these is set, no scheduler and no MPI launcher has anything to say.
-_SPEAKERS = (*[names[0] for _, names in SCHEMES[1:]], "SLURM_STEP_ID", "SLURM_JOB_ID")
+from accelerate.launch.plan import BACKENDS, Cluster, LaunchPlan, Rendezvous, Resolved, Source, features_on
+from accelerate.runtime.ranks import DEFAULT_PORT, Ranks, is_of_agent, schedulers
 
 # What `--rdzv_conf` can say about several machines, in seconds.
 _SECONDS = ("timeout", "join_timeout", "heartbeat_timeout")
@@ -55,10 +48,8 @@ def resolve(args: argparse.Namespace, environ: Environ | None = None, needs_scri
     own_rank = scheduler = None
     if arranging := runners.arranging(values):
         own_rank = runners.module_of(arranging).arrange(values, notes)
-    elif not environ.keys().isdisjoint(_SPEAKERS):
-        from accelerate.launch import cluster  # most runs have no scheduler
-
-        scheduler = cluster.find(environ)
+    else:
+        scheduler = next(filter(None, (module.find(environ) for module in schedulers(environ))), None)
     job = _ask_scheduler(values, scheduler, notes)
     on = features_on(values)
     _check_settings(values, on, file, notes)
@@ -152,7 +143,7 @@ def choose_paradigm(values: Values) -> None:
                 values[name] = Resolved(False, top, f"--{chosen[0]} was chosen")
 
 
-def _ask_scheduler(values: Values, found: "Cluster | None", notes: list[str]) -> "Cluster | None":
+def _ask_scheduler(values: Values, found: Cluster | None, notes: list[str]) -> Cluster | None:
     """Let a scheduler fill in what the command line leaves open; None where the command line asks for something else."""
     if found is None:
         return None
@@ -208,7 +199,7 @@ def _check_script(args: argparse.Namespace, values: Values) -> None:
 # Who starts the processes, and on which machines and devices
 
 
-def _other_runner(values: Values, on: set[str], job: "Cluster | None") -> str | None:
+def _other_runner(values: Values, on: set[str], job: Cluster | None) -> str | None:
     """Return the runner that starts the processes by another program, or None."""
     names = [name for feature, row in FEATURES.items() if feature in on for name in row.runners]
     names += [spec.runner for spec in specs() if spec.runner and spec.feature in on]
@@ -341,7 +332,7 @@ def _check_sizes(values: Values) -> None:
     raise LaunchError(f"The sizes of --use_parallelism_config {asked}")
 
 
-def _share_cores(values: Values, local: int, tasks: "Cluster | None", notes: list[str]) -> None:
+def _share_cores(values: Values, local: int, tasks: Cluster | None, notes: list[str]) -> None:
     """Give each of several processes its part of the cores; a single one keeps torch's own choice."""
     if values["num_cpu_threads_per_process"].value is not None or local == 1:
         return
@@ -395,7 +386,7 @@ def _check_port(values: Values) -> None:
         raise LaunchError(f"{_shown(values, 'main_process_port')}: {error} Leave it out to get a free one.") from None
 
 
-def _extra(values: Values, environ: Environ, on: set[str], tasks: "Cluster | None", is_alone: bool) -> dict[str, str]:
+def _extra(values: Values, environ: Environ, on: set[str], tasks: Cluster | None, is_alone: bool) -> dict[str, str]:
     """Return the variables of the processes that no option carries."""
     extra = _rank_variables(values, environ, tasks) if tasks else {}
     if is_alone:
@@ -415,7 +406,7 @@ def _joined(environ: Environ) -> list[str]:
     return [f"RANK={rank} and WORLD_SIZE={size} are set: {joins}. Unset them for a separate run."]
 
 
-def _rank_variables(values: Values, environ: Environ, tasks: "Cluster") -> dict[str, str]:
+def _rank_variables(values: Values, environ: Environ, tasks: Cluster) -> dict[str, str]:
     """Return the variables of one process that a scheduler has started, in torchrun's words."""
     task, machines = tasks.task, values["num_machines"].value
     alone = task.local_world_size in (None, task.world_size) and machines in (None, 1)

@@ -9,17 +9,19 @@ process is believed:
 3. Open MPI: OMPI_COMM_WORLD_*.
 4. MPICH and Intel MPI: PMI_RANK, PMI_SIZE, MPI_LOCALRANKID, MPI_LOCALNRANKS.
 5. MVAPICH: MV2_COMM_WORLD_*.
-6. Slurm, inside a step of `srun` with several tasks: SLURM_PROCID, SLURM_STEP_NUM_TASKS or SLURM_NTASKS, SLURM_LOCALID.
-   The batch script itself has most of these too, and is one process; see `accelerate.runtime.slurm`.
+6. A scheduler that an extension reads, such as Slurm.
 """
 
 import contextlib
+import importlib
 import os
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import ModuleType
 
 from accelerate.base.environment import PORTS, integer_in
+from accelerate.extension import specs
 
 # Torch's own, where none is chosen.
 DEFAULT_PORT = 29500
@@ -31,7 +33,7 @@ class Ranks:
 
     Args:
         local_world_size: how many processes this machine has; None where no launcher says.
-        source: who said so: "torchrun", "jsrun", "Open MPI", "MPI", "MVAPICH", "Slurm", "process group" or "single".
+        source: who said so: "torchrun", "jsrun", "Open MPI", "MPI", "MVAPICH", a scheduler, "process group" or "single".
     """
 
     rank: int
@@ -100,7 +102,7 @@ def resolve(environ: Mapping[str, str] | None = None) -> Ranks | None:
     found = [(source, names, [integer_in(environ, name) for name in names]) for source, names in SCHEMES]
     rank, size = found[0][2][:2]
     if rank is not None and size is not None:
-        return _checked(*found[0])
+        return checked(*found[0])
     if rank is not None and rank > 0:
         raise ValueError(f"RANK is {rank} but WORLD_SIZE is not set. Set the number of processes, or unset RANK.")
     others = [entry for entry in found[1:] if entry[2][0] is not None]
@@ -114,17 +116,18 @@ def resolve(environ: Mapping[str, str] | None = None) -> Ranks | None:
         _, names, numbers = others[0]
         if numbers[1] not in (None, size):
             raise ValueError(f"WORLD_SIZE is {size} but {names[1]} is {numbers[1]}. Unset it, or make them equal.")
-        return _checked(*others[0])
+        return checked(*others[0])
     for source, names, numbers in others:
         if numbers[1] is not None and numbers[1] > 1:
             # `srun --mpi=pmi2` sets PMI_RANK and PMI_SIZE as well, but only Slurm's own variables give the local rank.
-            step = _slurm(environ) if numbers[2] is None else None
+            step = _of_scheduler(environ) if numbers[2] is None else None
             same = step is not None and [step.rank, step.world_size] == numbers[:2]
-            return step if same else _checked(source, names, numbers)
-    return _slurm(environ)
+            return step if same else checked(source, names, numbers)
+    return _of_scheduler(environ)
 
 
-def _checked(source: str, names: tuple[str, ...], numbers: list[int | None]) -> Ranks:
+def checked(source: str, names: tuple[str, ...], numbers: list[int | None]) -> Ranks:
+    """Return what the variables `names` say, with what they leave open; ValueError for a contradiction."""
     rank, size, local_rank, local_size = numbers
     if size is None or size < 1:
         raise ValueError(f"{names[1]} is {size}; it must be the number of processes, at least 1.")
@@ -142,22 +145,21 @@ def _checked(source: str, names: tuple[str, ...], numbers: list[int | None]) -> 
     return Ranks(rank, size, local_rank, local_size, source)
 
 
-def _slurm(environ: Mapping[str, str]) -> Ranks | None:
-    from accelerate.runtime import slurm  # only where no other launcher speaks
+def schedulers(environ: Mapping[str, str]) -> list[ModuleType]:
+    """Return the modules of extensions that read the variables of schedulers, of those that are set.
 
-    step = slurm.step(environ)
-    if step is None:
-        return None
-    names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
-    return _checked("Slurm", names, [step.rank, step.size, step.local_rank, step.local_size])
+    Such a module has its `NAME`, and these functions of the variables:
+
+    - `ranks` returns who this process is, or None.
+    - `address` returns the host and the port at which the processes of the run meet, or None.
+    - `find` returns the machines of the run for the launcher as a `launch.plan.Cluster`, or None.
+    """
+    names = [name for spec in specs() for variable, name in spec.schedulers.items() if variable in environ]
+    return [importlib.import_module(name) for name in dict.fromkeys(names)]
 
 
-def slurm_address(environ: Mapping[str, str]) -> tuple[str, int] | None:
-    """Return where the tasks of a Slurm step can meet: its first node, and a port from the numbers of the job."""
-    from accelerate.runtime import slurm
-
-    host = slurm.first_node(environ)
-    return None if host is None else (host, slurm.port(environ) or PORTS[0])
+def _of_scheduler(environ: Mapping[str, str]) -> Ranks | None:
+    return next(filter(None, (scheduler.ranks(environ) for scheduler in schedulers(environ))), None)
 
 
 def mpi_port(environ: Mapping[str, str]) -> int | None:
@@ -210,7 +212,7 @@ def export(ranks: Ranks) -> None:
     environ = os.environ
     for name, value in ranks.variables.items():
         environ.setdefault(name, value)
-    address = slurm_address(environ) if ranks.source == "Slurm" else None
+    address = next((module.address(environ) for module in schedulers(environ) if ranks.source == module.NAME), None)
     if address is None and ranks.local_world_size in (None, ranks.world_size):
         port = mpi_port(environ) if ranks.source in _MPI and not environ.get("MASTER_PORT") else None
         address = "127.0.0.1", port or DEFAULT_PORT

@@ -36,7 +36,7 @@ _HOMES = {
         "convert_dict_to_env_variables get_cpu_distributed_information get_current_device_type get_gpu_info "
         "get_int_from_env parse_choice_from_env parse_flag_from_env patch_environment purge_accelerate_environment str_to_bool"
     ),
-    "accelerate.devices.affinity": "set_numa_affinity",
+    "accelerate.extensions.affinity.binding": "set_numa_affinity",
     "accelerate.utils.fsdp_utils": (
         "disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading ensure_weights_retied fsdp2_apply_ac "
         "fsdp2_canonicalize_names fsdp2_load_full_state_dict fsdp2_prepare_model fsdp2_switch_optimizer_parameters "

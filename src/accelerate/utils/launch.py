@@ -13,7 +13,7 @@ from accelerate.config.options import BY_NAME
 from accelerate.launch.errors import LaunchError, MissingAccountError
 from accelerate.launch.plan import Resolved, exports
 from accelerate.launch.resolve import merge
-from accelerate.launch.runners import module_of, mpi, sagemaker, tpu
+from accelerate.launch.runners import module_of
 from accelerate.runtime.ports import get_free_port, is_port_in_use
 from accelerate.runtime.ranks import DEFAULT_PORT
 
@@ -145,7 +145,7 @@ def prepare_tpu(
         raise LaunchError(
             "torch_xla has no launcher for TPU pods. `accelerate launch --tpu_cluster` reaches the pod through gcloud."
         )
-    current_env.update(tpu.precision_variables(args.mixed_precision, args.downcast_bf16))
+    current_env.update(module_of("tpu").precision_variables(args.mixed_precision, args.downcast_bf16))
     if args.debug:
         current_env["ACCELERATE_DEBUG_MODE"] = "true"
     return args, current_env
@@ -166,6 +166,7 @@ def prepare_sagemager_args_inputs(
         MissingAccountError: there is neither a profile nor a pair of keys.
         LaunchError: the script is no Python file, one of its arguments has no value, or a table cannot be read.
     """
+    sagemaker = module_of("sagemaker")
     access_key_id, secret_access_key = sagemaker.keys(args.aws_access_key_id, args.aws_secret_access_key)
     if not sagemaker_config.profile and not access_key_id:
         raise MissingAccountError(
@@ -192,7 +193,7 @@ def _get_mpirun_args() -> tuple[str, str, str, str, str]:
     Raises:
         LaunchError: there is no mpirun on PATH, or it is an unknown one.
     """
-    if mpi.flavour_of(os.environ) == "Open MPI":
+    if module_of("mpi").flavour_of(os.environ) == "Open MPI":
         return "mpirun", "--hostfile", "-n", "--npernode", "--bind-to"
     return "mpirun", "-f", "-n", "-ppn", ""
 
@@ -218,7 +219,7 @@ def _filter_args(
 
 def _convert_nargs_to_dict(nargs: Sequence[str]) -> dict[str, Any]:
     """Turn script arguments `--name value` into typed values by name; one that stands alone is a LaunchError."""
-    return sagemaker.hyperparameters(nargs)
+    return module_of("sagemaker").hyperparameters(nargs)
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Resolved]:

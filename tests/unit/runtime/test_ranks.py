@@ -60,11 +60,6 @@ def test_contradictions_are_named(environ, fragments):
         assert fragment in str(caught.value)
 
 
-def test_slurm_meets_on_the_first_node():
-    variables = {"SLURM_STEP_NODELIST": "gpu[03-05,09],login1", "SLURM_JOB_ID": "123"}
-    assert ranks.slurm_address(variables) == ("gpu03", 20123)
-
-
 @pytest.fixture
 def unset(monkeypatch):
     for name in (*ranks.SCHEMES[0][1], "MASTER_ADDR", "MASTER_PORT"):

@@ -11,7 +11,6 @@ from accelerate.base._warn import printable
 from accelerate.commands.config import config_utils
 from accelerate.commands.config.interview import Asker, check
 from accelerate.commands.utils import OneSpelling, add_options, make_parser, or_exit
-from accelerate.config.options import FEATURES
 from accelerate.extension import imported
 from accelerate.launch import config_file as files
 from accelerate.launch.errors import LaunchError
@@ -42,7 +41,7 @@ def _ask(before: files.FileSettings | None) -> Any:
     """Ask for all settings; those of the file that is replaced are the defaults."""
     asker = Asker()
     content, values = (before.content, before.values) if before else ({}, {})
-    elsewhere = [feature for feature in FEATURES.values() if feature.interview]
+    elsewhere = files.elsewhere()
     places = [feature.wanted for feature in elsewhere]
     was = content.get("compute_environment")
     before = places.index(was) + 1 if was in places else 0

@@ -228,7 +228,7 @@ def check(found: FileSettings) -> tuple[list[Problem], list[str]]:
     """Return the problems of a configuration file, and notes."""
     values = found.values
     faults = [*_faults_of_values(values)]
-    if str(found.content.get("compute_environment")) != "AMAZON_SAGEMAKER":
+    if found.elsewhere is None:
         faults += contradictions(values)
         if values.get("num_machines", 1) > 1 and values.get("main_process_ip") is None:
             count = values["num_machines"]

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from accelerate.config.options.schema import ON, ONE, SEVERAL, UPPER, Option, at_least, matching, port, rows
+from accelerate.config.options.schema import ON, SEVERAL, UPPER, Option, at_least, matching, port, rows
 
 RESOURCES = "Resource Selection Arguments"
 PARADIGM = "Training Paradigm Arguments"
@@ -73,16 +73,6 @@ OPTIONS: tuple[Option, ...] = (
         type="int",
         key="",
         env="OMP_NUM_THREADS",
-    ),
-    _resource(
-        "enable_cpu_affinity",
-        "Bind each process to the CPU cores next to its GPU (NVIDIA).",
-        default=False,
-        switch=True,
-        env="ACCELERATE_CPU_AFFINITY",
-        style=ONE,
-        chapter="processes",
-        when={"kind": ("MULTI_GPU",)},
     ),
     _dynamo(
         "backend",

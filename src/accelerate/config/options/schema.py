@@ -180,6 +180,8 @@ class Feature:
         devices: the devices that it needs, such as "TPUs", so that it excludes `--cpu`.
         runners: the runners of which the first that `starts` the run does so.
         interview: "module:function" that asks for the settings of a file for it, if `switch` is `compute_environment`.
+        keys: what such a file may have at its top level besides.
+        words: what such a file may say as `distributed_type`.
     """
 
     title: str
@@ -190,6 +192,8 @@ class Feature:
     devices: str = ""
     runners: tuple[str, ...] = ()
     interview: str = ""
+    keys: tuple[str, ...] = ()
+    words: tuple[str, ...] = ()
 
     def is_on(self, value: Any) -> bool:
         """Tell whether this value of the switch asks for the feature."""

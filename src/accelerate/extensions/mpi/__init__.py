@@ -5,5 +5,5 @@ from accelerate.extension import Spec
 SPEC = Spec(
     "mpi",
     options="accelerate.extensions.mpi.options",
-    runners={"mpi": "accelerate.launch.runners.mpi"},
+    runners={"mpi": "accelerate.extensions.mpi.runner"},
 )

@@ -5,5 +5,5 @@ from accelerate.extension import Spec
 SPEC = Spec(
     "sagemaker",
     options="accelerate.extensions.sagemaker.options",
-    runners={"sagemaker": "accelerate.launch.runners.sagemaker"},
+    runners={"sagemaker": "accelerate.extensions.sagemaker.jobs"},
 )

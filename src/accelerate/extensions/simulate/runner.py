@@ -49,7 +49,7 @@ def arrange(values: dict[str, Resolved], notes: list[str]) -> Ranks:
         values[name] = Resolved(count, values["simulate"].source, f"--simulate {asked}")
     if not 0 <= rank < counts["num_processes"]:
         raise LaunchError(f"--simulate_rank is {rank}; {asked} has the ranks 0 to {counts['num_processes'] - 1}.")
-    off = [name for name in ("multi_gpu", "enable_cpu_affinity") if values[name].value]
+    off = [name for name in ("multi_gpu", "enable_cpu_affinity") if name in values and values[name].value]
     for name, value in {"cpu": True, **dict.fromkeys(off)}.items():
         values[name] = Resolved(value, Source.MACHINE, "a simulated run")
     return Ranks(rank, counts["num_processes"], rank % processes, processes, "torchrun")

@@ -5,10 +5,10 @@ from accelerate.extension import Command, Spec
 SPEC = Spec(
     "tpu",
     options="accelerate.extensions.tpu.options",
-    runners={"tpu": "accelerate.launch.runners.tpu", "tpu_pod": "accelerate.launch.runners.tpu_pod"},
+    runners={"tpu": "accelerate.extensions.tpu.cores", "tpu_pod": "accelerate.extensions.tpu.pod"},
     commands={
         "tpu-config": Command(
-            "accelerate.commands.tpu", "tpu_command_parser", "Run commands on the machines of a TPU pod."
+            "accelerate.extensions.tpu.command", "tpu_command_parser", "Run commands on the machines of a TPU pod."
         )
     },
 )

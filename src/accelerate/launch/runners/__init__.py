@@ -42,7 +42,7 @@ from accelerate.launch.secrets import command, masked
 from accelerate.runtime.ranks import SCHEMES
 
 # Those of this folder.
-_MODULES = ("single", "local", "machines", "mpi", "tpu", "tpu_pod", "sagemaker")
+_MODULES = ("single", "local")
 # Variables that describe a machine, a login or a terminal; on another machine they would be wrong.
 _OF_THIS_MACHINE = re.compile(
     r"_|HOME|USER|LOGNAME|SHELL|PWD|OLDPWD|SHLVL|HOST|HOSTNAME|MAIL|TMPDIR|TMP|TEMP|TERM|TERMCAP|DISPLAY|WAYLAND_DISPLAY"

@@ -7,12 +7,12 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from accelerate.extensions.tpu.cores import MAIN_FUNCTION, is_on
+from accelerate.extensions.tpu.cores import summary as summary
 from accelerate.launch import runners
 from accelerate.launch.errors import LaunchError
 from accelerate.launch.plan import LaunchPlan, Resolved
 from accelerate.launch.runners import Process
-from accelerate.launch.runners.tpu import MAIN_FUNCTION, is_on
-from accelerate.launch.runners.tpu import summary as summary
 
 BY = "by the machines of a TPU pod"
 REMOTE = True

@@ -1,4 +1,4 @@
-"""What the launchers of functions decide before anything is started; `tests/distributed/test_notebook.py` starts processes."""
+"""What the launchers of functions decide before anything is started; `test_notebook.py` starts processes."""
 
 import os
 import sys
@@ -7,12 +7,12 @@ import types
 import pytest
 import torch
 
-from accelerate import launchers
 from accelerate.devices import table
-from accelerate.launch import notebook
+from accelerate.extensions.notebook import launchers
+from accelerate.extensions.notebook import processes as notebook
+from accelerate.extensions.notebook.launchers import debug_launcher, notebook_launcher
+from accelerate.extensions.notebook.launchers import test_launch as join_only
 from accelerate.launch.errors import NotAvailableError
-from accelerate.launchers import debug_launcher, notebook_launcher
-from accelerate.launchers import test_launch as join_only
 from accelerate.state import PartialState
 
 

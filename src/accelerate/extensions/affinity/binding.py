@@ -1,4 +1,4 @@
-"""Binding a process to the processors near its GPU, and how many cores it may use.
+"""Binding a process to the processors near its GPU.
 
 A processor reaches some memory and some devices faster than others. Linux says in its `sysfs` which belong together; other systems
 cannot bind.
@@ -7,7 +7,6 @@ Source:
     https://docs.kernel.org/admin-guide/cputopology.html
 """
 
-import contextlib
 import functools
 import logging
 import os
@@ -16,47 +15,19 @@ import subprocess
 from typing import Any
 
 from accelerate.base.environment import ask_nvidia_smi
+from accelerate.devices.cores import SYSTEM, listed
 
 logger = logging.getLogger(__name__)
 
-_ROOT = pathlib.Path("/sys")
 
-
-def _parse_cpu_list(cpu_list_str: str) -> list[int]:
-    """Read the kernel's list format, such as "0-3,8"; ValueError if it is not of this form."""
-    found: list[int] = []
-    for part in filter(None, cpu_list_str.strip().split(",")):
-        first, _, last = part.partition("-")
-        found += range(int(first), int(last or first) + 1)
-    return found
-
-
-def _listed(path: pathlib.Path) -> set[int]:
-    try:
-        return set(_parse_cpu_list(path.read_text()))
-    except (OSError, ValueError):
-        return set()
-
-
-def usable_cores(root: pathlib.Path = _ROOT) -> int:
-    """Return how many physical cores this process may use: its affinity mask and the limits of its container count."""
-    mask = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    siblings = (root / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list" for cpu in mask)
-    cores = len({frozenset(_listed(path) or {cpu}) for cpu, path in zip(mask, siblings, strict=True)})
-    with contextlib.suppress(OSError, ValueError):  # a quota of "max" is no number
-        quota, period = (root / "fs/cgroup/cpu.max").read_text().split()
-        cores = min(cores, int(quota) // int(period))
-    return max(1, cores)
-
-
-def near(address: str, root: pathlib.Path = _ROOT) -> set[int]:
+def near(address: str, root: pathlib.Path = SYSTEM) -> set[int]:
     """Return the processors of a device's memory node, by its PCI address; empty if the kernel does not say."""
     device = root / "bus/pci/devices" / address.lower()
     try:
         number = int((device / "numa_node").read_text())  # -1 where the kernel does not know
     except (OSError, ValueError):
         number = -1
-    return _listed(root / f"devices/system/node/node{number}/cpulist") or _listed(device / "local_cpulist")
+    return listed(root / f"devices/system/node/node{number}/cpulist") or listed(device / "local_cpulist")
 
 
 def _address(gpu: Any) -> str:
@@ -93,6 +64,11 @@ def override_numa_affinity(local_process_index: int, verbose: bool | None = None
         logger.warning("Process %d is not bound to processors: %s.", local_process_index, error)
     else:
         logger.info("Process %d runs on the processors %s.", local_process_index, sorted(processors))
+
+
+def bind(state: Any) -> None:
+    """Bind the process of a state."""
+    set_numa_affinity(state.local_process_index)
 
 
 @functools.cache

@@ -8,13 +8,13 @@ import types
 import pytest
 import torch
 
-from accelerate.devices import affinity
+from accelerate.extensions.affinity import binding as affinity
 from cases import cases
 
 
 @pytest.fixture
 def machine(tmp_path):
-    """Two sockets with two nodes each, four cores a node, two processors a core; a GPU at each socket's first node."""
+    """Four nodes with eight processors each; a GPU at each socket's first node."""
 
     def write(path, text):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
@@ -23,9 +23,6 @@ def machine(tmp_path):
     for node in range(4):
         first = 4 * node
         write(f"devices/system/node/node{node}/cpulist", f"{first}-{first + 3},{first + 16}-{first + 19}")
-        for core in range(first, first + 4):
-            for cpu in (core, core + 16):
-                write(f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list", f"{core},{core + 16}")
     write("bus/pci/devices/0000:1b:02.0/numa_node", 0)
     write("bus/pci/devices/0000:ff:00.0/numa_node", 2)
     write("bus/pci/devices/0000:aa:00.0/numa_node", -1)
@@ -47,24 +44,6 @@ def node(number):
 )
 def test_processors_near_a_device(machine, address, expected):
     assert affinity.near(address, machine) == expected
-
-
-SOME = {2, 3, 18, 9}  # a container or a scheduler has said so
-
-
-@cases(
-    "allowed, quota, cores",
-    (range(32), "max 100000", 16),
-    (range(16), "max 100000", 16),  # one processor of each core
-    (SOME, "max 100000", 3),
-    (range(32), "400000 100000", 4),
-    ({1}, "50000 100000", 1),
-)
-def test_physical_cores_that_this_process_may_use(machine, monkeypatch, allowed, quota, cores):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(allowed), raising=False)
-    (machine / "fs/cgroup").mkdir(parents=True)
-    (machine / "fs/cgroup/cpu.max").write_text(f"{quota}\n")
-    assert affinity.usable_cores(machine) == cores
 
 
 @pytest.fixture
@@ -127,7 +106,7 @@ def test_what_cannot_be_done_is_logged(gpu, bound, monkeypatch, caplog):
 def test_for_real_with_threads_that_run_already():
     program = (
         "import os, threading, types, torch\n"
-        "from accelerate.devices import affinity\n"
+        "from accelerate.extensions.affinity import binding as affinity\n"
         "go, seen = threading.Event(), []\n"
         "t = threading.Thread(target=lambda: (go.wait(), seen.append(os.sched_getaffinity(0)))); t.start()\n"
         "torch.cuda.is_available, torch.cuda.device_count = (lambda: True), (lambda: 1)\n"

@@ -29,7 +29,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from accelerate.config.options import BY_NAME
-from accelerate.launch import elastic, machine_rendezvous
+from accelerate.launch import elastic
 from accelerate.launch.errors import LaunchError, Reporter, RunError, WorkerFailure, endings_of
 from accelerate.launch.plan import BACKENDS, Rendezvous
 from accelerate.runtime import failure, torch_private
@@ -315,14 +315,6 @@ class FunctionAgent(elastic.Agent):
         return RunResult(state=WorkerState.FAILED, failures=failures)
 
 
-class MachineFunctionAgent(machine_rendezvous.MachineAgent, FunctionAgent):
-    """The same on one of several machines."""
-
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        with worker_group.spec.rdzv_handler.heartbeat.busy:
-            return super()._start_workers(worker_group)
-
-
 # -- running -------------------------------------------------------------------------------------------------------------
 
 
@@ -351,9 +343,9 @@ def run(request: Request, environment: Mapping[str, str], num_processes: int, me
         if error.sigval == signal.SIGINT:
             raise KeyboardInterrupt from None
         raise
-    except machine_rendezvous.FailedElsewhere as error:
-        raise WorkerError(str(error)) from None
     except RunError as error:
+        if request.num_nodes > 1 and isinstance(error, _machines().FailedElsewhere):
+            raise WorkerError(str(error)) from None
         raise MeetingError(str(error)) from error
     except (dist.DistError, RendezvousError, TimeoutError) as error:
         raise MeetingError(_why_no_rendezvous(request, error)) from error
@@ -368,8 +360,18 @@ def _rendezvous(request: Request, num_processes: int) -> tuple[Any, type[elastic
     # With c10d machines number themselves, and node_rank may be 0 on each of them.
     number = request.node_rank if request.rdzv_backend == "static" or request.node_rank > 0 else None
     meet = Rendezvous(request.rdzv_backend, host.strip("[]"), int(port), settings, request.num_nodes, number)
-    asked = (meet, num_processes, request.max_restarts, print)
-    return machine_rendezvous.MachineRendezvous(*asked), MachineFunctionAgent
+    machines = _machines()
+    return machines.MachineRendezvous(meet, num_processes, request.max_restarts, print), machines.MachineFunctionAgent
+
+
+def _machines() -> Any:
+    """Return the module for several machines; ValueError if the extension that it needs is not installed."""
+    try:
+        return importlib.import_module("accelerate.extensions.notebook.machines")
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"num_nodes above 1 needs the extension 'machines', which is not installed: {error}."
+        ) from None
 
 
 def _worker_error(request: Request, failures: Sequence[WorkerFailure]) -> WorkerError:

@@ -14,10 +14,11 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from accelerate.launch import elastic, notebook
+from accelerate.extensions.machines.rendezvous import FailedElsewhere
+from accelerate.extensions.notebook import processes as notebook
+from accelerate.extensions.notebook.processes import MeetingError, Request, Worker, WorkerError, check
+from accelerate.launch import elastic
 from accelerate.launch.errors import LaunchError, RunError
-from accelerate.launch.machine_rendezvous import FailedElsewhere
-from accelerate.launch.notebook import MeetingError, Request, Worker, WorkerError, check
 from accelerate.runtime import failure, storage
 from accelerate.runtime.failure import PREEMPTED
 from cases import cases
@@ -100,7 +101,7 @@ def failed(exitcode):
 
 
 def test_a_process_without_a_traceback(start):
-    """Real ones, some of them killed: tests/distributed/test_notebook.py."""
+    """Real ones, some of them killed: test_notebook.py."""
     with pytest.raises(
         WorkerError, match="^Rank 0 failed in train:\n\nThe process 7 failed with exit status 3, and left no"
     ) as caught:

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate import local_sgd
-from accelerate.local_sgd import LocalSGD
+from accelerate.extensions.local_sgd import averaging as local_sgd
+from accelerate.extensions.local_sgd.averaging import LocalSGD
 from cases import cases
 
 

@@ -5,10 +5,10 @@ import sys
 
 import pytest
 
+from accelerate.extensions.mpi import runner as mpi
 from accelerate.launch import runners
 from accelerate.launch.errors import LaunchError
 from accelerate.launch.plan import Source
-from accelerate.launch.runners import mpi
 from cases import cases
 
 VERSIONS = {

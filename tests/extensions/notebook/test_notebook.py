@@ -90,7 +90,7 @@ FAILURES = {
 def test_failures_one_after_the_other(run):
     out, status = run(",".join(FAILURES), {})
     assert status == 1
-    assert "launch/notebook" not in out
+    assert "notebook/processes" not in out
     parts = dict(part.split("\n", 1) for part in out.split("== ")[1:])
     for name, words in FAILURES.items():
         assert all(word in parts[name] for word in words), (name, out)
@@ -210,7 +210,7 @@ def test_output_comes_to_the_cell(kernel, request):
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", [True], ids=["reads descriptors"], indirect=True)
 def test_the_notebook_of_the_examples_runs(kernel, tmp_path):
-    notebook = json.loads((Path(__file__).parents[2] / "examples" / "train.ipynb").read_text("utf-8"))
+    notebook = json.loads((Path(__file__).parents[3] / "examples" / "train.ipynb").read_text("utf-8"))
     kernel.run(f"import os; os.chdir({str(tmp_path)!r})")
     said = ""
     for cell in notebook["cells"]:
@@ -259,7 +259,7 @@ def test_an_interrupt_of_the_cell(kernel):
 
 FRESH = """
 import os, sys
-from accelerate.launch import notebook
+from accelerate.extensions.notebook import processes as notebook
 
 if __name__ == "__main__":
     factor = 6

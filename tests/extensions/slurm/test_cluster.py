@@ -2,7 +2,7 @@
 
 import pytest
 
-from accelerate.launch.cluster import find
+from accelerate.extensions.slurm.cluster import address, find
 from accelerate.runtime.ranks import Ranks
 from cases import cases
 
@@ -161,3 +161,8 @@ def test_mpi(environ, hostname, expected):
 def test_malformed_variables_are_named(environ, message):
     with pytest.raises(ValueError, match=message):
         find(environ, "a")
+
+
+def test_tasks_meet_on_the_first_node():
+    variables = {"SLURM_STEP_NODELIST": "gpu[03-05,09],login1", "SLURM_JOB_ID": "123"}
+    assert address(variables) == ("gpu03", 20123)

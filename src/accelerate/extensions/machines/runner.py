@@ -22,7 +22,7 @@ def process(plan: LaunchPlan, environment: Mapping[str, str]) -> Process:
 def run(plan: LaunchPlan, environment: Mapping[str, str], replace: bool = False) -> None:
     """Run the processes of this machine, and watch over them and the other machines."""
     with local.in_one_go():
-        from accelerate.launch.machine_rendezvous import MachineAgent, MachineRendezvous
+        from accelerate.extensions.machines.rendezvous import MachineAgent, MachineRendezvous
     asked = (plan.rendezvous, plan.local_processes, plan["max_restarts"])
     rendezvous = MachineRendezvous(*asked, lambda line: runners.print_info(plan, line))
     local.supervise(plan, environment, rendezvous, MachineAgent)

@@ -16,35 +16,31 @@ MASTER_ADDR and MASTER_PORT, where they are set, say where the machines meet. No
 import re
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from accelerate.base.environment import integer_in
-from accelerate.runtime import ranks, slurm
-from accelerate.runtime.ranks import Ranks
+from accelerate.base.environment import PORTS, integer_in
+from accelerate.extensions.slurm import variables
+from accelerate.launch.plan import Cluster
+from accelerate.runtime.ranks import Ranks, checked, mpi_port, resolve
 
 Environ = Mapping[str, str]
+NAME = "Slurm"
 _LOCAL = "127.0.0.1"
 
 
-@dataclass(frozen=True)
-class Cluster:
-    """What a scheduler says; `source` is its name, for people.
+def ranks(environ: Environ) -> Ranks | None:
+    """Return who this process is in a step of srun with several tasks; None elsewhere."""
+    step = variables.step(environ)
+    if step is None:
+        return None
+    names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
+    return checked(NAME, names, [step.rank, step.size, step.local_rank, step.local_size])
 
-    Attributes:
-        machine_rank: which machine this is, from 0; None for a task where no variable says.
-        address: of machine 0, or of the process with rank 0; None where no variable says.
-        port: a port that all of them compute from the number of the job; None without such a number.
-        task: which process this is, where each process has been started by itself: the launcher starts that one only.
-        notes: lines for the user.
-    """
 
-    source: str
-    machines: int
-    machine_rank: int | None
-    address: str | None
-    port: int | None
-    task: Ranks | None
-    notes: tuple[str, ...] = ()
+def address(environ: Environ) -> tuple[str, int] | None:
+    """Return where the tasks of a step can meet: its first node, and a port from the numbers of the job."""
+    host = variables.first_node(environ)
+    return None if host is None else (host, variables.port(environ) or PORTS[0])
 
 
 def find(environ: Environ, hostname: str | None = None) -> Cluster | None:
@@ -55,12 +51,12 @@ def find(environ: Environ, hostname: str | None = None) -> Cluster | None:
     """
     if environ.get("RANK", "").strip() and environ.get("WORLD_SIZE", "").strip():
         return None
-    task = ranks.resolve({name: value for name, value in environ.items() if name not in ("RANK", "WORLD_SIZE")})
+    task = resolve({name: value for name, value in environ.items() if name not in ("RANK", "WORLD_SIZE")})
     if task is None:
         found = _slurm_alone(environ)
     else:
-        ranks.resolve(environ)  # a WORLD_SIZE by hand must agree
-        found = _srun(environ, task) if task.source == "Slurm" else _mpi(environ, task, hostname)
+        resolve(environ)  # a WORLD_SIZE by hand must agree
+        found = _srun(environ, task) if task.source == NAME else _mpi(environ, task, hostname)
     if found is None or (found.machines == 1 and found.task is None):
         return found
     # Many scripts of jobs set these two.
@@ -70,17 +66,17 @@ def find(environ: Environ, hostname: str | None = None) -> Cluster | None:
 
 def _srun(environ: Environ, task: Ranks) -> Cluster:
     """A launch, or a process, in a step of srun."""
-    step = slurm.step(environ)
+    step = variables.step(environ)
     one_each = step.size == step.nodes
     leads = (step.node if one_each else step.rank) == 0
-    address, own = slurm.first_node(environ), environ.get("SLURMD_NODENAME")
+    address, own = variables.first_node(environ), environ.get("SLURMD_NODENAME")
     if step.nodes == 1:
         address = _LOCAL
     elif not one_each and environ.get("SLURM_DISTRIBUTION", "").startswith("arbitrary"):
         address = None  # then no variable says which node has task 0
     elif leads and own and own != address:
         address = None
-    return Cluster("Slurm", step.nodes, step.node, address, slurm.port(environ), None if one_each else task)
+    return Cluster(NAME, step.nodes, step.node, address, variables.port(environ), None if one_each else task)
 
 
 def _slurm_alone(environ: Environ) -> Cluster | None:
@@ -88,21 +84,21 @@ def _slurm_alone(environ: Environ) -> Cluster | None:
     tasks = integer_in(environ, "SLURM_STEP_NUM_TASKS") or 1
     nodes = integer_in(environ, "SLURM_JOB_NUM_NODES") or integer_in(environ, "SLURM_NNODES") or 1
     # Many steps of one task share an allocation, each with a run of its own.
-    if nodes == 1 or (slurm.in_step(environ) and tasks == 1):
+    if nodes == 1 or (variables.in_step(environ) and tasks == 1):
         return None
     start = "`srun --ntasks-per-node=1 accelerate launch ...`"
     note = f"Slurm: the allocation has {nodes} nodes, and this launch uses one machine; start it on each with {start} to use all."
-    return Cluster("Slurm", 1, 0, None, None, None, (note,))
+    return Cluster(NAME, 1, 0, None, None, None, (note,))
 
 
 def _mpi(environ: Environ, task: Ranks, hostname: str | None) -> Cluster:
     """A launch, or a process, that mpirun or jsrun has started."""
     size, here = task.world_size, task.local_world_size
-    port = ranks.mpi_port(environ)
+    port = mpi_port(environ)
     if here == size:
         return Cluster(task.source, 1, 0, _LOCAL, port, task)
     listed = environ.get("SLURM_JOB_NODELIST", "").strip()
-    hosts = slurm.hosts(listed, "SLURM_JOB_NODELIST") if listed else []
+    hosts = variables.hosts(listed, "SLURM_JOB_NODELIST") if listed else []
     counted = integer_in(environ, "OMPI_MCA_orte_num_nodes") if task.source == "Open MPI" else None
     # Where nothing has counted the machines, the others are taken to be like this one.
     machines = counted or (-(-size // here) if here else 1)

@@ -5,9 +5,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from accelerate.launch import hardware, machine_rendezvous
+from accelerate.extensions.machines import rendezvous as machine_rendezvous
+from accelerate.extensions.machines.rendezvous import MachineRendezvous
+from accelerate.launch import hardware
 from accelerate.launch.errors import LaunchError, RunError
-from accelerate.launch.machine_rendezvous import MachineRendezvous
 from accelerate.launch.plan import Rendezvous
 from accelerate.utils.other import get_free_port
 

@@ -1,6 +1,7 @@
 import pytest
 
-from accelerate.runtime import ranks, slurm
+from accelerate.extensions.slurm import variables as slurm
+from accelerate.runtime import ranks
 
 
 def slurm_variables(text):

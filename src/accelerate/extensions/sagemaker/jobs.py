@@ -17,6 +17,7 @@ from typing import Any
 
 from accelerate.base import constants
 from accelerate.config.enums import SageMakerDistributedType
+from accelerate.config.options import FEATURES
 from accelerate.launch import config_file, runners
 from accelerate.launch.errors import PREFIX, LaunchError, MissingPackageError, to_stderr
 from accelerate.launch.plan import LaunchPlan, Resolved, exports
@@ -42,7 +43,7 @@ _ARGUMENTS = {
     "py_version": constants.SAGEMAKER_PYTHON_VERSION,
     "base_job_name": "accelerate-sagemaker-1",
 }
-_JOB = {**dict.fromkeys(config_file.SAGEMAKER_KEYS), **_ARGUMENTS, "region": "us-east-1", "distributed_type": "NO"}
+_JOB = {**dict.fromkeys(FEATURES["sagemaker"].keys), **_ARGUMENTS, "region": "us-east-1", "distributed_type": "NO"}
 _Inputs = dict[str, str] | None
 
 

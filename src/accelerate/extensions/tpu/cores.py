@@ -1,7 +1,7 @@
 """TPUs of this machine: torch_xla runs a function of the script in a process for each core.
 
 `run` starts this very module as a program
-(`python -m accelerate.launch.runners.tpu`), which imports the script; so the launcher itself needs neither torch nor torch_xla.
+(`python -m accelerate.extensions.tpu.cores`), which imports the script; so the launcher itself needs neither torch nor torch_xla.
 
 Source: https://docs.pytorch.org/xla/master/learn/api-guide.html
 """
@@ -21,7 +21,7 @@ from accelerate.launch.plan import LaunchPlan, Resolved
 from accelerate.launch.runners import Process
 
 BY = "by torch_xla on this machine"
-_MODULE = "accelerate.launch.runners.tpu"
+_MODULE = "accelerate.extensions.tpu.cores"
 MAIN_FUNCTION = "main"
 
 
