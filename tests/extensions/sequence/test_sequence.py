@@ -65,6 +65,7 @@ def first_rank(monkeypatch):
             part.copy_(content)
 
     monkeypatch.setattr(models.distributed, "all_gather", all_gather)
+    monkeypatch.setattr(models.distributed, "get_backend", lambda group: "gloo")
 
 
 @pytest.fixture

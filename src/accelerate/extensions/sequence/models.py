@@ -276,9 +276,8 @@ class ModelHook:
         mine = torch.stack(torch.broadcast_tensors(*(row.to(torch.int32) for row in rows)))
         parts = [torch.empty_like(mine) for _ in range(self.region.size)]
         distributed.all_gather(parts, mine, group=self.region.group)
-        if torch_private.is_fake(self.region.group) or torch_private.is_shape(
-            mine
-        ):  # nothing of other ranks can be seen
+        # Of a simulated run, or of shapes, nothing of other ranks can be seen.
+        if torch_private.is_fake(self.region.group) or torch_private.is_shape(mine):
             return None
         gathered = torch.cat(parts, dim=-1)
         whole = gathered.cpu().numpy()
