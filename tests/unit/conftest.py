@@ -4,7 +4,6 @@ import json
 import os
 import stat
 import sys
-from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -22,20 +21,6 @@ def place(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-@pytest.fixture
-def fake_deepspeed(monkeypatch):
-    """A module in DeepSpeed's place, which a state lets join the process group; the calls that it got."""
-    joined, fake, builder = [], ModuleType("deepspeed"), lambda name: SimpleNamespace(NAME="shm")
-    fake.accelerator = SimpleNamespace(get_accelerator=lambda: SimpleNamespace(create_op_builder=builder))
-    fake.ops = SimpleNamespace(__compatible_ops__={"shm": True})
-    fake.comm = SimpleNamespace(init_distributed=lambda **options: joined.append(options))
-    monkeypatch.setitem(sys.modules, "deepspeed", fake)
-    for name in ("LOCAL_RANK", "DS_ACCELERATOR", "ACCELERATE_USE_DEEPSPEED"):
-        monkeypatch.setenv(name, os.environ.get(name, ""))
-        monkeypatch.delenv(name)
-    return joined
 
 
 @pytest.fixture

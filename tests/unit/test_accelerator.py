@@ -22,7 +22,6 @@ from accelerate.utils import (
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
     KwargsHandler,
-    MegatronLMPlugin,
     ProjectConfiguration,
     TorchDynamoPlugin,
     TorchTensorParallelPlugin,
@@ -54,11 +53,6 @@ def test_what_cannot_be_prepared_is_refused(arguments):
     ({"dynamo_backend": "eager", "dynamo_plugin": TorchDynamoPlugin()}, ValueError, "not both"),
     ({"fsdp_plugin": 3}, TypeError, "fsdp_plugin=3"),
     ({"log_with": "abacus"}, ValueError, "abacus"),
-    (
-        {"megatron_lm_plugin": MegatronLMPlugin(return_logits=True)},
-        NotImplementedError,
-        "return_logits=True.*get_state_dict",
-    ),
     ({"gradient_accumulation_steps": 2, "gradient_accumulation_plugin": TWO_STEPS}, ValueError, "not both"),
     ({"parallelism_config": "tp"}, TypeError, "parallelism_config='tp' is a str; pass a ParallelismConfig"),
 )

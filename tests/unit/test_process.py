@@ -1,5 +1,4 @@
 import pickle
-import sys
 from datetime import timedelta
 
 import pytest
@@ -62,21 +61,6 @@ def test_failed_start_leaves_nothing_behind(monkeypatch):
     assert PartialState._shared_state == {}
     monkeypatch.delenv("WORLD_SIZE")
     assert PartialState(cpu=True).num_processes == 1
-
-
-def test_deepspeed_gets_a_group_even_alone(monkeypatch, process_group, fake_deepspeed):
-    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    state = PartialState(cpu=True)
-    assert state.distributed_type == "DEEPSPEED" and state.backend == "gloo" and state.num_processes == 1
-    assert fake_deepspeed == [{"dist_backend": "gloo", "auto_mpi_discovery": False, "verbose": False}]
-    assert sys.modules["deepspeed"].ops.__compatible_ops__ == {"shm": False}, "a start would build it, for minutes"
-
-
-def test_deepspeed_that_is_not_installed_is_named(monkeypatch, process_group):
-    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    monkeypatch.setitem(sys.modules, "deepspeed", None)
-    with pytest.raises(ImportError, match="pip install deepspeed"):
-        PartialState(cpu=True)
 
 
 def test_sagemaker_needs_its_package():

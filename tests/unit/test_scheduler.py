@@ -1,6 +1,5 @@
 """The prepared scheduler."""
 
-import types
 import warnings
 
 import pytest
@@ -9,7 +8,6 @@ from torch.optim import lr_scheduler as lr
 
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.checkpoint import schedules
-from accelerate.extensions.deepspeed import checkpoint as engine_checkpoint
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DataLoaderConfiguration
 
@@ -204,16 +202,3 @@ def test_split_batches_keep_one_step_on_any_number_of_replicas(tmp_path, monkeyp
     first.accelerator.save_state(tmp_path)
     second = Resumed(monkeypatch, 1, split=True)
     assert not second.load(tmp_path) and second.update(1) == pytest.approx(first.update(1))
-
-
-def test_deepspeed_schedules_keep_their_total_on_other_ranks():
-    schedule = types.SimpleNamespace(total_num_steps=80)
-    head = {"dp_world_size": 2, "ds_config": {"scheduler": {"params": {"total_num_steps": 40}}}}
-    with pytest.warns(UserWarning, match="total_num_steps=40, and has 80 on 1"):
-        engine_checkpoint._keep_length(schedule, head, 1)
-    assert schedule.total_num_steps == 40
-    schedule.total_num_steps = 100  # the same ranks: a longer training
-    engine_checkpoint._keep_length(schedule, head, 2)
-    assert schedule.total_num_steps == 100
-    with pytest.warns(UserWarning, match="on 2 data-parallel ranks, and has total_num_steps=100 on 1"):
-        engine_checkpoint._keep_length(schedule, {"dp_world_size": 2}, 1)

@@ -7,10 +7,8 @@ import pytest
 import torch
 
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
-from accelerate.extensions.deepspeed.plugin import DeepSpeedPlugin
 from accelerate.state import AcceleratorState, GradientState, PartialState, asked_for, is_initialized
 from accelerate.utils.environment import parse_flag_from_env
-from cases import cases
 
 
 def build(**kwargs):
@@ -111,46 +109,6 @@ def test_loading_on_one_rank_is_announced_as_long_as_the_state_is_there(monkeypa
     build(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=True))
     AcceleratorState._reset_state()
     assert asked_for("fsdp_plugin")  # the launcher said so
-
-
-@cases(
-    "config, precision",
-    ({}, "no"),
-    ({"fp16": {"enabled": True}}, "fp16"),
-    ({"bf16": {"enabled": True}}, "bf16"),
-    ({"fp16": {"enabled": "auto"}}, "no"),
-)
-def test_deepspeed_says_its_precision(config, precision, process_group, fake_deepspeed):
-    state = build(deepspeed_plugin=Plugin(config=config))
-    assert state.distributed_type == "DEEPSPEED" and state.mixed_precision == precision
-    assert "DeepSpeed configuration" in repr(state)
-
-
-def test_several_deepspeed_plugins(process_group, fake_deepspeed):
-    plugins = {"student": Plugin(), "teacher": Plugin()}
-    state = build(deepspeed_plugin=plugins)
-    assert state.deepspeed_plugin is plugins["student"]
-    state.select_deepspeed_plugin("teacher")
-    assert state.deepspeed_plugin is state.get_deepspeed_plugin("teacher") and not plugins["student"].selected
-    with pytest.raises(ValueError, match=r"'judge'.*'student', 'teacher'"):
-        state.get_deepspeed_plugin("judge")
-
-
-def test_another_deepspeed_plugin_is_refused(process_group, fake_deepspeed, monkeypatch):
-    """One that asks for the same is not: what was left to the objects was filled in meanwhile."""
-    monkeypatch.setattr("accelerate.extensions.deepspeed.plugin.is_deepspeed_available", lambda: False)
-    plugin = DeepSpeedPlugin(zero_stage=2)
-    build(deepspeed_plugin=plugin)
-    plugin.deepspeed_config["train_batch_size"] = 16
-    for same in (plugin, None, DeepSpeedPlugin(zero_stage=2)):
-        assert build(deepspeed_plugin=same).deepspeed_plugin is plugin
-    for other, asked in (
-        (DeepSpeedPlugin(zero_stage=3), "zero_optimization.stage=3"),
-        (DeepSpeedPlugin(gradient_clipping=0.5), "gradient_clipping=0.5"),
-        ({"teacher": DeepSpeedPlugin(zero_stage=2)}, "the key 'teacher'"),
-    ):
-        with pytest.raises(NotImplementedError, match=rf"deepspeed_plugins=.* asks for {asked}.*_reset_state\(True\)"):
-            build(deepspeed_plugin=other)
 
 
 # Gradients

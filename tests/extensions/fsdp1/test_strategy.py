@@ -1,5 +1,7 @@
 """FSDP1 through the Accelerator, in one process: which options reach torch's wrapper, steps, clipping, flat parameters."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -7,7 +9,9 @@ from torch.distributed import fsdp
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, wrap
 
 from accelerate import ParallelismConfig
+from accelerate.config.enums import DistributedType
 from accelerate.extensions.fsdp1 import strategy
+from accelerate.strategies import registry
 from cases import cases
 from sharded_samples import Block, Machine, batch, fake_group, loss, net, sharding
 
@@ -221,3 +225,7 @@ def test_a_wrap_that_fails_leaves_model_and_optimizer_as_they_were(alone, monkey
 def test_a_wrapped_model_stays_as_it_is(alone):
     own = FullyShardedDataParallel(net(1), device_id=torch.device("cpu"))
     assert sharding(1).prepare(own) is own
+
+
+def test_a_state_finds_the_strategy():
+    assert registry.resolve(SimpleNamespace(distributed_type=DistributedType.FSDP, is_fsdp2=False)).name == "fsdp1"

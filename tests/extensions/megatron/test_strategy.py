@@ -158,3 +158,8 @@ def test_weights_go_in_and_come_out(build, alone, monkeypatch):
     accelerator, (engine, _) = prepared(model)
     state = accelerator.get_state_dict(engine)
     assert list(state) == list(before) and all(torch.equal(state[name], before[name]) for name in before)
+
+
+def test_settings_without_a_use_are_refused():
+    with pytest.raises(NotImplementedError, match=r"return_logits=True.*get_state_dict"):
+        Accelerator(cpu=True, megatron_lm_plugin=MegatronLMPlugin(return_logits=True))

@@ -2,13 +2,16 @@
 
 import sys
 import types
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 from accelerate import Accelerator
+from accelerate.config.enums import DistributedType
 from accelerate.extensions.xla.strategy import XLA, ReduceBeforeStep
+from accelerate.strategies import registry
 
 
 @pytest.fixture
@@ -68,3 +71,7 @@ def test_gradients_are_averaged_once_before_a_step_and_the_graph_ends_after_it(x
         optimizer.step()
     assert xm.calls == [("sum", 1), "mark"] * 2
     assert model.weight.tolist() == [[-8.0, 2.0]]
+
+
+def test_a_state_finds_the_strategy():
+    assert registry.resolve(SimpleNamespace(distributed_type=DistributedType.XLA)).name == "xla"

@@ -20,8 +20,6 @@ from cases import cases
     (DistributedType.NO, {}, "single"),
     (DistributedType.MULTI_CPU, {}, "ddp"),
     (DistributedType.MULTI_NPU, {}, "ddp"),
-    (DistributedType.XLA, {}, "xla"),
-    (DistributedType.FSDP, {"is_fsdp2": False}, "fsdp1"),
     (DistributedType.FSDP, {"is_fsdp2": True, "parallelism_config": ParallelismConfig(2, 2, 2)}, "fsdp2"),
     (DistributedType.MULTI_CPU, {"parallelism_config": ParallelismConfig(2)}, "ddp"),
     (DistributedType.MULTI_GPU, {"parallelism_config": ParallelismConfig(tp_size=2)}, "tensor_parallel"),

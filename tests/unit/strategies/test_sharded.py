@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.checkpoint.model_io import io_of
-from accelerate.extensions.fsdp1 import is_fsdp1
+from accelerate.extension import specs
 from accelerate.modules.optimizer_remap import MovedParameters
 from accelerate.strategies.shard import is_sharded
 from accelerate.strategies.sharded_io import model_of
@@ -16,7 +16,8 @@ from accelerate.utils import GradientAccumulationPlugin
 from sharded_samples import batch, loss, net, sharding
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")
-both = pytest.mark.parametrize("version", [1, 2])
+# Version 1 is an extension.
+both = pytest.mark.parametrize("version", [*([1] if "fsdp1" in {spec.name for spec in specs()} else []), 2])
 
 
 def test_an_optimizer_finds_its_model():
@@ -155,15 +156,19 @@ def test_checkpointing_without_a_policy_warns(process_group, caplog, version):
     assert "activation_checkpointing has no effect without an auto_wrap_policy" in caplog.text
 
 
+def _is_wrapped(model):
+    return isinstance(model, torch.distributed.fsdp.FullyShardedDataParallel)
+
+
 @both
 def test_a_model_for_evaluation_stays_whole_and_can_train_later(process_group, version):
     accelerator = sharding(version)
     model = accelerator.prepare_model(net(), evaluation_mode=True)
-    assert not is_fsdp1(model) and not is_sharded(model)
+    assert not _is_wrapped(model) and not is_sharded(model)
     with accelerator.no_sync(model):
         loss(model, batch())
     again = accelerator.prepare(model)
-    assert is_fsdp1(again) if version == 1 else again is model and is_sharded(model)
+    assert _is_wrapped(again) if version == 1 else again is model and is_sharded(model)
 
 
 @both
