@@ -39,7 +39,7 @@ def methods() -> str:
             lines.append(f"    def {name}{signature_of(extension.imported(address))}: ...")
         for name, address in spec.attributes.items():
             lines.append(f"    @property\n    def {name}{signature_of(extension.imported(address))}: ...")
-    body = "\n".join(lines)
+    body = re.sub(r"(?<![\w.])Any\b", "typing.Any", "\n".join(lines))  # newer Pythons shorten it
     modules = {path.rpartition(".")[0] for path in re.findall(r"\b[a-z_]\w*(?:\.\w+)+", body)}
     imports = "".join(f"import {module}\n" for module in sorted(modules))
     return f"{HEAD}\n{imports}\nclass ExtensionMethods:\n{body}\n"
