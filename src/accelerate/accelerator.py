@@ -1117,7 +1117,8 @@ class Accelerator(Processes, ExtensionMethods):
 
         # Looked up when it is called: without the extension of big models it is not there.
         def offloaded(whole: nn.Module) -> dict[str, Any]:
-            return _replaceable("get_state_dict_offloaded_model")(whole)
+            state: dict[str, Any] = _replaceable("get_state_dict_offloaded_model")(whole)
+            return state
 
         return saving.get_state_dict(self, model, unwrap, offloaded)
 
