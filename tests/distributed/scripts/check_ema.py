@@ -115,13 +115,15 @@ def check_equal_to_torchs_average_and_in_checkpoints() -> None:
 def check_refusals() -> None:
     accelerator, model, optimizer, ema = begun(**fsdp2())
     train(accelerator, model, optimizer, range(1))
-    with ema.applied():
+    with shared_folder() as home, ema.applied():
         with raised(ValueError, "save_state() was called inside ema.applied()"):
-            accelerator.save_state("nowhere")
-        with raised(ValueError, "load_state() was called inside ema.applied()"):
-            accelerator.load_state("nowhere")
+            accelerator.save_state(home)
         with raised(RuntimeError, "optimizer.step() was called inside ema.applied()"):
             train(accelerator, model, optimizer, range(1))
+    with shared_folder() as home:
+        accelerator.save_state(home)
+        with ema.applied(), raised(ValueError, "load_state() was called inside ema.applied()"):
+            accelerator.load_state(home)
     with raised(ValueError, "decay is 1"):
         accelerator.ema(model, decay=1)
     with raised(ValueError, "of which no prepared optimizer has a parameter"):

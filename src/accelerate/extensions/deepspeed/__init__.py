@@ -37,7 +37,7 @@ SPEC = Spec(
             sets_switch=True,
             layout=f"{_HERE}.zero:ZeroLayout",
             wrappers=(("deepspeed.runtime.engine", "DeepSpeedEngine"),),
-            order=40,  # Its switch is looked at before FSDP's.
+            order=4,  # Its switch is looked at before those of other engines.
         ),
     ),
 )

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
-from accelerate.config.strategies import traits_of
+from accelerate.config.strategies import plugin_record, traits_of
 from accelerate.extensions.tensor import experts
 from accelerate.extensions.tensor.tensor import sum_replicas
 from accelerate.modules.unwrap import is_compiled_module
@@ -82,7 +82,7 @@ def adopt(accelerator: Run, models: Sequence[nn.Module]) -> None:
     accelerator.state.parallelism_config = layout
     if parts and not accelerator.is_fsdp2:
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=False)
-        accelerator.state._set_engine("fsdp_plugin", plugin)
+        accelerator.state._set_engine(plugin_record("fsdp_plugin"), plugin)
     if layout.tp_enabled:
         mesh = submesh(layout.get_device_mesh(accelerator.device.type), "tp")
         for model in parts:  # the others come to `tensor.prepare`, which does so, too

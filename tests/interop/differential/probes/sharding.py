@@ -3,8 +3,7 @@
 import torch
 from torch import nn
 
-from accelerate import Accelerator
-from accelerate.extensions.inference import pippy as inference
+from accelerate import Accelerator, inference
 from accelerate.utils import FullyShardedDataParallelPlugin, fsdp_utils
 from interop.differential.core import call, probe, short
 from interop.differential.probes.modeling import MODELS, NOT_MODELS, Net, named, one_parent, shared, two_ties
