@@ -283,16 +283,26 @@ def specs() -> tuple[Spec, ...]:
 @cache
 def third_parties() -> tuple[Spec, ...]:
     """Return the specs of other packages, the entry points of the group `GROUP`; ImportError names one that cannot be imported."""
+    return of_other_packages(GROUP, "extension")
+
+
+def of_other_packages(group: str, what: str) -> tuple[Any, ...]:
+    """Return what the entry points of a group stand for; ImportError names one that cannot be imported, and says what it is."""
     found = []
-    for point in entry_points(group=GROUP):
+    for point in _entry_points().select(group=group):
         try:
             found.append(point.load())
         except Exception as error:
             raise ImportError(
-                f"The extension {point.name!r} of another package ({point.value}, entry points {GROUP!r}) cannot be imported: "
+                f"The {what} {point.name!r} of another package ({point.value}, entry points {group!r}) cannot be imported: "
                 f"{type(error).__name__}: {error}. Fix or uninstall that package."
             ) from error
     return tuple(found)
+
+
+@cache
+def _entry_points() -> Any:
+    return entry_points()  # of all groups, since it reads a file of each installed package
 
 
 class Extensions:

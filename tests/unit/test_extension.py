@@ -198,7 +198,8 @@ def test_a_run_has_the_extensions_that_it_asks_for(monkeypatch):
 
 def test_a_spec_that_cannot_be_imported_is_named(monkeypatch):
     point = SimpleNamespace(name="broken", value="broken:SPEC", load=lambda: 1 / 0)
-    monkeypatch.setattr(extension, "entry_points", lambda group: [point])
+    points = SimpleNamespace(select=lambda group: [point])
+    monkeypatch.setattr(extension, "_entry_points", lambda: points)
     with pytest.raises(ImportError, match=r"'broken' of another package.*ZeroDivisionError"):
         extension.third_parties.__wrapped__()
 

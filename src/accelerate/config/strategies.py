@@ -11,7 +11,6 @@ This module imports nothing heavy, because the command line reads it. Classes ar
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from accelerate import extension
@@ -193,20 +192,10 @@ def register(spec: StrategySpec, before: str | None = None) -> None:
 @cache
 def third_parties() -> tuple[StrategySpec, ...]:
     """Register the strategies of other packages, once, and return them; ImportError names one that cannot be imported."""
-    added = tuple(_imported(point) for point in entry_points(group=GROUP))
+    added: tuple[StrategySpec, ...] = extension.of_other_packages(GROUP, "strategy")
     for spec in added:
         register(spec)
     return added
-
-
-def _imported(point: EntryPoint) -> StrategySpec:
-    try:
-        return point.load()
-    except Exception as error:
-        raise ImportError(
-            f"The strategy {point.name!r} of another package ({point.value}, entry points {GROUP!r}) cannot be imported: "
-            f"{type(error).__name__}: {error}. Repair or uninstall that package."
-        ) from error
 
 
 def plugin_record(name: str) -> StrategySpec:
