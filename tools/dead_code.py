@@ -77,8 +77,10 @@ def identifiers(text: str) -> set[str]:
 def main() -> int:
     """Print what is unused, a line each, and return how many there are."""
     documents = [*(ROOT / "docs").rglob("*.md"), *(ROOT / "tests" / "architecture" / "record").glob("*.json")]
-    records = (ROOT / "src" / "accelerate" / "config" / "strategies.py").read_text("utf-8")
-    classes = re.findall(r'"accelerate\.[\w.]+:(\w+)"', records)  # named by "module:Class", imported on first use
+    package = ROOT / "src" / "accelerate"
+    specs = [package / "config" / "strategies.py", *(package / "extensions").glob("*/__init__.py")]
+    # Named by "module:name", and imported when they are used.
+    classes = [name for path in specs for name in re.findall(r'"[^"\s]+:(\w+)"', path.read_text("utf-8"))]
     used = set(CALLED).union(classes, *(identifiers(path.read_text("utf-8")) for path in documents))
     found = vulture.Vulture(ignore_decorators=["@_check"])  # which puts the checks of `accelerate test` into a list
     found.scavenge([ROOT / folder for folder in USERS])

@@ -305,6 +305,11 @@ def _entry_points() -> Any:
     return entry_points()  # of all groups, since it reads a file of each installed package
 
 
+@cache
+def _attachable() -> tuple[Spec, ...]:
+    return tuple(spec for spec in (*specs(), *third_parties()) if spec.extension)
+
+
 class Extensions:
     """The extensions of one run. For each hook there is a tuple of the methods of those that override it, by order.
 
@@ -334,7 +339,7 @@ class Extensions:
 
         Collective: call on every rank.
         """
-        for spec in (*specs(), *third_parties()):
+        for spec in _attachable():
             if spec.name in self._asked or not (spec.attaches(run) or (models and spec.arrives(models))):
                 continue
             self._asked.add(spec.name)

@@ -183,7 +183,7 @@ def test_a_run_has_the_extensions_that_it_asks_for(monkeypatch):
         attributes={"size": "of_another_package:size"},
     )
     monkeypatch.setitem(sys.modules, "of_another_package", module)
-    monkeypatch.setattr(extension, "third_parties", lambda: (spec,))
+    monkeypatch.setattr(extension, "_attachable", lambda: (spec,))
     owner = type("Owner", (Accelerator,), {})
     spec.install(owner)
     accelerator = owner(cpu=True, mixed_precision="bf16")

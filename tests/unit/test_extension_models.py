@@ -27,7 +27,7 @@ class Doubles(Extension):
 
 def with_spec(monkeypatch, **fields):
     spec = Spec("doubles", extension=f"{__name__}:Doubles", **fields)
-    monkeypatch.setattr(extension, "specs", lambda: (spec,))
+    monkeypatch.setattr(extension, "_attachable", lambda: (spec,))
     monkeypatch.setattr(extension, "imported", lambda address: Doubles)
 
 
