@@ -205,13 +205,13 @@ class Spec:
         methods: Methods that an Accelerator gets, each with the ``"module:function"`` whose first argument is the Accelerator.
         attributes: The same for read-only attributes.
         handlers: ``"module:Class"`` of each class of ``kwargs_handlers``, by the attribute of the Accelerator that it becomes.
-        strategies: Records (`StrategySpec`) for `config.strategies`, which sorts them by their `order`.
-        options: The module of its rows in the launcher's option table, see `config.options`.
+        strategies: Records (`StrategySpec`) for `config.strategies`, which sorts them by their `order`. Not in other packages.
+        options: The module of its rows in the launcher's option table, see `config.options`. Not in other packages.
         commands: The subcommands of ``accelerate``, by name.
         runners: Ways of starting processes for the launcher, see `launch.runners`: ``"module"`` by name.
         schedulers: Modules that read what a scheduler says of a run, see `runtime.ranks.schedulers`: by each variable that it sets.
         joined: ``"module:function"`` that each process calls with its state, once it has its rank and device: by the option that asks for it.
-        trackers: ``"module:Class"`` of the trackers that ``log_with`` names, by name.
+        trackers: ``"module:Class"`` of the trackers that ``log_with`` names, by name. Not in other packages.
         process: ``"module:Class"`` of a `runtime.peers.ProcessExtension`, for processes that work together with others.
         tensor_kinds: ``"module:Class"`` of each `modules.tensor_kinds.TensorKind`.
         storage: ``"module:Class"`` of a `checkpoint.storage.CheckpointStorage` for locations that are URLs.
@@ -283,7 +283,20 @@ def specs() -> tuple[Spec, ...]:
 @cache
 def third_parties() -> tuple[Spec, ...]:
     """Return the specs of other packages, the entry points of the group `GROUP`; ImportError names one that cannot be imported."""
-    return of_other_packages(GROUP, "extension")
+    added: tuple[Spec, ...] = of_other_packages(GROUP, "extension")
+    for spec in added:
+        for field_name in ("strategies", "options", "trackers"):
+            if getattr(spec, field_name):
+                raise ValueError(
+                    f"The extension {spec.name!r} of another package has {field_name}, which only folders of accelerate.extensions may have. "
+                    "Register a strategy and its options under the entry points 'accelerate.backends', a tracker with register_tracker_class."
+                )
+    return added
+
+
+def all_specs() -> tuple[Spec, ...]:
+    """Return the specs of this package, then those of other packages."""
+    return (*specs(), *third_parties())
 
 
 def of_other_packages(group: str, what: str) -> tuple[Any, ...]:
@@ -307,7 +320,7 @@ def _entry_points() -> Any:
 
 @cache
 def _attachable() -> tuple[Spec, ...]:
-    return tuple(spec for spec in (*specs(), *third_parties()) if spec.extension)
+    return tuple(spec for spec in all_specs() if spec.extension)
 
 
 class Extensions:

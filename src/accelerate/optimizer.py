@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from accelerate.base import _lazy
-from accelerate.extension import NO_EXTENSIONS
+from accelerate.config.strategies import traits_of
+from accelerate.extension import Extensions
 from accelerate.precision import scaling
 from accelerate.state import AcceleratorState, GradientState
 
@@ -54,6 +55,20 @@ def _of_inner(name: str, doc: str) -> Any:
     )
 
 
+def _refuse_traced(optimizer: "AcceleratedOptimizer") -> None:
+    kind = optimizer.accelerator_state.distributed_type
+    if traits_of(kind).traced:
+        raise RuntimeError(
+            f"An optimizer that no Accelerator of this process has prepared cannot step with {kind}, since its gradients are not averaged. "
+            "Pass it to `accelerator.prepare`."
+        )
+
+
+# Of optimizers that no Accelerator of this process has prepared, copies included.
+_UNPREPARED = Extensions()
+_UNPREPARED.step_begins = (_refuse_traced,)
+
+
 class AcceleratedOptimizer(torch.optim.Optimizer):
     """A torch optimizer that knows about gradient accumulation and gradient scaling.
 
@@ -79,7 +94,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     param_groups = _of_inner("param_groups", "The inner optimizer's parameter groups.")
     defaults = _of_inner("defaults", "The inner optimizer's default options.")
     # Those of the Accelerator that prepared it.
-    _extensions = NO_EXTENSIONS
+    _extensions = _UNPREPARED
 
     def __init__(self, optimizer: torch.optim.Optimizer, device_placement: bool = True, scaler: Any = None) -> None:
         # torch's own __init__ is left out on purpose: it would build a second set of parameter groups.
@@ -187,7 +202,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         # The two step methods refer to bound methods of this very process; they are made again when needed.
-        hidden = ("_optimizer_original_step_method", "_optimizer_patched_step_method")
+        hidden = ("_optimizer_original_step_method", "_optimizer_patched_step_method", "_extensions")
         return {key: value for key, value in self.__dict__.items() if key not in hidden}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -22,7 +22,7 @@ from accelerate.config.enums import DistributedType, SageMakerDistributedType
 from accelerate.config.strategies import engines, record_of, traits_of
 from accelerate.devices import Device, detect, row
 from accelerate.devices.table import DEVICES
-from accelerate.extension import imported, specs
+from accelerate.extension import all_specs, imported
 from accelerate.runtime import failure, peers, rendezvous, storage, torch_private
 
 logger = logging.getLogger(__name__)
@@ -307,7 +307,7 @@ class PartialState(ProcessView):
         self.process_index = ranks.rank
         self.local_process_index = ranks.local_rank
         self.fork_launched = parse_flag_from_env("FORK_LAUNCHED")
-        for spec in specs():
+        for spec in all_specs():
             for option, function in spec.joined.items():
                 if env.value_of(option):
                     imported(function)(self)

@@ -13,7 +13,11 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accelerate import Accelerator, extension
+from accelerate.config.handlers import KwargsHandler
 from accelerate.extension import Extension, Extensions, Spec
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.runtime.ranks import schedulers
+from accelerate.training.setup import sort_handlers
 
 
 class Recorder(Extension):
@@ -166,8 +170,12 @@ def test_a_hook_that_no_extension_overrides_is_empty():
 def test_copies_have_no_extensions(trained):
     accelerator, model, optimizer, loader, calls = trained
     copies = pickle.loads(pickle.dumps((accelerator, optimizer, loader)))
-    assert copies[0].extensions.attached == [] and not copies[1]._extensions.step_begins
-    assert accelerator.extensions.attached and not copies[2]._extensions.between_batches
+    assert copies[0].extensions.attached == []
+    assert (
+        accelerator.extensions.attached
+        and not copies[1]._extensions.step_ends
+        and not copies[2]._extensions.between_batches
+    )
 
 
 def test_a_run_has_the_extensions_that_it_asks_for(monkeypatch):
@@ -202,6 +210,36 @@ def test_a_spec_that_cannot_be_imported_is_named(monkeypatch):
     monkeypatch.setattr(extension, "_entry_points", lambda: points)
     with pytest.raises(ImportError, match=r"'broken' of another package.*ZeroDivisionError"):
         extension.third_parties.__wrapped__()
+
+
+@pytest.mark.parametrize("fields", [{"strategies": (1,)}, {"options": "m"}, {"trackers": {"x": "m:X"}}])
+def test_what_another_package_cannot_add_is_refused(monkeypatch, fields):
+    point = SimpleNamespace(name="other", value="other:SPEC", load=lambda: Spec("other", **fields))
+    monkeypatch.setattr(extension, "_entry_points", lambda: SimpleNamespace(select=lambda group: [point]))
+    with pytest.raises(ValueError, match=f"'other' of another package has {next(iter(fields))}"):
+        extension.third_parties.__wrapped__()
+
+
+def test_handlers_and_schedulers_of_other_packages_are_read(monkeypatch):
+    module = ModuleType("of_another_package")
+    module.Settings = type("Settings", (KwargsHandler,), {})
+    spec = Spec(
+        "another", handlers={"settings": "of_another_package:Settings"}, schedulers={"JOB": "of_another_package"}
+    )
+    monkeypatch.setitem(sys.modules, "of_another_package", module)
+    monkeypatch.setattr(extension, "third_parties", lambda: (spec,))
+    handler = module.Settings()
+    assert sort_handlers([handler])["settings"] is handler
+    assert schedulers({"JOB": "1"}) == [module]
+
+
+def test_an_optimizer_that_no_accelerator_prepared_is_refused_where_steps_are_traced(trained):
+    _, _, optimizer, *_ = trained
+    for other in (AcceleratedOptimizer(optimizer.optimizer), pickle.loads(pickle.dumps(optimizer))):
+        other.step()
+        other.accelerator_state = SimpleNamespace(distributed_type="XLA")
+        with pytest.raises(RuntimeError, match="no Accelerator of this process has prepared"):
+            other.step()
 
 
 def test_each_folder_has_a_row_a_spec_and_a_readme():

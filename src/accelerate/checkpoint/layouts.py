@@ -56,11 +56,11 @@ class EngineLayout(Protocol):
 
     Attributes:
         name: Its name among the layouts.
-        beside: Files that belong to it outside its folder.
+        companions: Files that belong to it outside its folder.
     """
 
     name: str
-    beside: tuple[str, ...]
+    companions: tuple[str, ...]
 
     def listed(self, folder: Path) -> list[str]:
         """Return files of the layout in a checkpoint, at least one for each engine. Not a collective."""

@@ -205,7 +205,7 @@ def _reduced_as(dtype: torch.dtype) -> torch.dtype:
 
 
 def operations_started() -> dict[str, int]:
-    """Return how many operations this rank has started in each of its process groups; groups that do not count are left out."""
+    """Return how many operations this rank has started in each of its process groups; groups that do not count are skipped."""
     found: dict[str, int] = {}
     for group in torch_private.groups():
         try:

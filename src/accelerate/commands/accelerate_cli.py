@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from accelerate import __version__
 from accelerate.base import _lazy
 from accelerate.commands.utils import CustomArgumentParser, as_program, or_exit
-from accelerate.extension import Command, specs, third_parties
+from accelerate.extension import Command, all_specs
 from accelerate.launch.config_file import nearest
 
 __getattr__ = _lazy.aliases(__name__)
@@ -33,7 +33,7 @@ _CORE: dict[str, Command] = {
 def commands() -> dict[str, Command]:
     """Return the commands of the core and of all extensions, by name."""
     rows = dict(_CORE)
-    for spec in (*specs(), *third_parties()):
+    for spec in all_specs():
         rows.update(spec.commands)
     return dict(sorted(rows.items()))
 

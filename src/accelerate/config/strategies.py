@@ -34,7 +34,7 @@ class Traits:
         needs_group: A single process needs a process group, too.
         traced: Operations are recorded, and run when the graph ends.
         sharded: Each rank holds shards of the parameters.
-        own_groups: Its engine keeps process groups of its own: no mesh is built for it, and the groups last as long as the process.
+        own_groups: Its engine keeps separate process groups: no mesh is built for it, and the groups last as long as the process.
         casts_itself: Its engine casts as its plugin says, so that autocast has no effect.
         steps_in_backward: Its engine steps in `backward`.
     """

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate.extension import imported, specs, third_parties
+from accelerate.extension import all_specs, imported
 
 
 class TensorKind:
@@ -37,7 +37,7 @@ class TensorKind:
 @cache
 def kinds() -> tuple[TensorKind, ...]:
     """Return one instance of each kind."""
-    return tuple(imported(address)() for spec in (*specs(), *third_parties()) for address in spec.tensor_kinds)
+    return tuple(imported(address)() for spec in all_specs() for address in spec.tensor_kinds)
 
 
 def of_model(model: nn.Module) -> dict[str, torch.Tensor]:

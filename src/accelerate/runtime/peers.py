@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 from functools import cache
 from typing import Any
 
-from accelerate.extension import imported, specs, third_parties
+from accelerate.extension import all_specs, imported
 
 
 class MissingRanks:
@@ -71,7 +71,7 @@ class ProcessExtension:
 
 @cache
 def _extensions() -> tuple[ProcessExtension, ...]:
-    return tuple(imported(spec.process)() for spec in (*specs(), *third_parties()) if spec.process)
+    return tuple(imported(spec.process)() for spec in all_specs() if spec.process)
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from types import ModuleType
 
 from accelerate.base.environment import PORTS, integer_in
-from accelerate.extension import specs
+from accelerate.extension import all_specs
 
 # Torch's own, where none is chosen.
 DEFAULT_PORT = 29500
@@ -154,7 +154,7 @@ def schedulers(environ: Mapping[str, str]) -> list[ModuleType]:
     - `address` returns the host and the port at which the processes of the run meet, or None.
     - `find` returns the machines of the run for the launcher as a `launch.plan.Cluster`, or None.
     """
-    names = [name for spec in specs() for variable, name in spec.schedulers.items() if variable in environ]
+    names = [name for spec in all_specs() for variable, name in spec.schedulers.items() if variable in environ]
     return [importlib.import_module(name) for name in dict.fromkeys(names)]
 
 

@@ -56,7 +56,7 @@ def project(config: ProjectConfiguration | None, folder: str | os.PathLike[str] 
 
 def sort_handlers(handlers: Iterable[KwargsHandler] | None) -> dict[str, KwargsHandler | None]:
     """Return each handler under the attribute it becomes; TypeError for others, ValueError for two of a kind."""
-    addresses = {name: address for spec in extension.specs() for name, address in spec.handlers.items()}
+    addresses = {name: address for spec in extension.all_specs() for name, address in spec.handlers.items()}
     found: dict[str, KwargsHandler | None] = dict.fromkeys([*HANDLERS.values(), *addresses])
     kinds = (
         HANDLERS | {extension.imported(address): name for name, address in addresses.items()} if handlers else HANDLERS

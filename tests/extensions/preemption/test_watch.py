@@ -137,6 +137,17 @@ def test_what_was_told_before_is_known_afterwards(tmp_path):
     assert not Run(tmp_path).accelerator.should_stop
 
 
+def test_an_accelerator_that_was_made_before_prepares_objects_that_are_watched(tmp_path):
+    former = Accelerator(cpu=True)
+    run = Run(tmp_path)
+    model, _ = former.prepare(nn.Linear(1, 1), DataLoader(torch.ones(2, 1)))
+    assert former.extensions.of_kind(preemption.Preemption)
+    run.accelerator.end_training()
+    later = Accelerator(cpu=True)
+    later.prepare(model)
+    assert not later.extensions.of_kind(preemption.Preemption)
+
+
 def test_forked_processes_have_the_former_handlers(tmp_path):
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     run = Run(tmp_path)

@@ -87,7 +87,7 @@ def test_command_of_an_extension(accelerate, monkeypatch, place):
     )
     monkeypatch.syspath_prepend(str(place))
     row = Command("greet", "parser", "Greet.")
-    monkeypatch.setattr(accelerate_cli, "specs", lambda: (Spec("greeting", commands={"greet": row}),))
+    monkeypatch.setattr(accelerate_cli, "all_specs", lambda: (Spec("greeting", commands={"greet": row}),))
     accelerate_cli.commands.cache_clear()
     try:
         assert "greet" in accelerate("--help")[1] and "greet" not in sys.modules

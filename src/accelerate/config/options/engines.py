@@ -140,7 +140,7 @@ FP8_OPTIONS = (
     _ao("pad_inner_dim", "Pad matrices to sizes FP8 can do (ao)."),
 )
 
-# What it may be besides a machine of one's own is with the features of extensions.
+# What it may be besides the user's machines is with the features of extensions.
 ENVIRONMENT_OPTION = rows("options")("compute_environment", "Where the run is.", flags=(), choices="LOCAL_MACHINE")
 
 _WITH_FSDP, _WITH_DEEPSPEED = {"distributed_type": ("FSDP",)}, {"distributed_type": ("DEEPSPEED",)}

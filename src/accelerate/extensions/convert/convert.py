@@ -380,7 +380,7 @@ def _files_of(found: Found) -> set[str]:
     """Return the files and folders that a model or optimizer has in any layout."""
     listed = set(layouts.usual_names(found.kind, found.index))
     if (layout := layouts.engine_layouts().get(found.layout)) is not None:
-        listed |= {found.name, *layout.beside}
+        listed |= {found.name, *layout.companions}
     for whole, index in layouts.full_names(found.index) if found.kind == "model" else ():
         listed |= {whole, index}
         if os.path.isfile(os.path.join(found.folder, index)):

@@ -97,7 +97,7 @@ def shard_files(folder: str) -> list[str]:
 class ZeroLayout:
     """The layout: the folder of an engine is ``pytorch_model``, ``pytorch_model_1`` and so on; the Trainer's is ``global_stepN``."""
 
-    name, beside = "zero", BESIDE
+    name, companions = "zero", BESIDE
 
     def listed(self, folder: str | os.PathLike[str]) -> list[str]:
         """Return files of the layout in a checkpoint, at least one for each engine. Not a collective."""

@@ -1,4 +1,4 @@
-"""Reports of ranks that wait in vain: who is missing, where it is, and why."""
+"""Reports of ranks that wait for missing ones: who is missing, where it is, and why."""
 
 from accelerate.extension import Command, Spec
 

@@ -1,4 +1,4 @@
-"""What a rank leaves for the launcher and for `accelerate diagnose` when ranks wait in vain."""
+"""What a rank leaves for the launcher and for `accelerate diagnose` when a wait for other ranks times out."""
 
 import contextlib
 import faulthandler
@@ -10,7 +10,7 @@ from accelerate.runtime import failure
 
 
 class RunHung(RuntimeError):
-    """All ranks have ended themselves because some waited in vain."""
+    """All ranks have ended themselves because a wait for others timed out."""
 
 
 def write_report(report: str) -> None:

@@ -69,6 +69,11 @@ class Preempted(SystemExit):
         self.number = number
 
 
+def is_watching() -> bool:
+    """Say whether this process watches signals. Not a collective."""
+    return _installed is not None and not _installed.closed
+
+
 class Preemption(Extension):
     """Tells the process's `Watch` of the steps and loaders of one run; the watch may be that of another run of the process."""
 
@@ -76,7 +81,7 @@ class Preemption(Extension):
     def attach(cls, run: Any) -> "Preemption | None":
         """Watch the signals of a run that names some; return None where nothing is watched."""
         install(run)
-        return cls(run) if _installed is not None and not _installed.closed else None
+        return cls(run) if is_watching() else None
 
     def step_ends(self, optimizer: Any) -> None:
         """Agree on the step to stop at, after a signal."""

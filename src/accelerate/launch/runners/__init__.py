@@ -101,9 +101,7 @@ def module_for(plan: LaunchPlan) -> types.ModuleType:
 
 def arranging(values: Mapping[str, Resolved]) -> str | None:
     """Return the runner of an extension whose option is set and which has `arrange`, or None."""
-    runners = [
-        name for specs in (extension.specs, extension.third_parties) for spec in specs() for name in spec.runners
-    ]
+    runners = [name for spec in extension.all_specs() for name in spec.runners]
     names = [name for name in runners if name in values and values[name].value not in (None, False)]
     return next((name for name in names if hasattr(module_of(name), "arrange")), None)
 
