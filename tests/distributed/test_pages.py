@@ -7,8 +7,11 @@ from unit.tools.test_pages import blocks, is_part
 
 # What is in the programs, and what they print.
 PAGES = {
+    "docs/learn/two-processes.md": ("steps an epoch", "epoch 2: "),
     "docs/learn/training-loop.md": ("", "epoch 2: "),
-    "docs/learn/your-loop.md": ("", "accuracy 0.9"),
+    "docs/learn/resume.md": ("latest=True", "epoch 2: 0.1773"),
+    "docs/switch.md": ("", "files of weights: 1"),
+    "docs/learn/your-loop.md": ("Accelerator(", "accuracy 0.9"),
     "docs/guides/tensor-parallel.md": ("ep_size=2)\n", "norm "),
     "docs/guides/long-sequences.md": ("", ""),
     "docs/guides/pipeline-training.md": ("", "loss "),

@@ -177,7 +177,7 @@ def test_reader_finds_a_page_by_tabs_and_by_search(address, browser):
         assert first in shown(browser, ".md-sidebar--primary").text
     # The steps of the tutorial follow each other.
     shown(browser, ".md-footer__link--next").click()
-    wait(browser, lambda b: b.current_url.endswith("learn/initialising/"))
+    wait(browser, lambda b: b.current_url.endswith("learn/two-processes/"))
     for word, page in {
         "gradient_accumulation_steps": "gradient",
         "preemption": "resume",
@@ -199,7 +199,7 @@ def test_code_can_be_copied_and_the_palette_changed(address, browser):
     browser.execute_cdp_cmd(
         "Browser.grantPermissions", {"permissions": ["clipboardReadWrite", "clipboardSanitizedWrite"]}
     )
-    browser.get(address + "learn/initialising/")
+    browser.get(address + "learn/two-processes/")
     blocks = wait(browser, lambda b: found(b, "article div.highlight"))
     buttons = wait(browser, lambda b: found(b, "article div.highlight button[data-md-type=copy]"))
     assert len(buttons) >= len(blocks) > 0

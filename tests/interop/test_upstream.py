@@ -133,7 +133,7 @@ if accelerator.is_main_process:
 torch.distributed.destroy_process_group()
 """
 
-# A Trainer that is killed in a save, and started again; docs/upstream/trainer.md says what was seen.
+# A Trainer that is killed in a save, and started again; docs/upstream/trainer-checkpoints.md says what was seen.
 INTERRUPTED = """\
 import glob, json, os, signal, sys
 import torch, transformers
@@ -248,7 +248,7 @@ trainer.accelerator.wait_for_everyone()
 os._exit(0)
 """
 # How often the auxiliary loss of experts counts in the Trainer's loss, and what a model without experts logs;
-# docs/upstream/trainer.md has what it printed.
+# docs/upstream/auxiliary-loss.md has what it printed.
 COUNTED = """\
 import json, os, sys
 import torch, transformers

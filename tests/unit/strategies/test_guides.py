@@ -17,7 +17,7 @@ def test_the_examples_run(process_group, guide):
     assert len(blocks) >= 3
     names: dict[str, object] = {"__name__": guide}
     for block in blocks:
-        if "ep_size=2)\n" in block or block.startswith("# yours:"):  # run by `tests/distributed/test_pages.py`
+        if "ep_size=2)\n" in block or block.startswith("# Given:"):  # run by `tests/distributed/test_pages.py`
             continue
         if "Accelerator(" in block:  # as a program of its own; what was built above lives on
             AcceleratorState._reset_state()

@@ -1,6 +1,6 @@
 """What the pages show: every Python block runs or says why not, settings parse, commands and members exist.
 
-A block that begins with `# yours:` is a part of a program and lists what stands in the reader's already; one that begins with
+A block that begins with `# Given:` is a part of a program and lists what stands in the reader's already; one that begins with
 `# goes into` is a part of a class. Both are compiled and their names resolved. All others of a page run, one after the other.
 """
 
@@ -40,11 +40,12 @@ ALONE = {
     "docs/guides/launch.md": "torch",
     "docs/guides/platforms.md": "torch",
     "docs/guides/precision.md": "torchao",
+    "docs/switch.md": "transformers",
     "docs/transformers-patch.md": "transformers",
 }
 # Written by programs from the option table, the docstrings and measurements.
 WRITTEN = {"docs/reference.md", "docs/reference/cli.md", "docs/benchmarks.md", "docs/gpu.md", "docs/scale.md"}
-PAGES = 47
+PAGES = 60
 # Reference and notes, where a member that stands in a list is not taught.
 NO_TEACHERS = {"differences", "architecture", "support", "benchmarks", "scale", "cli"}
 
@@ -63,7 +64,7 @@ def anchors(path):
 
 
 def is_part(block):
-    return block.startswith(("# yours:", "# goes into"))
+    return block.startswith(("# Given:", "# goes into"))
 
 
 def names_of(statement):
@@ -89,7 +90,7 @@ def missing(block, made):
     return needed
 
 
-LANGUAGES = {"python", "bash", "console", "json", "yaml", "text", "toml"}
+LANGUAGES = {"python", "diff", "bash", "console", "json", "yaml", "text", "toml"}
 PYTHON = [page for page in DOCUMENTS if blocks(page, "python")]
 RUN = [page for page in PYTHON if page not in ELSEWHERE and page not in ALONE]
 
@@ -112,7 +113,7 @@ def test_a_block_says_what_it_needs(page):
     for block in blocks(page, "python"):
         compile(block, page, "exec")
         first = block.partition("\n")[0]
-        if first.startswith("# yours:"):
+        if first.startswith("# Given:"):
             # What stands above on the page may be listed all the same.
             assert missing(block, set()) <= set(re.findall(r"\w+", first)) | made, first
         elif not first.startswith("# goes into"):
@@ -130,7 +131,7 @@ def test_blocks_run_one_after_the_other(page, place, monkeypatch, capsys):
                 AcceleratorState._reset_state(reset_partial_state=True)
             exec(compile(block, page, "exec"), names)
     losses = [float(loss) for loss in re.findall(r"^epoch \d: ([\d.]+)$", capsys.readouterr().out, re.M)]
-    if page in ("README.md", "docs/learn/training-loop.md"):
+    if page in ("README.md", "docs/learn/training-loop.md", "docs/learn/resume.md"):
         assert len(losses) == 3 and losses[-1] < losses[0] / 10, "it learns"
     if page == "docs/guides/checkpointing.md":
         assert (place / "runs/first/checkpoints/checkpoint_2/accelerate_manifest.json").exists()
@@ -211,7 +212,7 @@ def test_pages_are_few_and_each_kind_has_its_tab():
     listed = [f"docs/{page}" for pages in kinds.values() for page in pages]
     assert sorted(listed) == sorted(set(DOCUMENTS) - {"README.md"}), "each page stands once in the navigation"
     assert set(listed) >= WRITTEN and len(set(listed)) <= PAGES
-    for page in kinds["How-to"]:
+    for page in kinds["Guides"]:
         headings = re.findall(r"^## (.+)", (ROOT / "docs" / page).read_text("utf-8"), re.M)
         assert headings[-1].startswith("The whole program"), f"{page} does not end with a program"
     moved = next(each["redirects"]["redirect_maps"] for each in settings["plugins"] if "redirects" in each)
