@@ -1,6 +1,8 @@
 """What a release promises is said once and holds: the table of versions, the version number, the matrices of continuous integration."""
 
 import re
+import subprocess
+import sys
 
 import pytest
 import yaml
@@ -17,7 +19,7 @@ def text(name: str) -> str:
 
 def table() -> dict[str, tuple[str, list[str]]]:
     """Return, for each row of the table of versions, its lower bound and the releases of continuous integration."""
-    section = text("docs/support.md").split("\n## Versions\n")[1].split("\n## ")[0].split("\n\nWhat an older")[0]
+    section = text("docs/support.md").split("\n## Versions\n")[1].split("\n## ")[0].split("\n\n- **torch on demand")[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
     assert rows[0] == ["what", "supported", "continuous integration", "run here"]
     found = {}
@@ -57,6 +59,17 @@ def test_matrices_are_the_table():
     for name in ("torch", "transformers"):
         bound, (oldest, *_) = rows[name]
         assert oldest == bound or oldest.startswith(f"{bound}.")
+
+
+def test_support_page_is_generated_and_every_proof_exists():
+    support = yaml.safe_load(text("docs/support.yaml"))
+    assert subprocess.run([sys.executable, "tools/support.py", "--check"], cwd=ROOT).returncode == 0, (
+        "run tools/support.py"
+    )
+    proofs = {row["proof"] for table in support["tables"] for row in [table, *table["rows"]] if "proof" in row}
+    targets = set(re.findall(r"^([\w-]+):", text("Makefile"), re.M))
+    missing = [proof for proof in proofs if not (proof.removeprefix("make ") in targets or (ROOT / proof).exists())]
+    assert missing == []
 
 
 def test_workflows_call_targets_that_are_there():
