@@ -35,10 +35,6 @@ that communicate over gloo.
 """
 
 
-def proofs(tables: list[dict[str, Any]]) -> set[str]:
-    """Return what proves the rows: make targets and paths of tests."""
-    return {row["proof"] if isinstance(row, dict) else table["proof"] for table in tables for row in table["rows"]}
-
 
 def page(support: dict[str, Any]) -> str:
     """Return the generated part of the page."""
