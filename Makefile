@@ -41,7 +41,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo quality style test test-fast coverage test-slow test-gpu test-interop test-transformers test-versions \
-	test-deepspeed test-liger test-megatron test-ray test-trackers test-xla test-upstream test-site test-scale test-crash gpu-day bench bench-peer docs reference pictures size interface clean
+	test-deepspeed test-liger test-megatron test-ray test-trackers test-xla test-upstream test-site test-scale test-crash gpu-day bench bench-peer docs reference pictures release size interface clean
 .DELETE_ON_ERROR:
 # Stamps made by pattern rules are no intermediate files: without them every environment would be made again.
 .PRECIOUS: .venv-transformers-%/.ready .venv-torch-%/.ready .cache/upstream/%/.ready
@@ -136,6 +136,10 @@ $(VENV)/.ready-interop: $(VENV)/.ready
 $(VENV)/.ready-docs: $(VENV)/.ready
 	$(PIP) -e '.[docs]'
 	@touch $@
+
+$(VENV)/.ready-release: $(VENV)/.ready
+	$(PIP) -e '.[release]'
+	touch $@
 
 $(VENV)/.ready-site: $(VENV)/.ready
 	$(PIP) -e '.[site]'
@@ -244,6 +248,9 @@ docs: $(VENV)/.ready-docs ## build the documentation into site/
 reference: $(VENV)/.ready ## write docs/reference/cli.md from the option table and the parsers, docs/reference.md from the docstrings
 	$(BIN)/python tools/cli_reference.py
 	$(BIN)/python tools/api_reference.py
+
+release: $(VENV)/.ready-release ## build the sdist and the wheel, prove the wheel in a fresh environment, write checksums and an SBOM into dist/
+	$(BIN)/python tools/release.py --out dist
 
 pictures: $(VENV)/.ready-bench ## draw the pictures of the pages, light and dark, into docs/img
 	$(BIN)/python tools/pictures.py

@@ -45,6 +45,7 @@ EXTRAS = {
     "test_trackers": TENSORBOARD,
     "trackers": TRACKERS,
     "docs": DOCS,
+    "release": ["build", "twine", "cyclonedx-bom"],
     # The site in a browser; Chromium and chromedriver come from the operating system.
     "site": [*DOCS, "selenium>=4.30"],
     "transformers": ["transformers>=4.46"],

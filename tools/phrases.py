@@ -33,7 +33,7 @@ PHRASES = {
     r"mended|repairs? (?:a|the) (?:bug|fault)": "fixed",
     r"by hand": "manually",
     r"of (?:its|their|one's) own(?: \w+)?(?=[ .,;:])": "per-rank, separate, custom",
-    r"somebody|nobody|whoever|lest": "name the process, rank, caller or user",
+    r"\b(?:somebody|nobody|whoever|lest)\b": "name the process, rank, caller or user",
     r"let(?:s|ting)? go of": "release, free",
     r"is asked for|are asked for|was asked for": "name the thing",
     r"any rank, alone|all ranks call (?:it|this)": "Not a collective. / Collective: call on every rank.",
@@ -45,11 +45,11 @@ PATTERN = re.compile("|".join(f"(?:{phrase})" for phrase in PHRASES), re.I)
 
 
 def pages() -> Iterator[tuple[str, str]]:
-    """Yield the path and the prose of each page that people write: no code blocks, no inline code."""
+    """Yield the path and the prose of each page that people write: no code and no link targets."""
     names = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "examples/README.md"]
     for path in [*(ROOT / name for name in names), *sorted((ROOT / "docs").rglob("*.md"))]:
         text = re.sub(r"^ *```.*?^ *```", "", path.read_text("utf-8"), flags=re.M | re.S)
-        yield path.relative_to(ROOT).as_posix(), re.sub(r"`[^`\n]*`", "x", text)
+        yield path.relative_to(ROOT).as_posix(), re.sub(r"`[^`\n]*`|\]\([^)]*\)", "x", text)
 
 
 def code() -> Iterator[tuple[str, str]]:
