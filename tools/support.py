@@ -35,7 +35,6 @@ that communicate over gloo.
 """
 
 
-
 def page(support: dict[str, Any]) -> str:
     """Return the generated part of the page."""
     numbers: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""The differences from 1.15.0 that are meant: for each row of docs/differences.md, which cases may differ, and how."""
+"""The differences from 1.15.0 that are meant: for each row of docs/differences.yaml, which cases may differ, and how."""
 
 import dataclasses
 import fnmatch
@@ -9,7 +9,7 @@ class Meant:
     """Cases that may differ.
 
     Attributes:
-        row: how the row begins in docs/differences.md.
+        row: how the row begins in docs/differences.yaml.
         here: the kind of exception that ours raises, or several with " or " between, "" for a value, None for whatever.
         there: the same of 1.15.0.
         cases: patterns of fnmatch for names of cases.
@@ -181,7 +181,7 @@ ROWS: dict[str, list[tuple[str | None, ...]]] = {
     "`align_module_device` finds": [("", None, "offload.align_module_device(*")],
     "`get_state_dict_offloaded_model` and": [("", "", "offload.state_of_root(*")],
     "`.dat` files appear all at once": [("ValueError", "", "offload.load_offloaded_weight(*")],
-    "A tensor that nobody has data for": [
+    "A tensor without data": [
         ("ValueError", "NotImplementedError", "offload.odd_weights(*", "dispatching.*")],
     "A checkpoint is checked before it is loaded": [
         ("KeyError", "SafetensorError", "offload.loader(*index='missing'*"),
@@ -343,7 +343,7 @@ ROWS: dict[str, list[tuple[str | None, ...]]] = {
     "`patch_environment(name=None)` unsets": [
         ("", "", "environments.purge_*='coroutine'*", "environments.purge_*='generator'*")],
     "`should_reduce_batch_size` also recognises": [("", None, "utilities.should_reduce_batch_size*(*")],
-    "`set_seed(device_specific=True)` goes on at 0": [(None, None, "utilities.set_seed(seed=<4294967295|-1>, *")],
+    "`set_seed(device_specific=True)` continues at 0": [(None, None, "utilities.set_seed(seed=<4294967295|-1>, *")],
     "`synchronize_rng_state` takes words": [
         (None, "UnboundLocalError", "utilities.synchronize_rng_state*(*) result*")],
     "Saving to a place that is a folder": [("OSError", None, "helpers.save(*place=folder) returned*")],
