@@ -22,7 +22,8 @@ def printable(text: str, limit: int | None = None) -> str:
     """
     text = text if limit is None or len(text) <= limit else f"{text[:limit]}…"
     return _CONTROL.sub(
-        lambda found: f"\\x{ord(found[0]):02x}" if found[0] <= "\xff" else f"\\u{ord(found[0]):04x}", text
+        lambda character: f"\\x{ord(character[0]):02x}" if character[0] <= "\xff" else f"\\u{ord(character[0]):04x}",
+        text,
     )
 
 

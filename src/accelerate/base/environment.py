@@ -144,10 +144,10 @@ def patch_environment(**kwargs: Any) -> Iterator[None]:
         ...     os.environ["OMP_NUM_THREADS"]
         '1'
     """
-    wanted = {key.upper(): None if value is None else str(value) for key, value in kwargs.items()}
-    previous = {key: os.environ.get(key) for key in wanted}
+    variables = {key.upper(): None if value is None else str(value) for key, value in kwargs.items()}
+    previous = {key: os.environ.get(key) for key in variables}
     try:
-        _restore(wanted)
+        _restore(variables)
         yield
     finally:
         _restore(previous)

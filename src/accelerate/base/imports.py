@@ -33,13 +33,13 @@ def _is_installed(package: str, *distributions: str) -> bool:
 
     A folder of the same name in the working directory comes from none.
     """
-    wanted = (package, *distributions)
-    if wanted in _found:
+    key = (package, *distributions)
+    if key in _found:
         return True
     for distribution in (distributions or (package,)) if importlib.util.find_spec(package) is not None else ():
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             importlib.metadata.distribution(distribution)
-            _found.add(wanted)
+            _found.add(key)
             return True
     return False
 
@@ -56,8 +56,8 @@ def _library(
     package = package or name
 
     def available() -> bool:
-        found = _is_installed(package, *distributions)
-        return found and (at_least is None or compare_versions(package, ">=", at_least))
+        installed = _is_installed(package, *distributions)
+        return installed and (at_least is None or compare_versions(package, ">=", at_least))
 
     available.__name__ = available.__qualname__ = f"is_{name}_available"
     available.__doc__ = f"Tell whether the library {package} is installed."

@@ -276,10 +276,10 @@ def initialize_tensors(data_structure: Any) -> Any:
         torch.Size([2, 3])
     """
 
-    def made(info: TensorInformation) -> torch.Tensor:
+    def empty_tensor(info: TensorInformation) -> torch.Tensor:
         return torch.empty(*info.shape, dtype=info.dtype)
 
-    return recursively_apply(made, data_structure, test_type=is_tensor_information)
+    return recursively_apply(empty_tensor, data_structure, test_type=is_tensor_information)
 
 
 def find_batch_size(data: Any) -> int:
