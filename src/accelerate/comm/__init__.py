@@ -49,18 +49,18 @@ def side_group(beside: bool = False) -> Any | None:
         return None
     if not beside and "cpu:gloo" in str(dist.get_backend_config()).split(","):
         return communicator.group
-    made = _side_groups.setdefault(communicator, {})
-    if beside not in made:
-        made[beside] = dist.new_group(backend="gloo")
-    return made[beside]
+    groups = _side_groups.setdefault(communicator, {})
+    if beside not in groups:
+        groups[beside] = dist.new_group(backend="gloo")
+    return groups[beside]
 
 
 def group_of(ranks: Sequence[int]) -> Any:
     """Return the process group of some ranks, made once: torch finds the addresses of a former one where it makes it again. These ranks alone."""
-    made = _side_groups.setdefault(current(), {})
-    if (key := tuple(ranks)) not in made:
-        made[key] = dist.new_group(list(ranks), use_local_synchronization=True)
-    return made[key]
+    groups = _side_groups.setdefault(current(), {})
+    if (key := tuple(ranks)) not in groups:
+        groups[key] = dist.new_group(list(ranks), use_local_synchronization=True)
+    return groups[key]
 
 
 def _of_library(address: str) -> base.Communicator:

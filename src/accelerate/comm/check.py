@@ -46,10 +46,10 @@ def listed(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks[:LISTED])) + (f" and {more} more" if more > 0 else "")
 
 
-def disagreement(said: Sequence[tuple[str, str]]) -> DistributedOperationException:
-    """Return the error for ranks that disagree; `said` has what each rank called, and what it passed in words."""
-    names = list(dict.fromkeys(_full_name(operation) for operation, _ in said))
-    passed = [words if len(names) == 1 else f"`{operation}` of {words}" for operation, words in said]
+def disagreement(calls: Sequence[tuple[str, str]]) -> DistributedOperationException:
+    """Return the error for ranks that disagree; `calls` has each rank's operation and a description of its arguments."""
+    names = list(dict.fromkeys(_full_name(operation) for operation, _ in calls))
+    passed = [words if len(names) == 1 else f"`{operation}` of {words}" for operation, words in calls]
     common = max(set(passed), key=lambda text: (passed.count(text), -passed.index(text)))
     different = [rank for rank, text in enumerate(passed) if text != common]
     shown = sorted([passed.index(common), *different[:LISTED]])

@@ -217,13 +217,13 @@ def gather_object(object: Any) -> Any:
     return gather_object_with(comm.current(), object)
 
 
-def _filled(own: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def _filled(target: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Write a value into a rank's own tensor, unseen by autograd, and return the tensor that has it."""
-    if any(stride == 0 and size > 1 for stride, size in zip(own.stride(), own.shape, strict=True)):
+    if any(stride == 0 and size > 1 for stride, size in zip(target.stride(), target.shape, strict=True)):
         return value  # of `expand`: its elements share memory, so they cannot take values of their own
-    with torch.inference_mode(own.is_inference()):
-        own.data.copy_(value)
-    return own
+    with torch.inference_mode(target.is_inference()):
+        target.data.copy_(value)
+    return target
 
 
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
@@ -253,7 +253,7 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
     _prepare(communicator, "broadcast", tensor)
     values = communicator.broadcast(tensor, from_process)
     return over_leaves(
-        lambda own, value: own if communicator.rank == from_process else _filled(own, value), tensor, values
+        lambda local, value: local if communicator.rank == from_process else _filled(local, value), tensor, values
     )
 
 
@@ -295,15 +295,15 @@ def reduce_with(communicator: Communicator, tensor: Any, reduction: str = "mean"
     # A process that is alone keeps the dtype of integers.
     values = communicator.all_reduce(tensor, _REDUCTIONS[reduction] if communicator.world_size > 1 else "sum")
     parts = communicator.world_size if reduction == "mean" else 1
-    results = over_leaves(lambda own, value: _with_gradient(own, value, parts), tensor, values)
+    results = over_leaves(lambda local, value: _with_gradient(local, value, parts), tensor, values)
     return recursively_apply(lambda result: result * scale, results) if scales else results
 
 
-def _with_gradient(own: torch.Tensor, value: torch.Tensor, parts: int) -> torch.Tensor:
+def _with_gradient(local: torch.Tensor, value: torch.Tensor, parts: int) -> torch.Tensor:
     """Return a reduced value whose gradient goes to the rank's own part alone; nothing is exchanged in backward."""
-    if not (own.requires_grad and torch.is_grad_enabled()):
+    if not (local.requires_grad and torch.is_grad_enabled()):
         return value
-    result = own / parts
+    result = local / parts
     result.data.copy_(value)
     return result
 
@@ -361,17 +361,19 @@ def pad_with(
             CannotPadNestedTensorWarning,
             stacklevel=3,
         )
-    wanted = [not item.is_nested and -item.ndim <= dim < item.ndim for item in tensors]
+    lengthened = [not item.is_nested and -item.ndim <= dim < item.ndim for item in tensors]
     if communicator.world_size == 1 or not tensors:
         return rebuild(tensor, tensors)
     # One exchange for all tensors. The ranks must agree on what is padded, not on dtypes or sizes.
-    sizes = torch.tensor([item.shape[dim] if lengthen else 0 for item, lengthen in zip(tensors, wanted, strict=True)])
+    sizes = torch.tensor(
+        [item.shape[dim] if lengthen else 0 for item, lengthen in zip(tensors, lengthened, strict=True)]
+    )
     words = filled(structure, ["nested" if item.is_nested else f"{item.ndim}-dimensional" for item in tensors])
     note = f" for {words} along {dim}"
     longest = communicator.all_reduce(sizes, "max", "pad_across_processes", note).tolist()
     results = [
         padded(item, dim, length, pad_index, pad_first) if lengthen else item
-        for item, lengthen, length in zip(tensors, wanted, longest, strict=True)
+        for item, lengthen, length in zip(tensors, lengthened, longest, strict=True)
     ]
     return rebuild(tensor, results)
 
@@ -420,8 +422,8 @@ def gather_tensor_shape(tensor: torch.Tensor | None) -> tuple[torch.Tensor, int]
 
 
 def _owner(communicator: Communicator, tensor: torch.Tensor | None) -> tuple[int, tuple[int, ...], int]:
-    mine = None if tensor is None else (tuple(tensor.shape), TENSOR_TYPE_TO_INT[tensor.dtype])
-    entries = communicator.gather_object(mine)
+    entry_of_rank = None if tensor is None else (tuple(tensor.shape), TENSOR_TYPE_TO_INT[tensor.dtype])
+    entries = communicator.gather_object(entry_of_rank)
     owners = [rank for rank, entry in enumerate(entries) if entry is not None]
     if not owners or any(entries[rank] != entries[owners[0]] for rank in owners):
         raise ValueError(f"One tensor is expected, on one or more processes; the processes have {entries}.")

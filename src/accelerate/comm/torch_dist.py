@@ -153,19 +153,19 @@ class TorchCommunicator(Communicator):
         """Return every rank's object; in one collective where objects of about this size were gathered before."""
         message = bytearray(_LENGTH) + pickle.dumps(obj, pickle.HIGHEST_PROTOCOL)
         message[:_LENGTH] = len(message).to_bytes(_LENGTH, "little")
-        own = torch.frombuffer(message, dtype=torch.uint8)
+        data = torch.frombuffer(message, dtype=torch.uint8)
         call, expected = self._object_call(0), self._checker.expected()
-        if expected is not None and expected.operation == call.operation and len(own) <= expected.size:
+        if expected is not None and expected.operation == call.operation and len(data) <= expected.size:
             call = expected
-        results = self._as_expected(call, [padded(own, 0, call.size, 0, False)])
+        results = self._as_expected(call, [padded(data, 0, call.size, 0, False)])
         if results is None:
             self.require_same(self._object_call(0))
-            longest = torch.tensor([len(own)], device=self._default_device())
+            longest = torch.tensor([len(data)], device=self._default_device())
             dist.all_reduce(longest, dist.ReduceOp.MAX, group=self.group)
             largest = longest.item()
             # Objects of a loop differ a little in size; the next power of two lets them pass as equal.
             call = self._object_call(1 << (largest - 1).bit_length() if largest <= PACKED else largest)
-            results = self._carry_out(call, [padded(own, 0, call.size, 0, False)])
+            results = self._carry_out(call, [padded(data, 0, call.size, 0, False)])
         self._checker.remember(call)
         rows = results[0].view(self.world_size, -1).cpu().numpy()
         return [pickle.loads(row.data[_LENGTH : int.from_bytes(row[:_LENGTH].data, "little")]) for row in rows]
