@@ -58,8 +58,8 @@ class CustomHelpFormatter(OneSpelling):
 
     def add_argument(self, action: argparse.Action) -> None:
         """Add an argument to the help, unless it belongs to another feature."""
-        given = {clean_option(word.partition("=")[0]) for word in sys.argv}
-        features = {name for name, feature in FEATURES.items() if feature.switch in given}
+        flags = {clean_option(word.partition("=")[0]) for word in sys.argv}
+        features = {name for name, feature in FEATURES.items() if feature.switch in flags}
         option = BY_NAME.get(action.dest)
         if not features or option is None or option.feature is None or option.feature in features:
             super().add_argument(action)
@@ -122,13 +122,13 @@ def console(args: argparse.Namespace, replace: bool | None = None) -> None:
         print(printable(f"accelerate launch: error: {error}"), file=sys.stderr)
         raise SystemExit(2) from None
     except BaseException as error:
-        known = isinstance(error, RunError)
-        status, line = (error.status, str(error)) if known else failure_of(error)
+        is_run_error = isinstance(error, RunError)
+        status, line = (error.status, str(error)) if is_run_error else failure_of(error)
         if plan["debug"]:
             text = "".join(traceback.format_exception(error))
             print(printable("\n".join(map(masked, text.splitlines()))), file=sys.stderr)
         # A process that failed has said why; of a machine that is lost only the launcher can report.
-        runners.print_info(plan, line, always=known)
+        runners.print_info(plan, line, always=is_run_error)
         raise SystemExit(status) from None
 
 

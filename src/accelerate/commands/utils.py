@@ -113,15 +113,15 @@ class CustomArgumentParser(_SpelledTwice, argparse.ArgumentParser):
         actions = {action.dest: action for action in self._actions}
         marked = [name for name, action in actions.items() if action.default is not argparse.SUPPRESS]
         parsed, rest = super().parse_known_args(args, argparse.Namespace(**dict.fromkeys(marked, _NOT_GIVEN)))
-        given = {name for name in actions if getattr(parsed, name, _NOT_GIVEN) is not _NOT_GIVEN}
-        for name in set(marked) - given:
+        passed = {name for name in actions if getattr(parsed, name, _NOT_GIVEN) is not _NOT_GIVEN}
+        for name in set(marked) - passed:
             action, default = actions[name], actions[name].default
             is_row = isinstance(action.type, functools.partial)  # the defaults of the table are values, not text
             if isinstance(default, str) and not is_row:
                 default = self._get_value(action, default)
             setattr(parsed, name, default)
         # The parser of a sub-command has noted its own.
-        parsed.nondefault = given | set(getattr(parsed, "nondefault", ()))
+        parsed.nondefault = passed | set(getattr(parsed, "nondefault", ()))
         return parsed, rest
 
     def unknown(self, words: Sequence[str]) -> str:
@@ -145,9 +145,9 @@ class CustomArgumentParser(_SpelledTwice, argparse.ArgumentParser):
         return self
 
     def _correction(self, flag: str) -> str:
-        known = {spelling.replace("-", "_"): spelling for spelling in reversed(self._option_string_actions)}
-        near = nearest(flag.lower().replace("-", "_"), known)
-        hint = f"did you mean {known[near]}?" if near else f"`{self.prog} --help` lists the options."
+        spellings = {spelling.replace("-", "_"): spelling for spelling in reversed(self._option_string_actions)}
+        near = nearest(flag.lower().replace("-", "_"), spellings)
+        hint = f"did you mean {spellings[near]}?" if near else f"`{self.prog} --help` lists the options."
         return f"{flag} is unknown; {hint}"
 
 

@@ -105,9 +105,9 @@ def ask_cluster(
 
 
 def _ask_kind(talk: Interview, was: str | None) -> Kind:
-    here = [kind for kind in KINDS if talk.machine.count and kind.device == talk.machine.device]
+    kinds_of_machine = [kind for kind in KINDS if talk.machine.count and kind.device == talk.machine.device]
     kinds = [kind for kind in KINDS if kind.word in SWITCH_OF_DISTRIBUTED_TYPE]
-    default = next((kind for kind in kinds if kind.word == was), here[0] if here else _ALONE)
+    default = next((kind for kind in kinds if kind.word == was), kinds_of_machine[0] if kinds_of_machine else _ALONE)
     kind = kinds[talk.asker.choose("On what should the training run?", [k.title for k in kinds], kinds.index(default))]
     if kind.device is not None and kind.device != talk.machine.device:
         note = f"  Note: this machine shows no {kind.unit} of that kind, so `accelerate launch` will refuse such a run here."
@@ -127,21 +127,21 @@ def _ask_engine(talk: Interview, kind: Kind, was: str | None) -> str:
 def _ask_processes(talk: Interview, kind: Kind) -> None:
     """Ask how many processes are started, until this machine can run them or the file is for another one."""
     machines = talk.values["num_machines"]
-    here = talk.machine.count if kind.device == talk.machine.device else 0
+    device_count = talk.machine.count if kind.device == talk.machine.device else 0
     if kind is _ALONE:
         talk.facts["picks_devices"] = talk.machine.count > 1 and not talk.values["cpu"]
         return
     talk.facts["picks_devices"] = kind.device == "cuda" and machines == 1
-    offered = max(here, {"MULTI_CPU": 2, "XLA": 8}.get(kind.word, 1)) * machines
+    offered = max(device_count, {"MULTI_CPU": 2, "XLA": 8}.get(kind.word, 1)) * machines
     share = math.lcm(machines, parallel_size(talk.values))
     offered = share * -(-offered // share)
     while True:
         count = talk.ask("num_processes", offered)
-        if not (here and machines == 1 and count > here and not talk.machine.shareable):
+        if not (device_count and machines == 1 and count > device_count and not talk.machine.shareable):
             break
-        has = f"This machine has {here} {kind.unit}{'' if here == 1 else 's'}, and each process needs one of its own"
+        has = f"This machine has {device_count} {kind.unit}{'' if device_count == 1 else 's'}, and each process needs one of its own"
         talk.asker.say(f"  {has}: `accelerate launch` will refuse {count} processes here.")
         # Sizes of the parallelism that ask for more were answered before: only another machine can have them.
-        if here % share or talk.asker.yes("Is the file for another machine?"):
+        if device_count % share or talk.asker.yes("Is the file for another machine?"):
             break
-        talk.previous = {**talk.previous, "num_processes": here}
+        talk.previous = {**talk.previous, "num_processes": device_count}

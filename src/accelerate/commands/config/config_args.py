@@ -137,8 +137,8 @@ class BaseConfig:
         fields = {field.name: field for field in dataclasses.fields(cls)}
         unknown = sorted(str(key) for key in content if key not in fields)
         if unknown:
-            said = " ".join(files.unknown_key(key, sorted(fields)) for key in unknown[:5])
-            raise LaunchError(f"The configuration file {path} has unknown keys: {said}")
+            explanations = " ".join(files.unknown_key(key, sorted(fields)) for key in unknown[:5])
+            raise LaunchError(f"The configuration file {path} has unknown keys: {explanations}")
         required = {name for name, field in fields.items() if field.default is dataclasses.MISSING}
         if lacking := sorted(required - content.keys()):
             raise LaunchError(f"The configuration file {path} lacks {', '.join(lacking)}.")

@@ -160,14 +160,14 @@ class Interview:
 
     def content(self) -> dict[str, Any]:
         """Return the answers as the content of a configuration file, under the keys and sections of the table."""
-        found: dict[str, Any] = {}
+        content: dict[str, Any] = {}
         for option in self.options:
             value = self.values.get(option.name)
             if value is None or option.file_key is None:
                 continue
-            place = found.setdefault(option.section, {}) if option.section else found
+            place = content.setdefault(option.section, {}) if option.section else content
             place[option.file_key] = _as_written(option.name, value)
-        return found
+        return content
 
     @property
     def _answers(self) -> dict[str, Any]:
@@ -204,10 +204,10 @@ class Interview:
     def _several(self, option: Option, default: Sequence[str] | None) -> list[str] | None:
         if default and self.asker.yes(f"Keep {', '.join(default)} for {option.file_key}?", True):
             return list(default)
-        found: list[str] = []
-        while answer := self.asker.text("And another one?" if found else option.help, str, optional=True):
-            found.append(answer)
-        return found or None
+        answers: list[str] = []
+        while answer := self.asker.text("And another one?" if answers else option.help, str, optional=True):
+            answers.append(answer)
+        return answers or None
 
 
 def _as_written(name: str, value: Any) -> Any:
@@ -224,19 +224,19 @@ def _as_written(name: str, value: Any) -> Any:
 # -- what is wrong with values beside each other ----------------------------------------------------------------------
 
 
-def check(found: FileSettings) -> tuple[list[Problem], list[str]]:
+def check(settings: FileSettings) -> tuple[list[Problem], list[str]]:
     """Return the problems of a configuration file, and notes."""
-    values = found.values
+    values = settings.values
     faults = [*_faults_of_values(values)]
-    if found.elsewhere is None:
+    if settings.elsewhere is None:
         faults += contradictions(values)
         if values.get("num_machines", 1) > 1 and values.get("main_process_ip") is None:
             count = values["num_machines"]
             text = f"num_machines is {count}, and main_process_ip, the address of machine 0, is missing."
             faults.append(("num_machines", text))
-    problems = [*found.problems, *(Problem(text, found.lines.get(name), fatal=False) for name, text in faults)]
+    problems = [*settings.problems, *(Problem(text, settings.lines.get(name), fatal=False) for name, text in faults)]
     missing = "distributed_type is missing; NO is taken for it, but other readers of such files insist on it."
-    notes = [*found.notes, *([] if "distributed_type" in found.content else [missing])]
+    notes = [*settings.notes, *([] if "distributed_type" in settings.content else [missing])]
     return sorted(problems, key=lambda problem: problem.line or 0), notes
 
 

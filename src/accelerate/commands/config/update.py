@@ -44,16 +44,16 @@ def update_config(args: argparse.Namespace) -> str:
 
 def _update(path: pathlib.Path) -> tuple[pathlib.Path | None, tuple[str, ...]]:
     """Rewrite a file; return the backup, None if nothing changed, and what was replaced."""
-    found = files.inspect(path)
-    fatal = [problem.text for problem in found.problems if problem.fatal]
+    settings = files.inspect(path)
+    fatal = [problem.text for problem in settings.problems if problem.fatal]
     if fatal:
         raise LaunchError(f"The configuration file {path} was left alone: {' '.join(fatal[:5])}")
-    config = config_of(found.content, path)
+    config = config_of(settings.content, path)
     if config.to_dict() == files.load_mapping(path):
         return None, ()
     backup = config_utils.back_up(path)
     config.save(path)
-    return backup, (*found.notes, *(problem.text for problem in found.problems))
+    return backup, (*settings.notes, *(problem.text for problem in settings.problems))
 
 
 def update_command_parser(parser: Any, parents: list[argparse.ArgumentParser]) -> argparse.ArgumentParser:
