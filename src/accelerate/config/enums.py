@@ -35,8 +35,8 @@ class _ListsChoices(Enum):
 
     @classmethod
     def _missing_(cls, value: object) -> None:
-        known = ", ".join(repr(member.value) for member in cls)
-        raise ValueError(f"{value!r} is not a valid {cls.__name__}. Choose one of: {known}.")
+        values = ", ".join(repr(member.value) for member in cls)
+        raise ValueError(f"{value!r} is not a valid {cls.__name__}. Choose one of: {values}.")
 
 
 @at_public_path

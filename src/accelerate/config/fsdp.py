@@ -59,11 +59,11 @@ def layer_classes(plugin: "FullyShardedDataParallelPlugin", model: "nn.Module") 
 
 def classes_named(model: "nn.Module", names: Iterable[str], field: str) -> "list[type[nn.Module]]":
     """Return the classes of these names in a model; a ValueError lists those that it lacks, and those that it has."""
-    found = {name: get_module_class_from_name(model, name) for name in names}
-    if missing := [name for name, cls in found.items() if cls is None]:
+    classes = {name: get_module_class_from_name(model, name) for name in names}
+    if missing := [name for name, cls in classes.items() if cls is None]:
         present = sorted({type(part).__name__ for part in model.modules()})
         raise ValueError(f"{field} holds {', '.join(missing)}; the model has {', '.join(present)}.")
-    return list(found.values())
+    return list(classes.values())
 
 
 def _materialize(module: "nn.Module") -> None:
@@ -187,7 +187,7 @@ class FullyShardedDataParallelPlugin:
             self.set_mixed_precision(self.mixed_precision_policy, override=True)
         if self.mixed_precision_policy is not None:
             self.validate_mixed_precision_policy()
-        rules = to_mapping(self._said("module_precision", {}), "module_precision")
+        rules = to_mapping(self._read_setting("module_precision", {}), "module_precision")
         if rules and self.fsdp_version == 1:
             raise ValueError(f"module_precision is {rules}; fsdp_version=1 has one policy for a model.")
         self.module_precision = {key: self._rule(f"module_precision[{key!r}]", value) for key, value in rules.items()}
@@ -196,7 +196,7 @@ class FullyShardedDataParallelPlugin:
 
     # -- one step of construction each ---------------------------------------------------------------------------
 
-    def _said(self, field: str, default: Any = None) -> Any:
+    def _read_setting(self, field: str, default: Any = None) -> Any:
         """Return a field's argument, else what the environment says about its option."""
         return env.setting(getattr(self, field), f"fsdp_{field}", default, field)
 
@@ -210,7 +210,7 @@ class FullyShardedDataParallelPlugin:
         if same is not None:
             same = self.reshard_after_forward = to_enum(ShardingStrategy, same, "reshard_after_forward", aliases)
             self.sharding_strategy = same if self.sharding_strategy is None else self.sharding_strategy
-        chosen = self._said("sharding_strategy", "FULL_SHARD")
+        chosen = self._read_setting("sharding_strategy", "FULL_SHARD")
         self.sharding_strategy = to_enum(ShardingStrategy, chosen, "sharding_strategy", aliases)
         if same not in (None, self.sharding_strategy):
             used = f"sharding_strategy={self.sharding_strategy.name} is used"
@@ -228,19 +228,19 @@ class FullyShardedDataParallelPlugin:
                 raise ValueError(f"sharding_strategy={name} does not exist with fsdp_version=2. {instead}.")
             self.reshard_after_forward = means[name]
             logger.warning("sharding_strategy is now reshard_after_forward=%s (FSDP version 2).", means[name])
-        given = self.reshard_after_forward
-        ranks = type(given) is int and given > 1
-        if given is not None and not ranks and not isinstance(given, (bool, str)):
+        setting = self.reshard_after_forward
+        ranks = type(setting) is int and setting > 1
+        if setting is not None and not ranks and not isinstance(setting, (bool, str)):
             true = "true, false, or over how many ranks, two at least"
-            raise ValueError(f"reshard_after_forward is {given!r}; with fsdp_version=2 it must be {true}.")
+            raise ValueError(f"reshard_after_forward is {setting!r}; with fsdp_version=2 it must be {true}.")
         self.sharding_strategy = None
-        self.reshard_after_forward = given if ranks else self._said("reshard_after_forward", True)
+        self.reshard_after_forward = setting if ranks else self._read_setting("reshard_after_forward", True)
 
     def _depth(self, field: str) -> int | None:
         """Return how many units version 2 gathers ahead, None if that is not said as a number."""
-        given = getattr(self, field)
-        text = str(env.environment().get(BY_NAME[f"fsdp_{field}"].env or "") if given is None else given).strip()
-        if given is not None and (text == "0" or text.startswith("-")):
+        setting = getattr(self, field)
+        text = str(env.environment().get(BY_NAME[f"fsdp_{field}"].env or "") if setting is None else setting).strip()
+        if setting is not None and (text == "0" or text.startswith("-")):
             raise ValueError(f"{field} is {text}; with fsdp_version=2 at least one unit is gathered ahead.")
         return int(text) or None if text.isdigit() else None
 
@@ -252,7 +252,7 @@ class FullyShardedDataParallelPlugin:
             if str(self.reshard_after_forward).lower() == "false":
                 logger.warning("backward_prefetch=%s has no effect with reshard_after_forward=False.", depth)
             return
-        chosen = self._said("backward_prefetch", "NO_PREFETCH")
+        chosen = self._read_setting("backward_prefetch", "NO_PREFETCH")
         prefetch = to_enum(BackwardPrefetch, chosen, "backward_prefetch", {"NO_PREFETCH": None})
         self.backward_prefetch = prefetch if self.fsdp_version == 1 else None
         if prefetch is not self.backward_prefetch:
@@ -263,25 +263,25 @@ class FullyShardedDataParallelPlugin:
 
         named = (wrap.transformer_auto_wrap_policy, wrap.size_based_auto_wrap_policy, None)
         policies = dict(zip(FSDP_AUTO_WRAP_POLICY, named, strict=True))
-        policy = self._said("auto_wrap_policy", "NO_WRAP")
-        known = isinstance(policy, str) and policy.upper() in policies
-        if not known and not callable(policy) and not torch_private.is_wrap_policy(policy):
+        policy = self._read_setting("auto_wrap_policy", "NO_WRAP")
+        is_policy_name = isinstance(policy, str) and policy.upper() in policies
+        if not is_policy_name and not callable(policy) and not torch_private.is_wrap_policy(policy):
             others = "a callable or one of torch's policies"
             raise ValueError(f"auto_wrap_policy is {policy!r}; choose one of {FSDP_AUTO_WRAP_POLICY}, {others}.")
-        self.auto_wrap_policy = policy = policies[policy.upper()] if known else policy
+        self.auto_wrap_policy = policy = policies[policy.upper()] if is_policy_name else policy
 
         if policy is wrap.transformer_auto_wrap_policy:
             named = env.setting(self.transformer_cls_names_to_wrap, "fsdp_transformer_layer_cls_to_wrap")
             self.transformer_cls_names_to_wrap = named
         elif policy is wrap.size_based_auto_wrap_policy:
-            self.min_num_params = self._said("min_num_params", 0)
+            self.min_num_params = self._read_setting("min_num_params", 0)
         if self.transformer_cls_names_to_wrap is not None:
             self.transformer_cls_names_to_wrap = to_names(self.transformer_cls_names_to_wrap)
         if self.min_num_params is not None:
             self.min_num_params = to_int(self.min_num_params, "min_num_params")
         if policy is None and (self.transformer_cls_names_to_wrap or self.min_num_params):
-            given = (self.transformer_cls_names_to_wrap, self.min_num_params)
-            logger.warning("transformer_cls_names_to_wrap=%s, min_num_params=%s need an auto_wrap_policy.", *given)
+            settings = (self.transformer_cls_names_to_wrap, self.min_num_params)
+            logger.warning("transformer_cls_names_to_wrap=%s, min_num_params=%s need an auto_wrap_policy.", *settings)
 
     def _resolve_flags(self) -> None:
         if self.cpu_ram_efficient_loading is not None:
@@ -292,7 +292,7 @@ class FullyShardedDataParallelPlugin:
         switches += ["activation_checkpointing"] if self.activation_checkpointing != "selective" else []
         switches += ["use_orig_params", "sync_module_states", "forward_prefetch"] if self.fsdp_version == 1 else []
         for name in switches:
-            setattr(self, name, self._said(name, False))
+            setattr(self, name, self._read_setting(name, False))
         if self.activation_checkpointing_offload and not self.activation_checkpointing:
             raise ValueError("activation_checkpointing_offload=True needs activation_checkpointing=True as well.")
         self.limit_all_gathers = to_bool(self.limit_all_gathers, "limit_all_gathers")
@@ -400,8 +400,8 @@ class FullyShardedDataParallelPlugin:
             others = () if first else ("cast_forward_inputs",)
             unknown = sorted(set(mixed_precision) - {*keys, *others})
             if unknown:
-                known = f"with fsdp_version={self.fsdp_version} its keys are {', '.join(keys)}"
-                raise ValueError(f"{source} has {', '.join(map(repr, unknown))}; {known}.")
+                expected = f"with fsdp_version={self.fsdp_version} its keys are {', '.join(keys)}"
+                raise ValueError(f"{source} has {', '.join(map(repr, unknown))}; {expected}.")
             dtypes = {key: _to_dtype(value, key) if key in keys else value for key, value in mixed_precision.items()}
         elif isinstance(mixed_precision, str) and mixed_precision not in _PRECISIONS:
             raise ValueError(f"mixed_precision is {mixed_precision!r}; choose one of {sorted(_PRECISIONS)}.")
@@ -436,5 +436,5 @@ class FullyShardedDataParallelPlugin:
 
         value, expected = getattr(self, name), first if self.fsdp_version == 1 else second
         if not isinstance(value, getattr(fsdp, expected)):
-            wanted = f"torch.distributed.fsdp.{expected}"
-            raise ValueError(f"{name} is {value!r}; with fsdp_version={self.fsdp_version} it must be a {wanted}.")
+            class_name = f"torch.distributed.fsdp.{expected}"
+            raise ValueError(f"{name} is {value!r}; with fsdp_version={self.fsdp_version} it must be a {class_name}.")

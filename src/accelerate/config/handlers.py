@@ -247,11 +247,11 @@ class ProfileKwargs(KwargsHandler):
             options["schedule"] = profiler.schedule(**self.schedule_option)
         # "cuda" is always accepted: torch itself warns and goes on where there is none.
         members = {profiler.ProfilerActivity.CPU, profiler.ProfilerActivity.CUDA, *profiler.supported_activities()}
-        known = {member.name.lower(): member for member in sorted(members, key=lambda member: member.name)}
+        available = {member.name.lower(): member for member in sorted(members, key=lambda member: member.name)}
         for name in self.activities or ():
-            if name not in known:
-                raise ValueError(f"Invalid profiler activity: {name!r}. Here it must be one of {list(known)}.")
-        chosen = None if self.activities is None else [known[name] for name in self.activities]
+            if name not in available:
+                raise ValueError(f"Invalid profiler activity: {name!r}. Here it must be one of {list(available)}.")
+        chosen = None if self.activities is None else [available[name] for name in self.activities]
         return profiler.profile(activities=chosen, **options)
 
 

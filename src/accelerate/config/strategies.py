@@ -181,7 +181,7 @@ def register(spec: StrategySpec, before: str | None = None) -> None:
         raise ValueError(
             f"The strategy {spec.name!r} has plugin={spec.plugin!r}, which no Accelerator takes. Read its settings from variables."
         )
-    names = [known.name for known in specs()]
+    names = [registered.name for registered in specs()]
     if before is not None and before not in names:
         raise ValueError(f"before={before!r} is no registered strategy. Known: {names}.")
     specs().insert(0 if before is None else names.index(before), spec)
@@ -237,8 +237,8 @@ def record_of(distributed_type: DistributedType | str) -> StrategySpec:
     for spec in specs():
         if kind in spec.kinds:
             return spec
-    known = sorted({member.value for spec in specs() for member in spec.kinds})
-    raise ValueError(f"No strategy serves {kind.value!r}: its extension is not installed. Known: {known}.")
+    served = sorted({member.value for spec in specs() for member in spec.kinds})
+    raise ValueError(f"No strategy serves {kind.value!r}: its extension is not installed. Known: {served}.")
 
 
 @cache

@@ -234,8 +234,8 @@ def rows(group: str, prefix: str = "", **shared: Any) -> Callable[..., Option]:
     `words` may be one text; the chapter is that of the feature, if nothing else is said.
     """
 
-    def row(name: str, help: str, **own: Any) -> Option:
-        fields = {"chapter": shared.get("feature", "other"), **shared, **own}
+    def row(name: str, help: str, **fields_of_option: Any) -> Option:
+        fields = {"chapter": shared.get("feature", "other"), **shared, **fields_of_option}
         for field_name, word in (("env", name.upper()), ("key", name)):
             if fields.get(field_name):
                 fields[field_name] = fields[field_name].replace("*", word)
@@ -270,9 +270,9 @@ def port(value: int) -> str | None:
     return None if 1 <= value <= 65535 else "ports of several machines are numbers from 1 to 65535"
 
 
-def matching(pattern: str, wanted: str) -> Check:
-    """Return a check that refuses texts that do not match a pattern as a whole, with the message `wanted`."""
-    return lambda value: None if re.fullmatch(pattern, value) else wanted
+def matching(pattern: str, message: str) -> Check:
+    """Return a check that refuses texts that do not match a pattern as a whole, with that message."""
+    return lambda value: None if re.fullmatch(pattern, value) else message
 
 
 def existing_file(value: str) -> str | None:
@@ -323,10 +323,10 @@ def to_enum(kind: type[E], value: Any, name: str, aliases: Mapping[str, E | None
         return value
     word = str(value).strip().upper()
     named = {member.name.upper(): member for member in kind} | dict(aliases or {})
-    found = {str(member.value).upper(): member for member in kind} | named
-    if word not in found:
+    members = {str(member.value).upper(): member for member in kind} | named
+    if word not in members:
         raise ValueError(f"{name} is {value!r}; choose one of {', '.join(sorted(named))}.")
-    return found[word]
+    return members[word]
 
 
 def one_of(name: str, value: Any, choices: Sequence[Any]) -> Any:
@@ -351,9 +351,9 @@ def both_spellings(flags: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(itertools.chain(*spelled)))
 
 
-def conditions_met(answers: Mapping[str, Any], wanted: Answers) -> bool:
+def conditions_met(answers: Mapping[str, Any], conditions: Answers) -> bool:
     """Say whether each answer that is wanted has been given."""
-    return all(answers.get(name) in accepted for name, accepted in wanted.items())
+    return all(answers.get(name) in accepted for name, accepted in conditions.items())
 
 
 def _text(raw: Any, source: str = "") -> str:
