@@ -294,8 +294,8 @@ def detect(cpu: bool = False) -> Device:
     """Return the kind of device that this process computes on; the search runs once."""
     if cpu or parse_flag_from_env("ACCELERATE_USE_CPU", False):
         return DEVICES["cpu"]
-    wanted = os.environ.get("ACCELERATE_TORCH_DEVICE", "").strip()
-    return row(wanted) if wanted else _search()
+    device_name = os.environ.get("ACCELERATE_TORCH_DEVICE", "").strip()
+    return row(device_name) if device_name else _search()
 
 
 def forget() -> None:
