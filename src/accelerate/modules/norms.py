@@ -113,12 +113,12 @@ def _local(gradient: Any) -> torch.Tensor:
 
 def _power_sum(parts: Iterable[list[torch.Tensor]], norm_type: float, like: torch.Tensor) -> torch.Tensor:
     """Return the sum of |x|^p (the maximum of |x| for infinity) of local elements, as one element like another."""
-    found = [like.new_zeros(())]
+    sums = [like.new_zeros(())]
     for tensors in parts:
         wide = tensors[0].dtype if tensors[0].dtype == torch.float64 else torch.float32
         norms = torch.stack(torch._foreach_norm(tensors, norm_type, dtype=wide)).to(like)
-        found.append(norms.max() if norm_type == math.inf else norms.pow(norm_type).sum())
-    stacked = torch.stack(found)
+        sums.append(norms.max() if norm_type == math.inf else norms.pow(norm_type).sum())
+    stacked = torch.stack(sums)
     return stacked.max() if norm_type == math.inf else stacked.sum()
 
 

@@ -125,15 +125,15 @@ def _unwrap_children(module: nn.Module, wrappers: tuple[type, ...]) -> None:
 
 def restore_forward(module: nn.Module) -> None:
     """Undo the forward that mixed precision put on an unwrapped module, if it did."""
-    own: dict[str, Any] = module.__dict__
-    own.pop(AUTOCAST, None)
-    original: Callable | None = own.pop("_original_forward", None)
+    attributes: dict[str, Any] = module.__dict__
+    attributes.pop(AUTOCAST, None)
+    original: Callable | None = attributes.pop("_original_forward", None)
     if original is None:
         return
-    own.pop("forward", None)
+    attributes.pop("forward", None)
     # A forward that was on the instance before (a hook's, a patch) goes back there; a class's own needs no entry.
     if getattr(original, "__func__", None) is not getattr(type(module), "forward", None):
-        own["forward"] = original
+        attributes["forward"] = original
 
 
 # Compilation by regions ------------------------------------------------------------------------------------------------
@@ -278,31 +278,31 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
         >>> is_compiled_module(compiled), is_compiled_module(compiled["blocks"][0]), is_compiled_module(net["blocks"][0])
         (False, True, False)
     """
-    made: dict[int, nn.Module] = {}  # a module registered twice must stay one module
+    compiled_parts: dict[int, nn.Module] = {}  # a module registered twice must stay one module
 
     def in_place(part: nn.Module) -> None:
         if part._compiled_call_impl is None:
             part.compile(**compile_kwargs)
 
     def compiled(part: nn.Module, whole: bool) -> nn.Module:
-        if id(part) not in made:
+        if id(part) not in compiled_parts:
             if is_compiled_module(part):
-                made[id(part)] = part
+                compiled_parts[id(part)] = part
             elif whole or _is_region(part):
-                made[id(part)] = torch.compile(part, **compile_kwargs)
+                compiled_parts[id(part)] = torch.compile(part, **compile_kwargs)
             elif not part._modules:
-                made[id(part)] = part
+                compiled_parts[id(part)] = part
             elif _needs_identity(part):
                 _compile_regions(part, in_place)
-                made.update((id(inner), inner) for inner in part.modules())
+                compiled_parts.update((id(inner), inner) for inner in part.modules())
             else:
-                twin = made[id(part)] = _twin(part)
+                twin = compiled_parts[id(part)] = _twin(part)
                 twin.__dict__[ORIGINAL] = part
                 blocks = is_repeated_blocks(part)
                 for name, child in part._modules.items():
                     if child is not None:
                         twin._modules[name] = compiled(child, whole=blocks)
-        return made[id(part)]
+        return compiled_parts[id(part)]
 
     return compiled(module, whole=False)
 
@@ -359,9 +359,9 @@ def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: Any) -> nn.Module
 
 def _compile_forward(options: dict[str, Any], module: nn.Module) -> None:
     """Compile a module's forward without the hooks of `fully_shard`: it is one graph then, and `fullgraph` holds."""
-    own = torch_private.shards_own_class(module).__module__
+    module_name = torch_private.shards_own_class(module).__module__
     # A single layer of torch's gains nothing, and all of them share one function, of which few versions are kept.
-    if next(module.children(), None) is not None or not own.startswith("torch.nn."):
+    if next(module.children(), None) is not None or not module_name.startswith("torch.nn."):
         module.forward = torch.compile(module.forward, **options)
 
 
@@ -381,18 +381,18 @@ def canonical_names(names: Iterable[str]) -> list[str]:
     return list(map(canonical_name, names))
 
 
-def match_names(wanted: Iterable[str], found: Iterable[str]) -> dict[str, str]:
+def match_names(targets: Iterable[str], source_names: Iterable[str]) -> dict[str, str]:
     """Map each found name to the wanted one of the same parameter, whatever wrappers wrote the names.
 
     Equal names pair first; the others when, without wrapper parts and a leading ``module.``, they are equal and
     unambiguous.
     """
-    known, found = set(wanted), list(found)
-    pairs = {name: name for name in found if name in known}
-    if len(pairs) == len(found):
+    target_names, source_names = set(targets), list(source_names)
+    pairs = {name: name for name in source_names if name in target_names}
+    if len(pairs) == len(source_names):
         return pairs
-    partners = _by_bare_name(known.difference(pairs))
-    for bare, names in _by_bare_name(name for name in found if name not in pairs).items():
+    partners = _by_bare_name(target_names.difference(pairs))
+    for bare, names in _by_bare_name(name for name in source_names if name not in pairs).items():
         if len(names) == len(partners.get(bare, ())) == 1:
             pairs[names[0]] = partners[bare][0]
     return pairs
@@ -444,15 +444,15 @@ def shared_tensor_names(state_dict: Mapping[str, Any]) -> list[list[str]]:
 
 def same_tensors(state: Mapping[str, Any]) -> dict[str, str]:
     """Return names whose tensor is that of an earlier name, with that name; mere overlap makes different data."""
-    found = {}
+    duplicates = {}
     for names in shared_tensor_names(state):
         first: dict[Any, str] = {}
         for name in names:
             tensor = state[name]
             kept = first.setdefault((tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()), name)
             if kept != name:
-                found[name] = kept
-    return found
+                duplicates[name] = kept
+    return duplicates
 
 
 def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:
