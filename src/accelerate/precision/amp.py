@@ -169,15 +169,15 @@ def wrap_forward(model: nn.Module, device_type: str, row: Precision, handler: Au
     unwrap_forward(model)  # a deep copy, or a run in another precision, brings the earlier wrapper along
     if row.autocast_dtype is None:
         return
-    autocast, original, own = Autocast(device_type, row, handler), model.forward, model.__dict__
-    own.pop("forward", None)
+    autocast, original, attributes = Autocast(device_type, row, handler), model.forward, model.__dict__
+    attributes.pop("forward", None)
     # In this order: a pickle is read in it, and `forward` finds what `AUTOCAST` has wrapped again.
-    own["_original_forward"] = original
+    attributes["_original_forward"] = original
     if isinstance(original, types.MethodType) and original.__self__ is model:
-        own[AUTOCAST] = _Again(model, autocast)
-        own["forward"] = types.MethodType(_function(original.__func__, autocast), model)
+        attributes[AUTOCAST] = _Again(model, autocast)
+        attributes["forward"] = types.MethodType(_function(original.__func__, autocast), model)
     else:
-        own["forward"] = AutocastForward(original, autocast)
+        attributes["forward"] = AutocastForward(original, autocast)
 
 
 def unwrap_forward(model: nn.Module) -> None:

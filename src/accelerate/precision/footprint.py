@@ -48,12 +48,12 @@ def pieces(model: nn.Module) -> list[Piece]:
     """Return the parameters of a model, prepared or not, tied ones once. Any rank, alone."""
     flat = list(_flat_pieces(model))
     members = {identity for _, identities in flat for identity in identities}
-    sharded = {id(shard): known for shard, known, _ in torch_private.sharded_parameters(model)}
-    found = [piece for piece, _ in flat]
+    sharded = {id(shard): details for shard, details, _ in torch_private.sharded_parameters(model)}
+    all_pieces = [piece for piece, _ in flat]
     for name, parameter in model.named_parameters():
         if id(parameter) not in members:
-            found.append(_piece(plain_name(model, name), parameter, sharded.get(id(parameter))))
-    return found
+            all_pieces.append(_piece(plain_name(model, name), parameter, sharded.get(id(parameter))))
+    return all_pieces
 
 
 def plain_name(model: nn.Module, name: str) -> str:
@@ -94,13 +94,20 @@ def tensors_here(model: nn.Module) -> dict[str, list[torch.Tensor]]:
     # While nothing is exchanged, whole gradients lie beside the parameters.
     gradients += itertools.chain.from_iterable(whole for *_, whole in torch_private.sharded_parameters(model))
     gradients += itertools.chain.from_iterable(map(torch_private.flat_gradients, model.modules()))
-    found = {"parameters": parameters, "buffers": model.buffers(), "gradients": gradients, "optimizer": updated}
-    return {kind: [each for each in tensors if each is not None] for kind, tensors in found.items()}
+    tensors_of_kind = {
+        "parameters": parameters,
+        "buffers": model.buffers(),
+        "gradients": gradients,
+        "optimizer": updated,
+    }
+    return {kind: [tensor for tensor in tensors if tensor is not None] for kind, tensors in tensors_of_kind.items()}
 
 
 def _piece(name: str, parameter: nn.Parameter, owner: Any) -> Piece:
-    here, dtype = local_part(parameter).numel(), parameter.dtype
-    piece = Piece(name, dtype, parameter.requires_grad, parameter.numel(), here, here, dtype, dtype, dtype, dtype)
+    local_numel, dtype = local_part(parameter).numel(), parameter.dtype
+    piece = Piece(
+        name, dtype, parameter.requires_grad, parameter.numel(), local_numel, local_numel, dtype, dtype, dtype, dtype
+    )
     if (part := getattr(parameter, "ds_tensor", None)) is not None:
         return replace(piece, numel=parameter.ds_numel, here=part.numel(), whole=parameter.ds_numel, strategy="zero3")
     return piece if owner is None else replace(piece, strategy="fsdp2", **owner)
@@ -110,9 +117,9 @@ def _flat_pieces(model: nn.Module) -> Iterator[tuple[Piece, set[int]]]:
     """Yield what FSDP1 flattened, with the identities under which `named_parameters` shows it."""
     wrapper = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
     for prefix, module in model.named_modules() if wrapper is not None else ():
-        for shown, known in torch_private.flat_parameters(module) if isinstance(module, wrapper) else ():
-            name = canonical_name(f"{prefix}.{known['name']}" if prefix else known["name"])
-            yield Piece(**{**known, "name": name, "strategy": "fsdp1"}), shown
+        for shown, details in torch_private.flat_parameters(module) if isinstance(module, wrapper) else ():
+            name = canonical_name(f"{prefix}.{details['name']}" if prefix else details["name"])
+            yield Piece(**{**details, "name": name, "strategy": "fsdp1"}), shown
 
 
 def no_sync_memory_note(model: nn.Module) -> str:

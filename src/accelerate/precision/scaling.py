@@ -129,24 +129,24 @@ def before_backward(scaler: Any) -> None:
     waiting = {id(p) for key, user in users.items() if key not in progress.ended for p in _parameters(user)}
     states, scale, done = scaler._per_optimizer_states, scaler._get_scale_async(), set()
     # The last one has seen what the others found in gradients that it shares with them.
-    for key, found in reversed(progress.unscaled.items()):
-        held = [p for p in _parameters(users[key]) if p.grad is not None] if key in users else []
-        held = [p for p in held if id(p) not in done]
-        done.update(map(id, held))
-        _multiply([p.grad for p in held], scale)
-        for p in held:
+    for key, overflows in reversed(progress.unscaled.items()):
+        with_gradient = [p for p in _parameters(users[key]) if p.grad is not None] if key in users else []
+        with_gradient = [p for p in with_gradient if id(p) not in done]
+        done.update(map(id, with_gradient))
+        _multiply([p.grad for p in with_gradient], scale)
+        for p in with_gradient:
             if id(p) in waiting:
-                _mark(p.grad, found)
+                _mark(p.grad, overflows)
         if key in states and states[key]["stage"] is OptState.UNSCALED:
             del states[key]
     progress.unscaled.clear()
     progress.ended.clear()
 
 
-def _mark(gradient: torch.Tensor, found: Found) -> None:
+def _mark(gradient: torch.Tensor, overflows: Found) -> None:
     """Put NaN into a gradient after an overflow, which clipping may have hidden from the step; zeros were cleared since."""
     values = _values(gradient)
-    for overflow in found.values():
+    for overflow in overflows.values():
         values.masked_fill_((overflow.to(values.device) > 0) & (values != 0), float("nan"))
 
 
@@ -157,9 +157,9 @@ def unscale(scaler: Any, optimizer: Any) -> None:
         _note_unscaled(scaler, optimizer, scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"])
 
 
-def _note_unscaled(scaler: Any, optimizer: Any, found: Found) -> None:
+def _note_unscaled(scaler: Any, optimizer: Any, overflows: Found) -> None:
     if any(optimizer is user for user in _users(scaler)):  # torch's own rules hold for others
-        _progress(scaler).unscaled[id(optimizer)] = found
+        _progress(scaler).unscaled[id(optimizer)] = overflows
 
 
 @contextmanager
@@ -184,8 +184,8 @@ def _rescaled(scaler: Any) -> Iterator[None]:
 
 def _held_gradients(model: nn.Module, parameters: Set[int]) -> Iterator[torch.Tensor]:
     """Yield the gradients that FSDP holds outside of parameters, for some parameters by id; all are scaled."""
-    for shard, _, held in sharded_parameters(model):
-        yield from held if id(shard) in parameters else ()
+    for shard, _, gradients in sharded_parameters(model):
+        yield from gradients if id(shard) in parameters else ()
     for module in model.modules():
         _, shard = flat_gradients(module)
         if shard is not None and not parameters.isdisjoint(next(flat_parameters(module))[0]):
@@ -248,14 +248,14 @@ class GradScaler(torch.amp.GradScaler):
         parameters, unscaled = _parameters(optimizer), _progress(self).unscaled
         if not unscaled:
             return parameters, []
-        found = []
+        overflows = []
         for user in _users(self):
             if id(user) in unscaled:
-                taken = set(map(id, _parameters(user)))
-                if any(p.grad is not None and id(p) in taken for p in parameters):
-                    found.append(unscaled[id(user)])
-                parameters = [p for p in parameters if id(p) not in taken]
-        return parameters, found
+                shared_ids = set(map(id, _parameters(user)))
+                if any(p.grad is not None and id(p) in shared_ids for p in parameters):
+                    overflows.append(unscaled[id(user)])
+                parameters = [p for p in parameters if id(p) not in shared_ids]
+        return parameters, overflows
 
     def _unscale_grads_(
         self, optimizer: Any, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
@@ -269,13 +269,15 @@ class GradScaler(torch.amp.GradScaler):
                 part.grad = part.detach()
             parameters = parts
         group = types.SimpleNamespace(param_groups=[{"params": parameters}])
-        found = super()._unscale_grads_(group, inv_scale, found_inf, allow_fp16 or sharded)
-        found = found or {found_inf.device: found_inf}  # without gradients a step changes nothing, as in float32
+        overflows = super()._unscale_grads_(group, inv_scale, found_inf, allow_fp16 or sharded)
+        overflows = overflows or {
+            found_inf.device: found_inf
+        }  # without gradients a step changes nothing, as in float32
         if sharded or others:
-            for seen in (*found.values(), *(value for other in others for value in other.values())):
+            for seen in (*overflows.values(), *(value for other in others for value in other.values())):
                 found_inf = torch.maximum(found_inf, seen.to(found_inf.device))
             if sharded:
                 torch.distributed.all_reduce(found_inf, torch.distributed.ReduceOp.MAX)
-            found = {device: found_inf.to(device) for device in found}
-        _note_unscaled(self, optimizer, found)
-        return found
+            overflows = {device: found_inf.to(device) for device in overflows}
+        _note_unscaled(self, optimizer, overflows)
+        return overflows
