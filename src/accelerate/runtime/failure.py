@@ -91,10 +91,10 @@ def beside(error_file: str, name: str) -> str:
 def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     prints = _former is not sys.__excepthook__
     # Whatever happens here, the traceback must come out: this may run when memory or the disk is full.
-    left = False
+    recorded = False
     with contextlib.suppress(Exception):
-        left = is_rank() and leave(os.environ[ERROR_FILE], record(kind, error, trace, shown=prints))
-    if prints or not left:
+        recorded = is_rank() and leave(os.environ[ERROR_FILE], record(kind, error, trace, shown=prints))
+    if prints or not recorded:
         _former(kind, error, trace)
         with contextlib.suppress(Exception):
             sys.stderr.write(_explained(error))

@@ -99,13 +99,13 @@ def without_agent(environ: Mapping[str, str]) -> dict[str, str]:
 def resolve(environ: Mapping[str, str] | None = None) -> Ranks | None:
     """Read ranks and sizes from the environment; None where no launcher speaks, ValueError for a contradiction."""
     environ = os.environ if environ is None else environ
-    found = [(source, names, [integer_in(environ, name) for name in names]) for source, names in SCHEMES]
-    rank, size = found[0][2][:2]
+    entries = [(source, names, [integer_in(environ, name) for name in names]) for source, names in SCHEMES]
+    rank, size = entries[0][2][:2]
     if rank is not None and size is not None:
-        return checked(*found[0])
+        return checked(*entries[0])
     if rank is not None and rank > 0:
         raise ValueError(f"RANK is {rank} but WORLD_SIZE is not set. Set the number of processes, or unset RANK.")
-    others = [entry for entry in found[1:] if entry[2][0] is not None]
+    others = [entry for entry in entries[1:] if entry[2][0] is not None]
     if size is not None and size > 1:
         # mpirun does not set RANK, but its users often export WORLD_SIZE: then the two must be equal.
         if not others:
@@ -139,9 +139,9 @@ def checked(source: str, names: tuple[str, ...], numbers: list[int | None]) -> R
         if local_size not in (None, 1, size):
             raise ValueError(f"{names[2]} is not set although {names[3]} is {local_size}; set it in every process.")
         local_rank = rank if local_size == size else 0
-    here, name = (size, names[1]) if local_size is None else (local_size, names[3])
-    if local_rank >= here:
-        raise ValueError(f"{names[2]} is {local_rank} but {name} is {here}: local ranks must be smaller.")
+    local_limit, name = (size, names[1]) if local_size is None else (local_size, names[3])
+    if local_rank >= local_limit:
+        raise ValueError(f"{names[2]} is {local_rank} but {name} is {local_limit}: local ranks must be smaller.")
     return Ranks(rank, size, local_rank, local_size, source)
 
 

@@ -136,9 +136,9 @@ def live_ranks() -> Ranks:
     """Return the ranks of the process group that is alive; the environment adds what the group does not know."""
     fork_when_quiet()
     rank, size = dist.get_rank(), dist.get_world_size()
-    given = resolve() if os.environ.get("RANK") == str(rank) else None
-    if given is not None and given.world_size == size:
-        return Ranks(rank, size, given.local_rank, given.local_world_size, "process group")
+    launched = resolve() if os.environ.get("RANK") == str(rank) else None
+    if launched is not None and launched.world_size == size:
+        return Ranks(rank, size, launched.local_rank, launched.local_world_size, "process group")
     local_rank, local_size = integer_in(os.environ, "LOCAL_RANK"), integer_in(os.environ, "LOCAL_WORLD_SIZE")
     if local_rank is None or local_rank < 0:  # started without a launcher, as `torch.multiprocessing.spawn` does
         local_rank, local_size = rank, size

@@ -102,7 +102,9 @@ def collectives_started(backend: Any) -> int:
 def live_timeout() -> timedelta | None:
     """Return how long collectives of the live process group may wait, or None if torch does not say."""
     options = (getattr(backend, "options", None) for backend in backends(dist.group.WORLD))
-    return next((one._timeout for one in options if hasattr(one, "_timeout")), None)
+    return next(
+        (backend_options._timeout for backend_options in options if hasattr(backend_options, "_timeout")), None
+    )
 
 
 def set_live_timeout(timeout: timedelta) -> bool:
@@ -117,8 +119,8 @@ def set_live_timeout(timeout: timedelta) -> bool:
 def flight_recorders() -> list[Callable[[bool, bool], str]]:
     """Return the functions that write a recorder of collectives as JSON, of those that this torch has."""
     module = getattr(torch._C, "_distributed_c10d", None)
-    found = (getattr(module, name, None) for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"))
-    return [dump for dump in found if dump]
+    dumps = (getattr(module, name, None) for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"))
+    return [dump for dump in dumps if dump]
 
 
 def group_named(name: str) -> Any:
@@ -188,8 +190,8 @@ def sharding_for_one() -> Iterator[None]:
         parts += [tensor.narrow(dim, length - rest, rest)] * (rest > 0)
         return parts + [tensor.narrow(dim, 0, 0)] * (count - len(parts))
 
-    here = (tensors, "_get_preferred_device", lambda tensor: torch.device("cpu"))
-    with replaced((home, "_chunk_with_empty", parts_of), here):
+    on_cpu = (tensors, "_get_preferred_device", lambda tensor: torch.device("cpu"))
+    with replaced((home, "_chunk_with_empty", parts_of), on_cpu):
         yield
 
 
@@ -242,8 +244,8 @@ def made_as_shape(mode: Any, operator: Any, args: Any, kwargs: Mapping[str, Any]
     ):  # DTensor finds out in its own what an operator returns
         return None
     with mode:
-        made = operator(*args, **kwargs)
-    return None if made.is_meta else made
+        tensor = operator(*args, **kwargs)
+    return None if tensor.is_meta else tensor
 
 
 # -- meshes and DTensors -----------------------------------------------------------------------------------------------
@@ -252,9 +254,9 @@ def made_as_shape(mode: Any, operator: Any, args: Any, kwargs: Mapping[str, Any]
 def flatten(mesh: Any, dimensions: Mapping[str, Sequence[str]]) -> None:
     """Let a new mesh know several of its dimensions, as one, under names of their own; those without dimensions are left out."""
     # Up to 2.9 torch keeps them by what the mesh looks like, with groups of a former process group.
-    known = getattr(torch.distributed.device_mesh, "_mesh_resources", None)
+    resources = getattr(torch.distributed.device_mesh, "_mesh_resources", None)
     for kept in ("root_to_flatten_mapping", "flatten_name_to_root_dims"):
-        getattr(known, kept, {}).pop(mesh, None)
+        getattr(resources, kept, {}).pop(mesh, None)
     for name, names in dimensions.items():
         if names:
             mesh[tuple(names)]._flatten(name)
@@ -353,11 +355,11 @@ def sharded_parameters(model: nn.Module) -> Iterator[tuple[nn.Parameter, dict[st
             reduce = getattr(policy, "reduce_dtype", None)
             # While nothing is exchanged, gradients add up in the dtype of the exchange; since 2.15 in the shard's if none was asked for.
             unreduced = reduce or (shard.dtype if hasattr(type(item), "unsharded_grad_dtype") else compute)
-            known = {"whole": math.prod(getattr(item, "_orig_size", shard.shape)), "compute": compute}
+            details = {"whole": math.prod(getattr(item, "_orig_size", shard.shape)), "compute": compute}
             whole = getattr(item, "_unsharded_param", None)
-            held = (getattr(item, "unsharded_accumulated_grad", None), getattr(whole, "grad", None))
-            distinct = {id(gradient): gradient for gradient in held if gradient is not None}
-            yield shard, {**known, "reduce": reduce or compute, "unreduced": unreduced}, list(distinct.values())
+            gradients = (getattr(item, "unsharded_accumulated_grad", None), getattr(whole, "grad", None))
+            distinct = {id(gradient): gradient for gradient in gradients if gradient is not None}
+            yield shard, {**details, "reduce": reduce or compute, "unreduced": unreduced}, list(distinct.values())
 
 
 def acts_in_backward(parameter: torch.Tensor) -> bool:
