@@ -122,22 +122,26 @@ def checksum(tensor: torch.Tensor, samples: int | None = None) -> torch.Tensor:
     return total
 
 
-def _first_difference(model: str, mine: dict[str, tuple[str, bool]]) -> ValueError:
+def _first_difference(model: str, description: dict[str, tuple[str, bool]]) -> ValueError:
     """Return the error of the first rank whose model is described otherwise than that of rank 0. All ranks."""
     communicator = comm.current()
-    theirs = communicator.broadcast_object_list([mine], 0)[0]
+    main_description = communicator.broadcast_object_list([description], 0)[0]
     absent = ("missing", False)
-    names = (name for name in [*theirs, *mine] if theirs.get(name, absent) != mine.get(name, absent))
+    names = (
+        name
+        for name in [*main_description, *description]
+        if main_description.get(name, absent) != description.get(name, absent)
+    )
     name, rank = next(names, None), communicator.rank
     differs = torch.tensor(communicator.world_size if name is None else rank)
     text = ""
     if name is not None:
-        (first, hollow), (here, _) = theirs.get(name, absent), mine.get(name, absent)
+        (first, hollow), (local_text, _) = main_description.get(name, absent), description.get(name, absent)
         text = (
-            f"The ranks prepare different models ({model}): {name!r} is {first} on rank 0 and {here} on rank {rank}. Build the "
+            f"The ranks prepare different models ({model}): {name!r} is {first} on rank 0 and {local_text} on rank {rank}. Build the "
             "same model on all ranks, with the same parameters frozen."
         )
-        if first == here:
+        if first == local_text:
             text = (
                 f"{name!r} is on the meta device on rank {0 if hollow else rank} and has values on rank {rank if hollow else 0}. "
                 "Set cpu_ram_efficient_loading=True, or load weights on every rank."
@@ -158,19 +162,21 @@ def register_whole_parameters(accelerator: Run, model: nn.Module, parameters: Ma
 
     Those that differ stay each rank's own: a program may keep parts of its own in modules that FSDP ignores.
     """
-    if dist.get_world_size() == 1 or any(known is model for known, _ in accelerator.prepared.replicated):
+    if dist.get_world_size() == 1 or any(
+        replicated_model is model for replicated_model, _ in accelerator.prepared.replicated
+    ):
         return
     checksums = [checksum(tensor).to(accelerator.device, non_blocking=True) for tensor in parameters.values()]
     sums = dict(zip(parameters, torch.stack(checksums).tolist() if checksums else [], strict=True))
-    own: list[str] = []
+    differing: list[str] = []
     if not comm.current().is_same(sorted(sums.items())):
         first = comm.current().broadcast_object_list([sums], 0)[0]
         others = comm.current().all_reduce(
             torch.tensor([sums.get(name) != first[name] for name in first]).int(), "max"
         )
         same = {name for name, other in zip(first, others.tolist(), strict=True) if not other}
-        own = sorted({*first, *sums} - same)
-    replicated = {name: parameter for name, parameter in parameters.items() if name not in own}
+        differing = sorted({*first, *sums} - same)
+    replicated = {name: parameter for name, parameter in parameters.items() if name not in differing}
     if replicated:
         accelerator.prepared.replicated.append((model, list(replicated.values())))
     if replicated and dist.get_rank() == 0:
@@ -178,21 +184,21 @@ def register_whole_parameters(accelerator: Run, model: nn.Module, parameters: Ma
             f"{len(replicated)} trainable parameters of {type(model).__name__} are whole on each rank, {next(iter(replicated))!r} for one: "
             "`accelerator.backward` averages their gradients."
         )
-    if own and dist.get_rank() == 0:
+    if differing and dist.get_rank() == 0:
         logger.warning(
-            f"{len(own)} trainable parameters in ignored_modules differ between ranks, {own[0]!r} for one, and train differently: their "
+            f"{len(differing)} trainable parameters in ignored_modules differ between ranks, {differing[0]!r} for one, and train differently: their "
             "gradients are not averaged. Build them after `set_seed`, unless each rank is to have its own."
         )
 
 
 @torch.no_grad()
-def average(accelerator: Run, held: Collection[int]) -> None:
+def average(accelerator: Run, unsynced: Collection[int]) -> None:
     """Average gradients over the ranks that have them, but those of models that `no_sync` holds, by id. All ranks.
 
     Ranks that share layers or a batch have the same gradients, so that this is the mean over batches, bit for bit the same on all.
     """
     for model, parameters in accelerator.prepared.replicated:
-        if id(model) not in held:
+        if id(model) not in unsynced:
             average_gradients(parameters)
 
 
@@ -203,17 +209,19 @@ def average_gradients(parameters: Sequence[nn.Parameter], group: Any = None) -> 
     for bucket in _buckets([parameter for parameter in parameters if parameter.requires_grad]):
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
         # Beside them goes whether there are any: one that no rank has stays away, as on one process.
-        there = gradients[0].new_tensor([parameter.grad is not None for parameter in bucket])
-        flat = torch.cat([*(gradient.flatten() for gradient in gradients), there]).div_(dist.get_world_size(group))
+        has_gradient = gradients[0].new_tensor([parameter.grad is not None for parameter in bucket])
+        flat = torch.cat([*(gradient.flatten() for gradient in gradients), has_gradient]).div_(
+            dist.get_world_size(group)
+        )
         sent.append((bucket, gradients, flat, dist.all_reduce(flat, group=group, async_op=True)))
     for bucket, gradients, flat, work in sent:
         work.wait()
-        *means, there = flat.split([*(gradient.numel() for gradient in gradients), len(bucket)])
-        torch._foreach_copy_(gradients, [mean.view_as(own) for mean, own in zip(means, gradients, strict=True)])
+        *means, has_gradient = flat.split([*(gradient.numel() for gradient in gradients), len(bucket)])
+        torch._foreach_copy_(gradients, [mean.view_as(target) for mean, target in zip(means, gradients, strict=True)])
         if missing := [place for place, parameter in enumerate(bucket) if parameter.grad is None]:
-            found = there.tolist()
+            present = has_gradient.tolist()
             for place in missing:
-                bucket[place].grad = gradients[place] if found[place] else None
+                bucket[place].grad = gradients[place] if present[place] else None
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:

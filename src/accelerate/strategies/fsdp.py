@@ -56,7 +56,7 @@ def ensure_weights_retied(
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     places = [[name.rpartition(".") for name in names] for _, names in ties(model)]
-    group_of = {(modules[owner], own): group for group, names in enumerate(places) for owner, _, own in names}
+    group_of = {(modules[owner], entry): group for group, names in enumerate(places) for owner, _, entry in names}
     if not group_of:
         return param_init_fn
     shared: dict[int, nn.Parameter] = {}
@@ -233,11 +233,11 @@ def fsdp2_load_full_state_dict(
     Raises:
         RuntimeError: rank 0's state does not fit the model.
     """
-    own = {canonical_name(name) for name in model.state_dict()}
+    state_names = {canonical_name(name) for name in model.state_dict()}
     kept = {
         name: buffer
         for name, buffer in model.named_buffers()
-        if canonical_name(name) not in own and not buffer.is_meta
+        if canonical_name(name) not in state_names and not buffer.is_meta
     }
     if any(parameter.is_meta for parameter in model.parameters()):
         shard.allocate(model, accelerator.device, cpu_offload)

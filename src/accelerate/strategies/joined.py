@@ -54,10 +54,10 @@ class JoinedModels(Joinable):
         """Exchange gradients after each backward pass, in the place of the models' wrappers. All ranks."""
         hooks = [p.register_hook(functools.partial(self._note, index)) for index, p in enumerate(self.parameters)]
         try:
-            with contextlib.ExitStack() as held:
+            with contextlib.ExitStack() as contexts:
                 for model in self.models:
                     model.reducer._rebuild_buckets()  # otherwise the next forward would, with an exchange
-                    held.enter_context(model.no_sync())
+                    contexts.enter_context(model.no_sync())
                     model.require_forward_param_sync = False
                 yield
         finally:

@@ -30,9 +30,9 @@ def _spec(name: str) -> strategies.StrategySpec:
     strategies.third_parties()
     spec = next((spec for spec in strategies.specs() if spec.name == name), None)
     if spec is None:
-        known = [spec.name for spec in strategies.specs()]
+        registered = [spec.name for spec in strategies.specs()]
         raise ValueError(
-            f"There is no strategy {name!r}: its extension is not installed, or the name is wrong. Known: {known}."
+            f"There is no strategy {name!r}: its extension is not installed, or the name is wrong. Known: {registered}."
         )
     return spec
 

@@ -69,7 +69,7 @@ def units(
         return []
     holders = _holders(model)
     places = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
-    found: list[nn.Module] = []
+    chosen_units: list[nn.Module] = []
     covered: set[int] = set()
     for name, module in reversed(list(model.named_modules())):
         # What recomputes activations is around a unit, and none itself.
@@ -85,9 +85,9 @@ def units(
                 )
             logger.info("%s shares a parameter with another part of the model and is sharded together with it.", name)
         elif module in ruled or any(p.numel() and id(p) not in covered for p in module.parameters()):
-            found.append(module)
+            chosen_units.append(module)
             covered |= inside.keys()
-    return found
+    return chosen_units
 
 
 def _holders(model: nn.Module) -> Counter[int]:
@@ -155,9 +155,9 @@ def shard(
             # Gloo has no reduction that divides by another number than the ranks; over one rank torch divides itself.
             part.set_force_sum_reduction_for_comms(True)
     for part in [*parts, model]:
-        held = _held(part)
+        original = _list_parameters(part)
         fully_shard(part, **options, mp_policy=policies.get(part, around))
-        _free_replaced(held)
+        _free_replaced(original)
     if weights is not None:
         allocate(model, accelerator.device, offloads)
         tie(model, tied)
@@ -177,10 +177,10 @@ def _gather_ahead(model: nn.Module, plugin: Any) -> None:
     """Let each unit gather as many of those after it as the plugin says, as its forward or backward begins."""
     if not plugin.forward_prefetch and not plugin.backward_prefetch:
         return
-    found = torch_private.sharded_units(model)
+    sharded = torch_private.sharded_units(model)
     # Backward comes to a unit before those in it, of which the last is first.
-    last_first = [part for part in dict.fromkeys(reversed(get_module_children_bottom_up(model))) if part in found]
-    ways = ("forward", plugin.forward_prefetch, found), ("backward", plugin.backward_prefetch, last_first)
+    last_first = [part for part in dict.fromkeys(reversed(get_module_children_bottom_up(model))) if part in sharded]
+    ways = ("forward", plugin.forward_prefetch, sharded), ("backward", plugin.backward_prefetch, last_first)
     for way, depth, order in ways:
         for place, part in enumerate(order if depth else ()):
             getattr(part, f"set_modules_to_{way}_prefetch")(order[place + 1 : place + 1 + depth])
@@ -203,21 +203,21 @@ def _leave_meta(model: nn.Module, initialise: Callable[[nn.Module], Any] | None)
         for module in model.modules():
             if on_meta(module, recurse=False):
                 initialise(module)
-    if left := on_meta(model, recurse=True):
+    if without_values := on_meta(model, recurse=True):
         raise ValueError(
-            f"{len(left)} tensors are on the meta device, {left[0]!r} for one, and nothing says what their values are. Load "
+            f"{len(without_values)} tensors are on the meta device, {without_values[0]!r} for one, and nothing says what their values are. Load "
             "weights on rank 0 and set cpu_ram_efficient_loading=True, or give the plugin a param_init_fn that makes them."
         )
 
 
-def _held(module: nn.Module) -> list[tuple[tuple[nn.Module, str], nn.Parameter]]:
-    own = [(part, *item) for part in module.modules() for item in part._parameters.items()]
-    return [((part, name), parameter) for part, name, parameter in own if parameter is not None]
+def _list_parameters(module: nn.Module) -> list[tuple[tuple[nn.Module, str], nn.Parameter]]:
+    entries = [(part, *item) for part in module.modules() for item in part._parameters.items()]
+    return [((part, name), parameter) for part, name, parameter in entries if parameter is not None]
 
 
-def _free_replaced(held: list[tuple[tuple[nn.Module, str], nn.Parameter]]) -> None:
+def _free_replaced(original: list[tuple[tuple[nn.Module, str], nn.Parameter]]) -> None:
     """Free the whole tensors that shards took the place of: optimizers made before still hold them."""
-    for (module, name), old in held:
+    for (module, name), old in original:
         if module._parameters.get(name) is not old:
             torch_private.free(old)
 
@@ -244,10 +244,10 @@ def _take_weights(model: nn.Module) -> dict[str, torch.Tensor]:
             f"cpu_ram_efficient_loading=True sends the weights of rank 0 to the others, but {len(missing)} of them are on the "
             f"meta device there, {missing[0]!r} for one. Load the weights on rank 0."
         )
-    held, tied = _held(model), ties(model)
-    for (module, name), parameter in held:
+    original, tied = _list_parameters(model), ties(model)
+    for (module, name), parameter in original:
         module._parameters[name] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-    _free_replaced(held)
+    _free_replaced(original)
     tie(model, tied)
     for module in model.modules():
         for name, buffer in module._buffers.items():
@@ -268,8 +268,8 @@ def distribute(
     )
     absent, problems = _from_main((absent, problems))
     if problems:
-        found = "; ".join(problems[:5])
-        raise RuntimeError(f"Rank 0's weights do not fit {type(model).__name__}; nothing was loaded: {found}.")
+        reasons = "; ".join(problems[:5])
+        raise RuntimeError(f"Rank 0's weights do not fit {type(model).__name__}; nothing was loaded: {reasons}.")
     for name, target in targets.items():
         if name in absent:
             continue
@@ -280,24 +280,24 @@ def distribute(
         local_part(target).detach().copy_(sent[box(target)])
 
 
-def _from_main(found: Any) -> Any:
-    shared = [found]
+def _from_main(obj: Any) -> Any:
+    shared = [obj]
     torch.distributed.broadcast_object_list(shared)
     return shared[0]
 
 
 def _misfits(targets: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]) -> list[str]:
-    there = {name: tuple(weights[name].shape) if name in weights else "missing" for name in targets}
+    shapes = {name: tuple(weights[name].shape) if name in weights else "missing" for name in targets}
     return [
-        f"{name} is {there[name]} there and {tuple(target.shape)} in the model"
+        f"{name} is {shapes[name]} there and {tuple(target.shape)} in the model"
         for name, target in targets.items()
-        if there[name] != tuple(target.shape)
+        if shapes[name] != tuple(target.shape)
     ]
 
 
-def misfit(name: str, whole: torch.Tensor, own: torch.Tensor) -> list[str]:
+def misfit(name: str, whole: torch.Tensor, local: torch.Tensor) -> list[str]:
     """Say how a gathered tensor contradicts what this rank has of it: another size, or zeros in its place. Any rank, alone."""
-    shape = getattr(own, "ds_shape", own.shape)
+    shape = getattr(local, "ds_shape", local.shape)
     if whole.shape != shape:
         return [f"{name} has the shape {tuple(whole.shape)} instead of {tuple(shape)}"]
-    return [f"{name} is zero where a shard is not"] if local_part(own).any() and not whole[box(own)].any() else []
+    return [f"{name} is zero where a shard is not"] if local_part(local).any() and not whole[box(local)].any() else []

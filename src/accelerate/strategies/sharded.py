@@ -110,15 +110,15 @@ class FSDP2(Sharded):
         """Keep whole gradients on each rank meanwhile, by `set_requires_gradient_sync`."""
         inner: Any = model._orig_mod if is_compiled_module(model) else model
         # None in a model that was prepared for evaluation; of those that are held already the outer context lets go.
-        held: list[Any] = [root for root in shard.roots(inner) if not getattr(root, "_accelerate_held", False)]
-        if held:
+        held_roots: list[Any] = [root for root in shard.roots(inner) if not getattr(root, "_accelerate_held", False)]
+        if held_roots:
             note_memory(accelerator, model)
-        for root in held:
+        for root in held_roots:
             root.set_requires_gradient_sync(False)
             root._accelerate_held = True
         try:
             yield
         finally:
-            for root in held:
+            for root in held_roots:
                 root._accelerate_held = False
                 root.set_requires_gradient_sync(True)

@@ -61,11 +61,11 @@ class ShardedIO(StateIO):
         """Return how a checkpoint keeps the shards."""
         return layouts.layout_of(accelerator.state.fsdp_plugin, use_dcp)
 
-    def whole_tensors(self, accelerator: Run, model: nn.Module, wanted: Wanted = bool) -> Entries:
+    def whole_tensors(self, accelerator: Run, model: nn.Module, is_selected: Wanted = bool) -> Entries:
         """Gather a tensor at a time, on each rank. All ranks, in step."""
         again = model_io.tied_again(model)
         for name, value in io_of(model).model_state(model).values.items():
-            if wanted(name) and name not in again:
+            if is_selected(name) and name not in again:
                 yield name, state.full(value)
 
     def model_state(self, accelerator: Run, model: nn.Module, unwrap: bool) -> dict[str, Any]:
@@ -85,10 +85,10 @@ class ShardedIO(StateIO):
         adapter_only = options.get("adapter_only", False)
         prefer, strict = self.layout(accelerator), options.get("strict", True)
         by_name = not adapter_only and loads_by_name(model)
-        state, own, finish = layouts.read_for_model(
+        state, local_state, finish = layouts.read_for_model(
             model, folder, index, prefer, strict, over=by_name, getter=_getter(adapter_only)
         )
-        return ShardedModel(model, own, adapter_only, by_name, finish), state
+        return ShardedModel(model, local_state, adapter_only, by_name, finish), state
 
     def save_optimizer(self, accelerator: Run, optimizer: Any, plan: SavePlan, index: int, **options: Any) -> None:
         """Write the shards of an optimizer's state, by the names of parameters. All ranks."""

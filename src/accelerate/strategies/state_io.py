@@ -32,7 +32,7 @@ class StateIO:
         """Whether hooks of `load_state` do not see this model, nor decide who loads it; those of `save_state` get it as it is."""
         return False
 
-    def whole_tensors(self, accelerator: Run, model: nn.Module, wanted: Wanted = bool) -> Entries:
+    def whole_tensors(self, accelerator: Run, model: nn.Module, is_selected: Wanted = bool) -> Entries:
         """Yield the wanted entries of the user's model's state dict, each whole, of tied ones the first. All ranks, in step.
 
         A value is to be read before the next one is asked for: it may be the model's memory, or freed then.
@@ -40,7 +40,7 @@ class StateIO:
         inner = accelerator._strategy.unwrap_model(model, keep_torch_compile=False)
         state, again = inner.state_dict(), tied_again(model)
         for name, value in zip(canonical_names(state), state.values(), strict=True):
-            if wanted(name) and name not in again:
+            if is_selected(name) and name not in again:
                 yield name, value
 
     def model_state(self, accelerator: Run, model: nn.Module, unwrap: bool) -> dict[str, Any]:
