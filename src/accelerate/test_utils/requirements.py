@@ -67,7 +67,7 @@ def _is(*types: str) -> Callable[[], bool]:
 def has_tracker() -> bool:
     """Tell whether a tracker is installed that works without an account."""
     trackers = (imports.is_wandb_available, imports.is_tensorboard_available, imports.is_trackio_available)
-    return any(found() for found in trackers)
+    return any(is_installed() for is_installed in trackers)
 
 
 def _has_tensor_parallelism() -> bool:

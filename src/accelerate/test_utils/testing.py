@@ -281,5 +281,5 @@ class MockingTestCase(unittest.TestCase):
 
 def are_the_same_tensors(tensor: torch.Tensor) -> bool:
     """Tell whether a tensor, of the same shape everywhere, is the same on all ranks. Every rank calls it."""
-    mine = tensor[None].clone().to(PartialState().device)
-    return all(torch.equal(theirs, mine[0]) for theirs in gather(mine))
+    local = tensor[None].clone().to(PartialState().device)
+    return all(torch.equal(received, local[0]) for received in gather(local))

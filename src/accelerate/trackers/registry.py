@@ -96,9 +96,9 @@ def filter_trackers(
         if name == LoggerType.ALL.value:
             everything = [member.value for member in get_available_trackers()]
         elif not isinstance(name, str) or name not in LOGGER_TYPE_TO_CLASS:
-            known = [LoggerType.ALL.value, *LOGGER_TYPE_TO_CLASS]
+            choices = [LoggerType.ALL.value, *LOGGER_TYPE_TO_CLASS]
             raise ValueError(
-                f"log_with got {item!r}; choose among {known}, or pass an object of a `GeneralTracker` class."
+                f"log_with got {item!r}; choose among {choices}, or pass an object of a `GeneralTracker` class."
             )
         elif not _AVAILABLE.get(name, lambda: True)():
             logger.warning("log_with asks for %r, but its library is not installed; nothing is logged there.", name)

@@ -109,8 +109,10 @@ def load_fsdp_model(
     setter = partial(_set_model_state_dict, adapter_only=adapter_only)
     prefer = layouts.layout_of(fsdp_plugin, use_dcp)
     folder = load.with_manifest(input_dir)
-    state, own, _ = run_on_all_ranks(lambda: layouts.read_for_model(model, folder, model_index, prefer, getter=getter))
-    return io_of(model).apply_model(model, state, own, setter)
+    state, local_state, _ = run_on_all_ranks(
+        lambda: layouts.read_for_model(model, folder, model_index, prefer, getter=getter)
+    )
+    return io_of(model).apply_model(model, state, local_state, setter)
 
 
 def fsdp2_apply_ac(accelerator: Any, model: nn.Module) -> nn.Module:

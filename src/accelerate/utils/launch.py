@@ -210,11 +210,11 @@ def _filter_args(
     args: argparse.Namespace, parser: argparse.ArgumentParser, default_args: Sequence[str] = []
 ) -> argparse.Namespace:
     """Return the arguments that another parser knows; `default_args` are what that parser needs to be satisfied."""
-    known, _ = parser.parse_known_args(list(default_args))
-    for name in vars(known):
+    parsed, _ = parser.parse_known_args(list(default_args))
+    for name in vars(parsed):
         if hasattr(args, name):
-            setattr(known, name, getattr(args, name))
-    return known
+            setattr(parsed, name, getattr(args, name))
+    return parsed
 
 
 def _convert_nargs_to_dict(nargs: Sequence[str]) -> dict[str, Any]:

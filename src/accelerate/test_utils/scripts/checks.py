@@ -78,9 +78,9 @@ def check_processes(accelerator: Accelerator) -> None:
     _require(sorted(ranks) == list(range(state.num_processes)), f"The ranks are {ranks}.")
     _require((state.process_index == 0) == state.is_main_process, "The main process is not rank 0.")
     everything = list(range(10 * state.num_processes + 1))
-    with state.split_between_processes(everything) as mine:
-        found = sorted(gather_object(list(mine)))
-    _require(found == everything, f"split_between_processes made {found} of {everything}.")
+    with state.split_between_processes(everything) as share:
+        gathered = sorted(gather_object(list(share)))
+    _require(gathered == everything, f"split_between_processes made {gathered} of {everything}.")
 
 
 @_check("gather")
@@ -88,20 +88,24 @@ def check_gather(accelerator: Accelerator) -> None:
     """Gathering puts the tensors of all ranks in the order of the ranks, in every type and inside containers."""
     count, rank, device = accelerator.num_processes, accelerator.process_index, accelerator.device
     for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
-        mine = torch.full((2, 3), rank % 2, device=device, dtype=dtype)
+        tensor = torch.full((2, 3), rank % 2, device=device, dtype=dtype)
         expected = torch.tensor([r % 2 for r in range(count) for _ in range(2)], device=device).to(dtype)
-        found = gather({"a": [mine]})["a"][0]
-        _require(torch.equal(found, expected[:, None].expand(-1, 3)), f"gather of {dtype} gave {found.tolist()}.")
+        gathered = gather({"a": [tensor]})["a"][0]
+        _require(
+            torch.equal(gathered, expected[:, None].expand(-1, 3)), f"gather of {dtype} gave {gathered.tolist()}."
+        )
 
 
 @_check("reduce")
 def check_reduce(accelerator: Accelerator) -> None:
     """Sums and means are those of arithmetic."""
     count, rank = accelerator.num_processes, accelerator.process_index
-    mine = torch.full((4,), float(rank + 1), device=accelerator.device)
+    tensor = torch.full((4,), float(rank + 1), device=accelerator.device)
     for how, expected in (("sum", count * (count + 1) / 2), ("mean", (count + 1) / 2)):
-        found = reduce(mine.clone(), how)
-        _require(torch.allclose(found, torch.full_like(mine, expected)), f"{how} is {found.tolist()}, not {expected}.")
+        reduced = reduce(tensor.clone(), how)
+        _require(
+            torch.allclose(reduced, torch.full_like(tensor, expected)), f"{how} is {reduced.tolist()}, not {expected}."
+        )
 
 
 @_check("broadcast")
@@ -109,8 +113,8 @@ def check_broadcast(accelerator: Accelerator) -> None:
     """Every rank receives the tensor and the objects of one rank, whichever it is."""
     count, rank = accelerator.num_processes, accelerator.process_index
     for source in {0, count - 1}:
-        found = broadcast(torch.full((3,), float(rank), device=accelerator.device), from_process=source)
-        _require(found.eq(source).all(), f"broadcast from {source} gave {found.tolist()}.")
+        received = broadcast(torch.full((3,), float(rank), device=accelerator.device), from_process=source)
+        _require(received.eq(source).all(), f"broadcast from {source} gave {received.tolist()}.")
         words = broadcast_object_list([f"of {rank}", {"rank": rank}], from_process=source)
         _require(words == [f"of {source}", {"rank": source}], f"broadcast_object_list from {source} gave {words}.")
 
@@ -138,10 +142,10 @@ def check_loader(dispatch: bool) -> Check:
             data = _Stream(length) if dispatch else list(range(length))
             loader = loading.prepare(DataLoader(data, batch_size=BATCH, shuffle=not dispatch))
             parts = [loading.gather_for_metrics(batch) for batch in loader]
-            found, counts = torch.cat(parts).sort().values.tolist(), set(gather_object([len(parts)]))
+            samples, counts = torch.cat(parts).sort().values.tolist(), set(gather_object([len(parts)]))
             _require(
-                found == list(range(length)),
-                f"Of {length} samples, {len(found)} came, {len(set(found))} of them different.",
+                samples == list(range(length)),
+                f"Of {length} samples, {len(samples)} came, {len(set(samples))} of them different.",
             )
             _require(len(counts) == 1, f"The ranks had different numbers of batches: {sorted(counts)}.")
         loading.free_memory()
@@ -311,11 +315,11 @@ def check_resume(accelerator: Accelerator) -> None:
         expected, end = list(going_on), first.end()
         second = _Run(random=True, seed=5)
         second.accelerator.load_state(folder)
-        found, new_end = list(second.steps(EPOCHS)), second.end()
+        losses, new_end = list(second.steps(EPOCHS)), second.end()
         accelerator.wait_for_everyone()
     finally:
         if accelerator.is_local_main_process:
             shutil.rmtree(home, ignore_errors=True)
-    _require(found == expected, f"The losses after loading are {found} instead of {expected}.")
+    _require(losses == expected, f"The losses after loading are {losses} instead of {expected}.")
     for what, old, new in zip(("weights", "rates", "random numbers"), end, new_end, strict=True):
         _require(new == old, f"The {what} after loading and training on differ.")
