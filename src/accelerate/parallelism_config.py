@@ -88,10 +88,10 @@ class ParallelismConfig:
                 raise ValueError(f"{name} is {size}; it must be at least 1.")
             setattr(self, name, size)
         self._sizes = {axis: getattr(self, f"{axis}_size") for axis in _AXES}
-        for name, known in (("cp_backend", ("torch",)), ("sp_backend", ("deepspeed", "torch"))):
-            value = env.setting(getattr(self, name), f"parallelism_config_{name}", known[0])
-            if value not in known:
-                raise ValueError(f"{name} is {value!r}; choose {' or '.join(map(repr, known))}.")
+        for name, supported in (("cp_backend", ("torch",)), ("sp_backend", ("deepspeed", "torch"))):
+            value = env.setting(getattr(self, name), f"parallelism_config_{name}", supported[0])
+            if value not in supported:
+                raise ValueError(f"{name} is {value!r}; choose {' or '.join(map(repr, supported))}.")
             setattr(self, name, value)
         if self.cp_size > 1 and self.sp_size > 1:
             raise ValueError(

@@ -368,12 +368,12 @@ def _only_on(state: Processes, function: Callable[..., Any] | None, chosen: bool
 def _settings(kwargs: dict[str, Any]) -> dict[str, Any]:
     settings = {name: value for name, value in kwargs.items() if value is not None}
     if settings and dist.is_available():
-        known = {"_use_sagemaker_dp", *inspect.signature(dist.init_process_group).parameters}
-        unknown = settings.keys() - known
+        accepted = {"_use_sagemaker_dp", *inspect.signature(dist.init_process_group).parameters}
+        unknown = settings.keys() - accepted
         if unknown:
             raise TypeError(
                 f"PartialState does not know {', '.join(sorted(unknown))}; it takes `cpu` and the arguments of "
-                f"torch.distributed.init_process_group: {', '.join(sorted(known))}."
+                f"torch.distributed.init_process_group: {', '.join(sorted(accepted))}."
             )
     if isinstance(settings.get("timeout"), (int, float)):
         settings["timeout"] = timedelta(seconds=settings["timeout"])
@@ -386,9 +386,9 @@ def group_is_gone(values: dict[str, Any]) -> bool:
     return had_one and not dist.is_initialized()
 
 
-def _cannot_change(name: str, given: Any, live: Any) -> ValueError:
+def _cannot_change(name: str, value: Any, live: Any) -> ValueError:
     return ValueError(
-        f"{name}={given!r} cannot take effect: a process group with {name}={live!r} exists already. Give the setting where "
+        f"{name}={value!r} cannot take effect: a process group with {name}={live!r} exists already. Give the setting where "
         "the first `Accelerator()` or `PartialState()` is built, or call `destroy_process_group()` before."
     )
 
@@ -425,12 +425,12 @@ def device_for(cpu: bool, backend: str | None) -> Device:
 
 def _adopted_backend(hardware: Device, cpu: bool, backend: str | None) -> str:
     live = _live_backends()
-    found = live.get(hardware.type) or dist.get_backend()
-    if backend not in (None, found) and backend != dist.get_backend():
-        raise _cannot_change("backend", backend, found)
+    live_backend = live.get(hardware.type) or dist.get_backend()
+    if backend not in (None, live_backend) and backend != dist.get_backend():
+        raise _cannot_change("backend", backend, live_backend)
     if cpu and live and hardware.type not in live:
         raise _cannot_change("cpu", cpu, False)
-    return found
+    return live_backend
 
 
 def _choose_backend(hardware: Device) -> str:
@@ -467,9 +467,9 @@ def _join(backend: str | None, hardware: Device, settings: dict[str, Any]) -> re
 
 def _place(hardware: Device, local_rank: int, distributed: bool) -> torch.device:
     """Choose this process's device and make it current."""
-    wanted = os.environ.get("ACCELERATE_TORCH_DEVICE", "").strip()
-    if wanted and hardware.type == row(wanted).type:
-        device = torch.device(wanted)
+    device_name = os.environ.get("ACCELERATE_TORCH_DEVICE", "").strip()
+    if device_name and hardware.type == row(device_name).type:
+        device = torch.device(device_name)
     elif distributed:
         device = hardware.torch_device(local_rank)
     else:

@@ -71,8 +71,8 @@ class AcceleratedScheduler:
             saved: Steps for one optimizer step in that run; None for those of this run.
         """
         self._restored_advance = None
-        own, name = self.advance, type(self.scheduler).__name__
-        if saved is None or saved == own:
+        steps, name = self.advance, type(self.scheduler).__name__
+        if saved is None or saved == steps:
             return None
         if not self.step_with_optimizer:
             return (
@@ -82,7 +82,7 @@ class AcceleratedScheduler:
         self._restored_advance = saved
         if lacking := sorted(set(_not_in_state(self.scheduler))):
             return (
-                f"{name} was saved with {saved} steps per optimizer step (one per data-parallel replica) and would take {own} in this "
+                f"{name} was saved with {saved} steps per optimizer step (one per data-parallel replica) and would take {steps} in this "
                 f"run. It takes {saved}, but the checkpoint does not hold {', '.join(lacking)}, so its learning rate may differ from "
                 "the uninterrupted run's. Build it with the step counts of the run that saved it."
             )

@@ -209,20 +209,20 @@ class AcceleratorState(ProcessView):
             f"AcceleratorState has already been initialized with {live} and cannot be changed to {asked}. {_TOO_LATE}"
         )
 
-    def _check_plugins(self, given: dict[str, Any], engine: str | None) -> None:
+    def _check_plugins(self, plugins: dict[str, Any], engine: str | None) -> None:
         """Raise where an engine comes too late, and say so where other settings do."""
-        for name, value in given.items():
+        for name, value in plugins.items():
             live = self.__dict__.get(name)
             if live is None and name in engines() and (value is not None or name == engine):
-                said = f"{name} was given, but AcceleratorState has already been initialized without one"
-                raise ValueError(f"{said} ({self.distributed_type}). {_TOO_LATE}")
+                message = f"{name} was given, but AcceleratorState has already been initialized without one"
+                raise ValueError(f"{message} ({self.distributed_type}). {_TOO_LATE}")
             if value is None or value is live or value == live:
                 continue
             if name in engines() and (check := engines()[name].plugin_again):
                 imported(check)(self, value, _TOO_LATE)
             else:
-                said = f"AcceleratorState has already been initialized with {live!r}. {_TOO_LATE}"
-                logger.warning("%s=%r is not used, because %s", name, value, said)
+                message = f"AcceleratorState has already been initialized with {live!r}. {_TOO_LATE}"
+                logger.warning("%s=%r is not used, because %s", name, value, message)
 
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:
@@ -282,8 +282,8 @@ class AcceleratorState(ProcessView):
         if plugins is None:
             raise ValueError("DeepSpeed is not enabled. Pass `deepspeed_plugin` to `Accelerator` to use it.")
         if not isinstance(plugins, dict) or name not in plugins:
-            known = ", ".join(map(repr, plugins)) if isinstance(plugins, dict) else "one plugin without a name"
-            raise ValueError(f"There is no DeepSpeed plugin {name!r}; there is {known}.")
+            available = ", ".join(map(repr, plugins)) if isinstance(plugins, dict) else "one plugin without a name"
+            raise ValueError(f"There is no DeepSpeed plugin {name!r}; there is {available}.")
         return plugins[name]
 
     def select_deepspeed_plugin(self, name: str | None = None) -> None:
@@ -324,10 +324,10 @@ def asked_for(plugin: str) -> bool:
 
 def _engine(plugins: dict[str, Any]) -> str | None:
     """Return which plugin decides how the processes cooperate: a given one, else one that the launcher asked for."""
-    given = [name for name, plugin in plugins.items() if plugin is not None]
-    if len(given) > 1:
-        raise ValueError(f"{' and '.join(given)} were given; they exclude each other, pass one of them.")
-    return given[0] if given else next(filter(asked_for, engines()), None)
+    passed = [name for name, plugin in plugins.items() if plugin is not None]
+    if len(passed) > 1:
+        raise ValueError(f"{' and '.join(passed)} were given; they exclude each other, pass one of them.")
+    return passed[0] if passed else next(filter(asked_for, engines()), None)
 
 
 def _precision(value: str | None) -> str:
