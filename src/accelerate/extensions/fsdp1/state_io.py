@@ -93,8 +93,8 @@ class FSDP1Models(ModelIO):
         self, optimizer: torch.optim.Optimizer, model: nn.Module, groups: list[list[str]]
     ) -> tuple[Mapping[str, Any], Mapping[str, Mapping[str, Any]], bool]:
         """Return the model's state, no states of parameters, and whether parameters are flat. Collective: call on every rank."""
-        own = [parameter for group in inner_optimizer(optimizer).param_groups for parameter in group["params"]]
-        flat = any(torch_private.member_names(parameter) is not None for parameter in own)
+        parameters = [parameter for group in inner_optimizer(optimizer).param_groups for parameter in group["params"]]
+        flat = any(torch_private.member_names(parameter) is not None for parameter in parameters)
         return self.model_state(model).values, {}, flat
 
     @quietly()
@@ -116,7 +116,7 @@ class FSDP1Models(ModelIO):
 class FSDP1IO(ShardedIO):
     """The states of a run with FSDP1, whose units are gathered as in a forward."""
 
-    def whole_tensors(self, accelerator: Run, model: nn.Module, wanted: Wanted = bool) -> Entries:
+    def whole_tensors(self, accelerator: Run, model: nn.Module, is_selected: Wanted = bool) -> Entries:
         """Gather a unit at a time, as a forward does, of those that have something that is wanted. All ranks, in step."""
         from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -127,7 +127,7 @@ class FSDP1IO(ShardedIO):
             inside = list(unit.named_modules(prefix=prefix))
             units = tuple([f"{name}." for name, part in inside[1:] if isinstance(part, FullyShardedDataParallel)])
             inside = [(name, module) for name, module in inside if not f"{name}.".startswith(units)]
-            chosen = {key for key in _names(inside) if key not in again and wanted(key)}
+            chosen = {key for key in _names(inside) if key not in again and is_selected(key)}
             if not chosen:
                 continue
             with FullyShardedDataParallel.summon_full_params(unit, recurse=False, writeback=False):
@@ -162,7 +162,7 @@ def _names(modules: Iterable[tuple[str, nn.Module]]) -> list[str]:
     names: list[str] = []
     for prefix, module in modules:
         for key in torch_private.own_state(module, prefix):
-            owner, dot, own = key.rpartition(".")
-            members = torch_private.member_names(module._parameters.get(own))
+            owner, dot, entry = key.rpartition(".")
+            members = torch_private.member_names(module._parameters.get(entry))
             names += [key] if members is None else [f"{owner}{dot}{member}" for member in members]
     return canonical_names(names)

@@ -106,7 +106,7 @@ def build_pipeline(
 
     state = PartialState()
     schedule = error = None
-    given: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     try:
         if isinstance(num_chunks, bool) or not isinstance(num_chunks, int) or num_chunks < 1:
             raise ValueError(f"num_chunks={num_chunks!r}: give the number of micro-batches, at least 1.")
@@ -120,26 +120,26 @@ def build_pipeline(
         traced = trace(model, split_points, args, kwargs, state.num_processes, state.device, trains=False)
         schedule = PipelineSchedule(traced, num_chunks)
         shapes = [(leaf.name, leaf.shape, str(leaf.dtype), repr(leaf.value)) for leaf in traced.inputs.leaves]
-        given = {"split_points": list(split_points), "num_chunks": num_chunks, "example": shapes}
+        settings = {"split_points": list(split_points), "num_chunks": num_chunks, "example": shapes}
     except Exception as caught:
         error = caught
-    _check_same_arguments(given, error)
+    _check_same_arguments(settings, error)
     return schedule
 
 
-def _check_same_arguments(given: Mapping[str, Any], error: Exception | None) -> None:
+def _check_same_arguments(settings: Mapping[str, Any], error: Exception | None) -> None:
     """Raise on every rank if one of them failed, or was given something else than the first. All ranks."""
-    everything = comm.current().gather_object(given if error is None else f"{type(error).__name__}: {error}")
+    everything = comm.current().gather_object(settings if error is None else f"{type(error).__name__}: {error}")
     if error is not None:
         raise error
     for rank, value in enumerate(everything):
         if isinstance(value, str):
             raise ValueError(f"Rank {rank} cannot build its stage of the pipeline, so no rank can. {value}")
     for rank, value in enumerate(everything):
-        for name, mine in value.items():
-            if mine != everything[0][name]:
+        for name, local_value in value.items():
+            if local_value != everything[0][name]:
                 raise ValueError(
-                    f"The ranks build different pipelines: {name} is {mine} on rank {rank} and {everything[0][name]} on rank 0. Give "
+                    f"The ranks build different pipelines: {name} is {local_value} on rank {rank} and {everything[0][name]} on rank 0. Give "
                     "every rank the same."
                 )
 

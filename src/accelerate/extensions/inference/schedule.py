@@ -30,8 +30,8 @@ class PipelineSchedule(ScheduleGPipe):
         kind = self._device.type
         context = partial(torch.autocast, kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
         stage = stages.build(traced.chains, self._rank, context).to(self._device)
-        given, returned = stage.taken[stage.training], stage.returned[stage.training]
-        self._own = PipelineStage(stage, self._rank, self._ranks, self._device, given, returned)
+        arguments, returned = stage.taken[stage.training], stage.returned[stage.training]
+        self._own = PipelineStage(stage, self._rank, self._ranks, self._device, arguments, returned)
         super().__init__(self._own, num_chunks)
         self.num_chunks = num_chunks
         # By micro-batches: a batch may fill fewer than a whole run has.
@@ -50,10 +50,10 @@ class PipelineSchedule(ScheduleGPipe):
                 pieces.append(self._run(self._inputs.cut(tensors, start, count, self._device), count))
         return self._outputs.joined(pieces, self._samples) if self._own.is_last else None
 
-    def _run(self, given: Sequence[torch.Tensor], count: int) -> tuple[torch.Tensor, ...]:
+    def _run(self, micro_batches: Sequence[torch.Tensor], count: int) -> tuple[torch.Tensor, ...]:
         if count not in self._steps:
             self._steps[count] = ScheduleGPipe(self._own, count).step
-        output = self._steps[count](*given)
+        output = self._steps[count](*micro_batches)
         return (output,) if isinstance(output, torch.Tensor) else output
 
     def _admitted(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[torch.Tensor, bool]]:

@@ -36,8 +36,8 @@ def units_of(model: nn.Module, no_split: Collection[str]) -> list[Unit]:
             else:  # begins no stage: it may be one that forward never calls
                 (units[-1].names if units else loose).append(name)
             return
-        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-        loose.extend(prefix + tensor for tensor, _ in own)
+        tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        loose.extend(prefix + tensor for tensor, _ in tensors)
         for child, part in children:
             collect(part, prefix + child)
 
@@ -94,15 +94,15 @@ def costly_stages(model: nn.Module, stages: int, run: Callable[[], Any]) -> list
     def weight(blocks: list[tuple[str, nn.Module]]) -> int:
         return sum(tensor.numel() for _, block in blocks for tensor in block.parameters())
 
-    enough = [found for found in lists if len(found[1]) >= stages]
-    path, blocks = max(enough, key=lambda found: (weight(found[1]), len(found[1])), default=("", []))
+    enough = [blocks_of for blocks_of in lists if len(blocks_of[1]) >= stages]
+    path, blocks = max(enough, key=lambda blocks_of: (weight(blocks_of[1]), len(blocks_of[1])), default=("", []))
     if not blocks:
         return [units[0].module for units in even_stages(model, stages, None)[1:]]
     from torch.utils.flop_counter import FlopCounterMode
 
     with torch.no_grad(), torch.random.fork_rng(devices=[]), FlopCounterMode(display=False) as counter:
         run()
-    counts = {name: sum(found.values()) for name, found in counter.get_flop_counts().items()}
+    counts = {name: sum(operations.values()) for name, operations in counter.get_flop_counts().items()}
     prefix = f"{path}." if path else ""
     units = []
     for name, block in blocks:

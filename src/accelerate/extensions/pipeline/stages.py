@@ -37,23 +37,23 @@ class Stage(nn.Module):
     """
 
     def __init__(
-        self, bodies: Mapping[bool, fx.GraphModule], taken: Carried, returned: Carried, context: Context
+        self, bodies: Mapping[bool, fx.GraphModule], arguments: Carried, returned: Carried, context: Context
     ) -> None:
         super().__init__()
         self.bodies = nn.ModuleDict({str(mode): body for mode, body in bodies.items()})
-        self.taken, self.returned, self._context = taken, returned, context
+        self.taken, self.returned, self._context = arguments, returned, context
         self.train(next(iter(bodies)))
 
     def forward(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Compute the stage; each result has memory of its own."""
         with self._context():
             results = self.bodies[str(self.training)](*values)
-        taken = {id(value) for value in values}
+        argument_ids = {id(value) for value in values}
         typed = (value.to(like.dtype) for value, like in zip(results, self.returned[self.training], strict=True))
         return tuple(
             # Zero-bubble schedules detach results in place, which views refuse; and gloo sends no strided memory.
             result.clone(memory_format=torch.contiguous_format)
-            if id(result) in taken or is_view(result) or not result.is_contiguous()
+            if id(result) in argument_ids or is_view(result) or not result.is_contiguous()
             else result
             for result in typed
         )
@@ -118,7 +118,7 @@ def trace(
     inputs = Inputs(model, args, kwargs)
     _check_points(model, points, stages)
     outputs, tensors = Outputs(inputs.rows), inputs.traced()
-    flat = _Flat(model, lambda given: (record or outputs.record)(inputs.call(model, given)))
+    flat = _Flat(model, lambda tensors_of_batch: (record or outputs.record)(inputs.call(model, tensors_of_batch)))
     graphs = {}
     with _marked(model, points), torch.random.fork_rng(devices=[]), torch.set_grad_enabled(trains):
         for mode in (True, False) if trains else (model.training,):
@@ -227,19 +227,19 @@ class Chain:
             )
         return torch.empty(value.shape, dtype=value.dtype, device="meta", requires_grad=grows[node])
 
-    def body(self, stage: int, held: dict[str, Any]) -> fx.GraphModule:
+    def body(self, stage: int, constants: dict[str, Any]) -> fx.GraphModule:
         """Return the graph of a stage; what it reads comes from, and into, `held`, on the device. Its parameters are the model's."""
-        graph, made, read = fx.Graph(), {}, {}
+        graph, nodes, read = fx.Graph(), {}, {}
 
         def fetched(node: fx.Node) -> fx.Node:
-            if node not in made:
+            if node not in nodes:
                 name, value = self._read[node]
                 if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
                     value = value.to(self._device)
                 # Constants and parts of the graph may differ between training and evaluation under one name.
-                read[name] = held.setdefault(name, value) if name in self._own else value
-                made[node] = graph.get_attr(name)
-            return made[node]
+                read[name] = constants.setdefault(name, value) if name in self._own else value
+                nodes[node] = graph.get_attr(name)
+            return nodes[node]
 
         def placed(value: Any) -> Any:
             # Tracing has noted the device that the model was on.
@@ -247,18 +247,18 @@ class Chain:
             return self._device if is_other else value
 
         for node in self._carried[stage]:
-            made[node] = graph.placeholder(node.name)
+            nodes[node] = graph.placeholder(node.name)
         for node in self._nodes:
             if self._home.get(node) == stage and node.op != "placeholder":
-                copy = made[node] = graph.node_copy(node, fetched)
+                copy = nodes[node] = graph.node_copy(node, fetched)
                 copy.args, copy.kwargs = fx.node.map_aggregate((copy.args, copy.kwargs), placed)
-        graph.output(tuple(made[node] for node in self._carried[stage + 1]))
+        graph.output(tuple(nodes[node] for node in self._carried[stage + 1]))
         return fx.GraphModule(read, graph, f"Stage{stage}")
 
 
 def build(chains: Mapping[bool, Chain], stage: int, context: Context) -> Stage:
     """Make a stage of what `trace` returned; in training and in evaluation it has the same parameters and buffers."""
-    held: dict[str, Any] = {}
-    bodies = {mode: chain.body(stage, held) for mode, chain in chains.items()}
-    taken, returned = ({mode: chain.carried[at] for mode, chain in chains.items()} for at in (stage, stage + 1))
-    return Stage(bodies, taken, returned, context)
+    constants: dict[str, Any] = {}
+    bodies = {mode: chain.body(stage, constants) for mode, chain in chains.items()}
+    arguments, returned = ({mode: chain.carried[at] for mode, chain in chains.items()} for at in (stage, stage + 1))
+    return Stage(bodies, arguments, returned, context)

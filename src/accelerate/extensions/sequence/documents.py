@@ -66,12 +66,12 @@ class Documents:
 
 
 def _pieces(bounds: Sequence[int], places: np.ndarray) -> list[tuple[slice, int, int, int]]:
-    found = []
+    pieces = []
     runs = [0, *(np.flatnonzero(np.diff(places) != 1) + 1).tolist(), len(places)]
     for begin, end in pairwise(runs):
         first = int(places[begin])
         for start, stop in pairwise(bounds):
             low, high = max(start, first), min(stop, first + end - begin)
             if low < high:
-                found.append((slice(begin + low - first, begin + high - first), start, high, stop))
-    return found
+                pieces.append((slice(begin + low - first, begin + high - first), start, high, stop))
+    return pieces

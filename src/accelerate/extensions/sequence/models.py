@@ -37,9 +37,9 @@ def check(model: nn.Module, axis: str) -> None:
                 f"{name or 'the model'} is a torch.nn.MultiheadAttention, which under {what} may attend within its shard. Write "
                 "the attention with torch.nn.functional.scaled_dot_product_attention."
             )
-    for found in outermost(model):
-        kind, config = type(found).__name__, found.config
-        for part in found.modules():
+    for inner in outermost(model):
+        kind, config = type(inner).__name__, inner.config
+        for part in inner.modules():
             used = getattr(getattr(part, "config", None), "_attn_implementation", None)
             if used not in (None, "sdpa"):
                 raise ValueError(
@@ -52,7 +52,7 @@ def check(model: nn.Module, axis: str) -> None:
             reason = f"is an encoder-decoder, whose two sequences {what} cannot cut"
         elif kind.endswith(_WHOLE):
             reason = "pools or compares tokens over the whole sequence after attention, and a rank has a part"
-        elif "position_ids" not in _parameters(found):
+        elif "position_ids" not in _parameters(inner):
             reason = "takes no position_ids in its forward, so positions would restart on every rank"
         elif kinds:
             reason = f"has layers of the kinds {sorted(kinds)}, which are local or recurrent along the sequence"
@@ -84,12 +84,12 @@ def attach(model: nn.Module, region: Region) -> None:
         region.cuts = 1  # nothing to balance: every token sees all others
     if not _hooked(model, OutsideHook, region):
         model.register_forward_pre_hook(OutsideHook(region))
-    for found in outermost(model):
-        if _hooked(found, ModelHook, region):
+    for inner in outermost(model):
+        if _hooked(inner, ModelHook, region):
             continue
         # First of all hooks: those of strategies may move or cast what is checked here.
-        found.register_forward_pre_hook(ModelHook(region, found), with_kwargs=True, prepend=True)
-        for module in _attention_modules(found):
+        inner.register_forward_pre_hook(ModelHook(region, inner), with_kwargs=True, prepend=True)
+        for module in _attention_modules(inner):
             hook = AttentionHook(region, _parameters(module))
             module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
 
@@ -131,9 +131,9 @@ def _hooked(module: nn.Module, kind: type, region: Region) -> bool:
 def _parameters(module: nn.Module) -> tuple[str, ...]:
     # The class's: compilation and hooks of ours replace the instance's by something without a signature.
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    found = list(inspect.signature(type(module).forward).parameters.values())[1:]
-    names = tuple(parameter.name for parameter in found if parameter.kind in kinds)
-    return (*names, "**") if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in found) else names
+    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    names = tuple(parameter.name for parameter in parameters if parameter.kind in kinds)
+    return (*names, "**") if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters) else names
 
 
 class OutsideHook:
@@ -217,13 +217,13 @@ class ModelHook:
     def _check_lengths(self, active: Active, kwargs: dict[str, Any]) -> None:
         share = active.length // self.region.size
         for name in ("input_ids", "inputs_embeds", "position_ids", "labels", "shift_labels"):
-            given = kwargs.get(name)
-            if given is None:
+            tensor = kwargs.get(name)
+            if tensor is None:
                 continue
-            length = given.shape[1] if name == "inputs_embeds" else given.shape[-1]
+            length = tensor.shape[1] if name == "inputs_embeds" else tensor.shape[-1]
             if length != share:
                 raise ValueError(
-                    f"{name} of shape {tuple(given.shape)} has {length} tokens, but under {self.region.what} this rank has "
+                    f"{name} of shape {tuple(tensor.shape)} has {length} tokens, but under {self.region.what} this rank has "
                     f"{active.length} / {self.region.size} = {share}. Name {name} in the buffers of maybe_context_parallel."
                 )
 
@@ -245,8 +245,8 @@ class ModelHook:
 
     def _check_places(self, active: Active, kwargs: dict[str, Any]) -> Documents | None:
         """Supply positions; of given ones, or a mask, check what all ranks have, and return their documents, if rows are packed."""
-        mask, given = kwargs.get("attention_mask"), kwargs.get("position_ids")
-        if given is None:
+        mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+        if positions is None:
             if active.positions is None or not self.numbers_from_zero:
                 raise ValueError(
                     f"{self.name} was called without position_ids under {self.region.what}, and would count from 0 on every rank. "
@@ -260,24 +260,27 @@ class ModelHook:
                 "cannot be given there: leave it out, or give a mask of [batch, length] that pads at the right, with buffers."
             )
         # Positions of several axes (images) are the model's own.
-        if active.positions is None or (given is not None and given.dim() > 2 and not self.numbers_from_zero):
-            given = None
-        return None if mask is None and given is None else self._compare(active, mask, given)
+        if active.positions is None or (positions is not None and positions.dim() > 2 and not self.numbers_from_zero):
+            positions = None
+        return None if mask is None and positions is None else self._compare(active, mask, positions)
 
     @torch.compiler.disable  # what follows waits for the device
-    def _compare(self, active: Active, mask: Tensor | None, given: Tensor | None) -> Documents | None:
+    def _compare(self, active: Active, mask: Tensor | None, position_ids: Tensor | None) -> Documents | None:
         """Check a mask and positions on all ranks in one message and one wait for the device; return the documents, if packed."""
-        named = given is None or (given.dim() < 3 and active.has(given))
-        rows = [active.positions, active.positions if given is None else given[0] if given.dim() > 2 else given]
+        named = position_ids is None or (position_ids.dim() < 3 and active.has(position_ids))
+        rows = [
+            active.positions,
+            active.positions if position_ids is None else position_ids[0] if position_ids.dim() > 2 else position_ids,
+        ]
         rows.append(torch.ones_like(rows[0]) if mask is None else mask)
         if rows[2].shape[-1] == active.length != rows[0].shape[-1]:  # it is whole
             rows[2] = rows[2][:, active.positions[0]]
         rows.append(torch.full_like(active.positions, not named))
-        mine = torch.stack(torch.broadcast_tensors(*(row.to(torch.int32) for row in rows)))
-        parts = [torch.empty_like(mine) for _ in range(self.region.size)]
-        distributed.all_gather(parts, mine, group=self.region.group)
+        local_places = torch.stack(torch.broadcast_tensors(*(row.to(torch.int32) for row in rows)))
+        parts = [torch.empty_like(local_places) for _ in range(self.region.size)]
+        distributed.all_gather(parts, local_places, group=self.region.group)
         # Of a simulated run, or of shapes, nothing of other ranks can be seen.
-        if torch_private.is_fake(self.region.group) or torch_private.is_shape(mine):
+        if torch_private.is_fake(self.region.group) or torch_private.is_shape(local_places):
             return None
         gathered = torch.cat(parts, dim=-1)
         whole = gathered.cpu().numpy()
@@ -304,5 +307,5 @@ class ModelHook:
                 "Leave attention_mask out: position_ids alone separate the documents."
             )
         ordered, size = bool((np.diff(order) == 1).all()), self.region.size
-        mine = places[0] if self.region.axis == "sp" else np.split(whole[0, 0], size)[self.region.rank]
-        return Documents.find(positions, mine, None if ordered else gathered[0, 0].argsort())
+        local_places = places[0] if self.region.axis == "sp" else np.split(whole[0, 0], size)[self.region.rank]
+        return Documents.find(positions, local_places, None if ordered else gathered[0, 0].argsort())

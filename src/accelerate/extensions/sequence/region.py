@@ -192,8 +192,8 @@ class Region:
     @property
     def _documents(self) -> Documents | None:
         """What attention stays within, if rows are packed."""
-        found = None if self.active is None else self.active.documents
-        return None if found is ... else found
+        documents = None if self.active is None else self.active.documents
+        return None if documents is ... else documents
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, dropout: float, causal: bool, scale: float | None, gqa: bool
@@ -209,13 +209,13 @@ class Region:
         on_cpu = all(not isinstance(buffer, Tensor) or buffer.device.type == "cpu" for buffer in buffers)
         seen: list[Any] = [(problem, None)]
         if on_cpu or not self._compared:
-            mine = (problem, None if problem else [_content(buffer) for buffer in buffers])
-            if not same_on_all(mine, self.mesh.device_type, self.group):
+            local_content = (problem, None if problem else [_content(buffer) for buffer in buffers])
+            if not same_on_all(local_content, self.mesh.device_type, self.group):
                 seen = [None] * self.size
-                distributed.all_gather_object(seen, mine, group=self.group)
+                distributed.all_gather_object(seen, local_content, group=self.group)
             self._compared = True
-        if found := next((other for other, _ in seen if other), None):
-            raise ValueError(found)
+        if first_problem := next((other for other, _ in seen if other), None):
+            raise ValueError(first_problem)
         for rank, (_, content) in enumerate(seen):
             if content != seen[0][1]:
                 raise ValueError(

@@ -35,8 +35,8 @@ def prepare(accelerator: Any, axis: str, objects: Sequence[Any]) -> tuple[Any, .
     Source: https://pytorch.org/tutorials/prototype/context_parallel.html, DeepSpeed Ulysses (arXiv 2309.14509)
     """
     layout = accelerator.parallelism_config
-    found = [item for item in objects if isinstance(item, nn.Module)]
-    for model in found:
+    new_models = [item for item in objects if isinstance(item, nn.Module)]
+    for model in new_models:
         models.check(model, axis)
         if axis == "sp":
             for inner in models.outermost(model):
@@ -54,7 +54,7 @@ def prepare(accelerator: Any, axis: str, objects: Sequence[Any]) -> tuple[Any, .
             accelerator._cp_context = GatheringRegion("cp", part, cuts=2)
         else:
             accelerator._cp_context = TorchRegion(part, layout.cp_handler.cp_comm_strategy)
-    for model in found:
+    for model in new_models:
         models.attach(model, accelerator._cp_context)
     return tuple(objects)
 

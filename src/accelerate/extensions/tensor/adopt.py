@@ -42,13 +42,13 @@ def adopt(accelerator: Run, models: Sequence[nn.Module]) -> None:
     layout, parts = accelerator.parallelism_config, []
     for model in models:
         sharded = is_sharded(model._orig_mod if is_compiled_module(model) else model)
-        found = layout_of(model, sharded)
-        sizes = {axis: len(ranks) for axis, ranks in found.items()}
+        ranks_of = layout_of(model, sharded)
+        sizes = {axis: len(ranks) for axis, ranks in ranks_of.items()}
         engine = traits_of(accelerator.distributed_type)
         if (
             engine.own_groups
             or (sharded and engine.sharded and not accelerator.is_fsdp2)
-            or not (sharded or {"tp", "ep"} & found.keys())
+            or not (sharded or {"tp", "ep"} & ranks_of.keys())
         ):
             raise ValueError(
                 f"{type(model).__name__} arrives sharded over {sizes} ({'by fully_shard' if sharded else 'without fully_shard'}), which cannot "
@@ -67,7 +67,7 @@ def adopt(accelerator: Run, models: Sequence[nn.Module]) -> None:
                 f"each of them other batches. Prepare the model first, or pass parallelism_config=ParallelismConfig(tp_size={layout.tp_size})."
             )
         if sharded:
-            _compare(accelerator, model, layout, found, sizes)
+            _compare(accelerator, model, layout, ranks_of, sizes)
             if sizes.get("ep", 1) > 1:
                 _refuse_adapted_experts(model)
             parts.append(model)
@@ -91,7 +91,7 @@ def adopt(accelerator: Run, models: Sequence[nn.Module]) -> None:
 
 def layout_of(model: nn.Module, sharded: bool) -> dict[str, list[int]]:
     """Return the ranks that share each dimension with this one; ValueError for a dimension that is not known, or in two ways."""
-    found: dict[str, list[int]] = {}
+    ranks_of: dict[str, list[int]] = {}
     seen: dict[int, DeviceMesh] = {}
     for name, parameter in model.named_parameters():
         if not isinstance(parameter, DTensor) or id(parameter.device_mesh) in seen:
@@ -102,13 +102,13 @@ def layout_of(model: nn.Module, sharded: bool) -> dict[str, list[int]]:
             if called not in _ROLES and mesh.size(number) == 1:  # such as pipelines of one stage
                 continue
             ranks = dist.get_process_group_ranks(mesh.get_group(number))
-            if called not in _ROLES or found.setdefault(_ROLES[called], ranks) != ranks:
+            if called not in _ROLES or ranks_of.setdefault(_ROLES[called], ranks) != ranks:
                 raise ValueError(
                     f"The parameter {name!r} of {type(model).__name__} is spread over {called!r}, {mesh.size(number)} ranks of {mesh}, which "
                     f"cannot be adopted: known are the dimensions {', '.join(_ROLES)}, each over the same ranks in all parameters (so far "
-                    f"{found}), and others of size 1. Make {called!r} 1, rename it if it is one of these, or let `prepare` shard the model."
+                    f"{ranks_of}), and others of size 1. Make {called!r} 1, rename it if it is one of these, or let `prepare` shard the model."
                 )
-    return found
+    return ranks_of
 
 
 def _refuse_adapted_experts(model: nn.Module) -> None:
@@ -117,7 +117,7 @@ def _refuse_adapted_experts(model: nn.Module) -> None:
     for name in [names[id(module)] for module in experts.modules(model)]:
         while name.endswith(".base_layer"):  # what PEFT puts around a module keeps it under this name
             name = name.removesuffix(".base_layer")
-        if adapter := next((own for own in consistency.whole(model) if own.startswith(f"{name}.")), None):
+        if adapter := next((entry for entry in consistency.whole(model) if entry.startswith(f"{name}.")), None):
             raise ValueError(
                 f"{adapter!r} of {type(model).__name__} adapts experts that ranks share out (expert parallelism), so it means other "
                 "experts on each rank, and its gradients cannot be averaged. Adapt other layers, or load the model without ep_size."
@@ -125,24 +125,28 @@ def _refuse_adapted_experts(model: nn.Module) -> None:
 
 
 def _compare(
-    accelerator: Run, model: nn.Module, layout: ParallelismConfig, found: dict[str, list[int]], sizes: dict[str, int]
+    accelerator: Run,
+    model: nn.Module,
+    layout: ParallelismConfig,
+    ranks_of: dict[str, list[int]],
+    sizes: dict[str, int],
 ) -> None:
     """Refuse a layout of the Accelerator that is not the model's."""
     replicas, shards, tp = (sizes.get(axis, 1) for axis in ("dp_replicate", "dp_shard", "tp"))
     mesh = layout.get_device_mesh(accelerator.device.type)
     part = submesh(mesh, "tp")
     ours = [accelerator.process_index] if part is None else part.mesh.flatten().tolist()
-    theirs = found.get("tp", [accelerator.process_index])
+    model_ranks = ranks_of.get("tp", [accelerator.process_index])
     same = replicas * shards * tp == layout.total_size
     if (
         same
-        and ours == theirs
+        and ours == model_ranks
         and layout.dp_replicate_size in (1, replicas)
         and layout.ep_size in (1, sizes.get("ep", 1))
     ):
         return
     raise ValueError(
-        f"{type(model).__name__} arrives sharded over {sizes}, where this rank shares layers with the ranks {theirs}; the Accelerator has "
+        f"{type(model).__name__} arrives sharded over {sizes}, where this rank shares layers with the ranks {model_ranks}; the Accelerator has "
         f"{layout!r} on {accelerator.num_processes} process(es), with the ranks {ours}. Leave parallelism_config out, and it is taken "
         "from the model, or shard the model by the same layout."
     )
