@@ -109,63 +109,66 @@ def _check_disk_optimizer(engine: Any) -> None:
 def _plan(engine: Any, folder: str, index: int, optimizer: int, strict: bool, weights_only: bool) -> Any:
     """Return what loads a checkpoint into an engine, or raise. Any rank, alone."""
     _check_disk_optimizer(engine)
-    found = layouts.required(folder, "model", index, None)
+    stored_files = layouts.required(folder, "model", index, None)
     written = None
-    if found.layout == "zero":
-        load = partial(_native, engine, folder, found.name, weights_only)
-        known = folder if isinstance(folder, CheckpointFolder) else None
+    if stored_files.layout == "zero":
+        load = partial(_native, engine, folder, stored_files.name, weights_only)
+        manifest_folder = folder if isinstance(folder, CheckpointFolder) else None
         if engine.has_moe_layers:
-            if known is not None:  # what DeepSpeed reads of it is not known here
-                known.check(filter(found.has, known.listing.files), shared=True)
+            if manifest_folder is not None:  # what DeepSpeed reads of it is not known here
+                manifest_folder.check(filter(stored_files.has, manifest_folder.listing.files), shared=True)
             return partial(load, strict)
-        written = zero.Folder(os.path.join(folder, found.name), weights_only, known)
-    model = found.open() if written is None else written.model()
+        written = zero.Folder(os.path.join(folder, stored_files.name), weights_only, manifest_folder)
+    model = stored_files.open() if written is None else written.model()
     values = _matched(engine, model, strict, written)
-    own = _same_layout(engine, written, os.path.join(folder, found.name))
+    is_same_layout = _same_layout(engine, written, os.path.join(folder, stored_files.name))
     trains = engine.basic_optimizer is not None
     if (
         written is not None
-        and own
+        and is_same_layout
         and trains
         and (written.shards or not isinstance(engine.optimizer, torch.optim.Optimizer))
     ):
         written.open_own(engine.global_rank)
         return partial(load, strict and len(values) == len(_shapes(engine)))
-    idle = [one for one in engine.module.parameters() if not (trains and one.requires_grad)]
-    if any(getattr(getattr(one, "ds_tensor", None), "final_location", None) == "nvme" for one in idle):
+    idle = [parameter for parameter in engine.module.parameters() if not (trains and parameter.requires_grad)]
+    if any(getattr(getattr(parameter, "ds_tensor", None), "final_location", None) == "nvme" for parameter in idle):
         raise RuntimeError(
             "zero_optimization.offload_param.device is 'nvme', and weights that do not train cannot be loaded there; nothing was loaded. Set it to 'cpu'."
         )
     saved: _Optimizer | None = None
     if trains:
         _check_flat(engine)
-        found = layouts.required(folder, "optimizer", optimizer, None)
-        states = found.open() if written is None else written.optimizer()
+        stored_files = layouts.required(folder, "optimizer", optimizer, None)
+        states = stored_files.open() if written is None else written.optimizer()
         goal = optimizers.Target(_groups(engine), {}, {}, partial(io_of(engine.module).tied_names, engine.module))
-        raw, _ = optimizers.matched(goal, states, found)
+        raw, _ = optimizers.matched(goal, states, stored_files)
         saved = _Optimizer(states, raw["state"], raw["param_groups"])
     return partial(_put, engine, model, values, saved, written)
 
 
 def _matched(engine: Any, stored: "CheckpointReader", strict: bool, written: zero.Folder | None) -> dict[str, Any]:
     """Return the stored values by the engine's names, not read; refuse other names and shapes."""
-    own = _shapes(engine)
-    found, missing, others = layouts.matched(
-        own, layouts.model_values(stored), partial(io_of(engine.module).tied_names, engine.module), stored.aliases
+    engine_shapes = _shapes(engine)
+    stored_values, missing, others = layouts.matched(
+        engine_shapes,
+        layouts.model_values(stored),
+        partial(io_of(engine.module).tied_names, engine.module),
+        stored.aliases,
     )
     # What `exclude_frozen_parameters` left out stays as it is.
     frozen = {name for name, parameter in engine.module.named_parameters() if not parameter.requires_grad}
     optional = frozen if written is not None and written.head["frozen_param_shapes"] is None else set()
     problems = [
-        f"{name} has {tuple(found[name].shape)} in the checkpoint and {tuple(shape)} in the engine"
-        for name, shape in own.items()
-        if name in found and found[name].shape != shape
+        f"{name} has {tuple(stored_values[name].shape)} in the checkpoint and {tuple(shape)} in the engine"
+        for name, shape in engine_shapes.items()
+        if name in stored_values and stored_values[name].shape != shape
     ]
     if strict:
         problems += [f"{name} is missing in the checkpoint" for name in missing if name not in optional]
         problems += [f"{name} is unexpected in the checkpoint" for name in others]
     refuse_misfit(stored.origin, type(engine.module).__name__, problems)
-    return found
+    return stored_values
 
 
 def _shapes(engine: Any) -> dict[str, torch.Size]:
@@ -253,7 +256,11 @@ def _flats(engine: Any) -> Iterator[_Flat]:
         for number, (flat, group) in enumerate(
             zip(inner.single_partition_of_fp32_groups, inner.bit16_groups, strict=True)
         ):
-            linked = [(canonical_name(names[one]), one._hp_mapping) for one in group if one._hp_mapping is not None]
+            linked = [
+                (canonical_name(names[parameter]), parameter._hp_mapping)
+                for parameter in group
+                if parameter._hp_mapping is not None
+            ]
             parts = [
                 (n, m.hp_fragment_address.start, m.lp_fragment_address.start, m.lp_fragment_address.numel)
                 for n, m in linked
@@ -308,8 +315,8 @@ def _put(
         for flat in _flats(engine):
             _fill(flat, model, lambda name: values[canonical[name]], flat.tensor)
             _put_states(flat, optimizer, inner.optimizer.state[flat.tensor])
-        for own, stored in zip(inner.optimizer.param_groups, optimizer.groups, strict=True):
-            own.update({key: value for key, value in stored.items() if key != "params"})
+        for group, stored in zip(inner.optimizer.param_groups, optimizer.groups, strict=True):
+            group.update({key: value for key, value in stored.items() if key != "params"})
         if stage == 3:
             for number in range(len(inner.fp16_groups)):
                 inner._reassign_or_swap_out_partitioned_parameters(number)
@@ -351,29 +358,29 @@ def _put_counts(engine: Any, written: zero.Folder) -> None:
     if engine.lr_scheduler is not None and written.head["lr_scheduler"] is not None:
         engine.lr_scheduler.load_state_dict(written.head["lr_scheduler"])
         _keep_length(engine.lr_scheduler, written.head, engine.dp_world_size)
-    own = getattr(engine.optimizer, "loss_scaler", None)
+    scaler = getattr(engine.optimizer, "loss_scaler", None)
     saved = written.shards[0].get("loss_scaler") if written.shards else None
-    if own is not None and saved is not None and vars(own).keys() == vars(saved).keys():
-        vars(own).update(vars(saved))
+    if scaler is not None and saved is not None and vars(scaler).keys() == vars(saved).keys():
+        vars(scaler).update(vars(saved))
 
 
 def _keep_length(schedule: Any, head: Mapping[str, Any], ranks: int) -> None:
     """Give a schedule of DeepSpeed the total that its steps were counted for, which its state does not hold, on other ranks."""
     parameters = ((head.get("ds_config") or {}).get("scheduler") or {}).get("params") or {}
-    total, own = parameters.get("total_num_steps"), getattr(schedule, "total_num_steps", None)
+    total, current_total = parameters.get("total_num_steps"), getattr(schedule, "total_num_steps", None)
     saved_ranks = head.get("dp_world_size")
-    if saved_ranks in (None, ranks) or own is None or own == total:
+    if saved_ranks in (None, ranks) or current_total is None or current_total == total:
         return
     saved = f"{type(schedule).__name__} was saved on {saved_ranks} data-parallel ranks"
     if not isinstance(total, int):  # a schedule that the program built
         warn_user(
-            f"{saved}, and has total_num_steps={own} on {ranks}. The checkpoint does not hold the former total, so its learning rate may "
+            f"{saved}, and has total_num_steps={current_total} on {ranks}. The checkpoint does not hold the former total, so its learning rate may "
             "differ from the uninterrupted run's. Build it with the total_num_steps of the run that saved it."
         )
         return
     schedule.total_num_steps = total
     warn_user(
-        f"{saved} with total_num_steps={total}, and has {own} on {ranks}: {total} is used, as in an uninterrupted run. To change the "
+        f"{saved} with total_num_steps={total}, and has {current_total} on {ranks}: {total} is used, as in an uninterrupted run. To change the "
         "length, set total_num_steps of the schedule after load_state."
     )
 
@@ -390,13 +397,15 @@ def require_gathering(engine: Any, config: dict[str, Any]) -> None:
         )
 
 
-def entries(engine: Any, wanted: Wanted) -> Entries:
+def entries(engine: Any, is_selected: Wanted) -> Entries:
     """Yield the wanted entries of the state dict of a stage-3 engine's module, gathered a module at a time. All ranks, in step."""
     import deepspeed
 
     again = tied_again(engine)
     for prefix, module in engine.module.named_modules():
-        if names := [name for name in torch_private.own_state(module, prefix) if wanted(name) and name not in again]:
+        if names := [
+            name for name in torch_private.own_state(module, prefix) if is_selected(name) and name not in again
+        ]:
             with deepspeed.zero.GatheredParameters(list(module.parameters(recurse=False)), modifier_rank=None):
                 state = torch_private.own_state(module, prefix)
                 yield from [(name, state[name]) for name in names]

@@ -65,17 +65,17 @@ def check(plugin: DeepSpeedPlugin, model: nn.Module, optimizer: Any, scheduler: 
             f"{type(optimizer).__name__} updates weights in its own backward pass, and the engine in its step. Pass a torch optimizer to prepare."
         )
     # A scheduler that is made by a function stands for none of the configuration.
-    made = getattr(scheduler, "lr_scheduler_callable", None) is not None
-    for name, given, dummy in (("optimizer", optimizer, DummyOptim), ("scheduler", scheduler, DummyScheduler)):
-        stands = isinstance(given, dummy)
-        if stands and name not in config and not (made and given is scheduler):
+    has_callable = getattr(scheduler, "lr_scheduler_callable", None) is not None
+    for name, value, dummy in (("optimizer", optimizer, DummyOptim), ("scheduler", scheduler, DummyScheduler)):
+        stands = isinstance(value, dummy)
+        if stands and name not in config and not (has_callable and value is scheduler):
             raise ValueError(
                 f"{dummy.__name__} stands for the {name} of the DeepSpeed configuration, which has no `{name}`. Add it there, or pass "
-                f"a torch {name} to prepare" + (", or `lr_scheduler_callable`." if given is scheduler else ".")
+                f"a torch {name} to prepare" + (", or `lr_scheduler_callable`." if value is scheduler else ".")
             )
-        if given is not None and not stands and name in config:
+        if value is not None and not stands and name in config:
             raise ValueError(
-                f"The DeepSpeed configuration has `{name}`, and prepare got a {type(given).__name__}. Pass "
+                f"The DeepSpeed configuration has `{name}`, and prepare got a {type(value).__name__}. Pass "
                 f"accelerate.utils.{dummy.__name__} to prepare, or take `{name}` out of the configuration."
             )
     if isinstance(optimizer, DummyOptim) and not isinstance(scheduler, DummyScheduler | None):
@@ -83,8 +83,10 @@ def check(plugin: DeepSpeedPlugin, model: nn.Module, optimizer: Any, scheduler: 
             f"prepare got DummyOptim and a {type(scheduler).__name__}: a torch scheduler needs the torch optimizer that it was made for. "
             "Pass DummyScheduler as well, or a torch optimizer."
         )
-    held = {id(parameter) for group in getattr(optimizer, "param_groups", ()) for parameter in group["params"]}
-    if held and held.isdisjoint(map(id, model.parameters())):
+    optimizer_ids = {
+        id(parameter) for group in getattr(optimizer, "param_groups", ()) for parameter in group["params"]
+    }
+    if optimizer_ids and optimizer_ids.isdisjoint(map(id, model.parameters())):
         raise ValueError(
             f"The optimizer ({type(optimizer).__name__}) holds no parameter of {type(model).__name__}: its steps would change nothing. Make "
             "it from `model.parameters()` of the model as it is now."
@@ -153,7 +155,7 @@ def resolve(
     layout = accelerator.parallelism_config
     sharing: int = 1 if layout is None else layout.sp_size  # type: ignore[assignment]  # no size is None
     replicas = accelerator.num_processes // sharing
-    known: dict[str, Any] = {
+    settings: dict[str, Any] = {
         _MICRO: micro,
         _TRAIN: micro * config[_STEPS] * replicas,
         "gradient_clipping": 1.0,
@@ -167,8 +169,8 @@ def resolve(
         # The optimizer that was given is the one that trains; DeepSpeed would refuse it beside an offload otherwise.
         config.setdefault("zero_force_ds_cpu_optimizer", False)
     if layout is not None and layout._sp_by_deepspeed:
-        config[_TRAIN] = known[_TRAIN]  # the Trainer has counted ranks that share sequences one by one
-    plugin.deepspeed_config_process(must_match=False, **known)
+        config[_TRAIN] = settings[_TRAIN]  # the Trainer has counted ranks that share sequences one by one
+    plugin.deepspeed_config_process(must_match=False, **settings)
     return {"steps_per_print": math.inf, **copy.deepcopy(config)}
 
 
@@ -177,8 +179,8 @@ def _widths(model: nn.Module, plugin: DeepSpeedPlugin) -> dict[str, int]:
     asked = [key for key in _BY_WIDTH if plugin.is_auto(key)]
     if not asked:
         return {}
-    found = getattr(model, "config", None)
-    for config in (found, getattr(found, "text_config", None)):
+    model_config = getattr(model, "config", None)
+    for config in (model_config, getattr(model_config, "text_config", None)):
         sizes = [getattr(config, "hidden_size", None), *(getattr(config, "hidden_sizes", None) or ())]
         if widths := [size for size in sizes if isinstance(size, int)]:
             return {key: _BY_WIDTH[key](max(widths)) for key in asked}
@@ -199,7 +201,7 @@ def _schedule(scheduler: Any, replicas: int) -> dict[str, Any]:
         return {}
     optimizer = scheduler.optimizer
     rate = optimizer.lr if hasattr(optimizer, "lr") else optimizer.defaults["lr"]
-    known = {
+    settings = {
         "scheduler.params.warmup_min_lr": 0,
         "scheduler.params.warmup_max_lr": rate,
         # DeepSpeed refuses a warm-up of no steps since 0.19.6.
@@ -207,8 +209,8 @@ def _schedule(scheduler: Any, replicas: int) -> dict[str, Any]:
     }
     if scheduler.total_num_steps is not None:
         # It counts batches of one process, as other schedulers do; the engine steps once for those of all. A warm-up counts steps.
-        known["scheduler.params.total_num_steps"] = math.ceil(scheduler.total_num_steps / replicas)
-    return known
+        settings["scheduler.params.total_num_steps"] = math.ceil(scheduler.total_num_steps / replicas)
+    return settings
 
 
 # The strategy ---------------------------------------------------------------------------------------------------------
@@ -328,7 +330,7 @@ class DeepSpeed(Strategy):
         """
         engines = accelerator.prepared.engines
         if model is not None:
-            engines = [known for known in engines if model is known.engine or model is known.engine.module]
+            engines = [wrapper for wrapper in engines if model is wrapper.engine or model is wrapper.engine.module]
         elif len(engines) > 1:
             engines = reached(loss, engines)
         if len(engines) != 1:
@@ -341,14 +343,16 @@ class DeepSpeed(Strategy):
     @contextlib.contextmanager
     def no_sync(self, accelerator: Run, model: nn.Module) -> Iterator[None]:
         """Let backward passes of a model's engine take no step. What its stage exchanges in each of them it exchanges all the same."""
-        engines = [known for known in accelerator.prepared.engines if model in (known.engine, known.engine.module)]
-        for known in engines:
-            known._held += 1
+        engines = [
+            wrapper for wrapper in accelerator.prepared.engines if model in (wrapper.engine, wrapper.engine.module)
+        ]
+        for wrapper in engines:
+            wrapper._held += 1
         try:
             yield
         finally:
-            for known in engines:
-                known._held -= 1
+            for wrapper in engines:
+                wrapper._held -= 1
 
     def clip_grad_norm(
         self, accelerator: Run, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float
@@ -356,8 +360,12 @@ class DeepSpeed(Strategy):
         """Return the norm of the last step's gradients, which the engine has clipped as its configuration says. All ranks."""
         engines = accelerator.prepared.engines
         if len(engines) > 1:
-            given = {id(item) for item in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)}
-            engines = [one for one in engines if not given.isdisjoint(map(id, one.engine.module.parameters()))]
+            clipped_ids = {id(item) for item in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)}
+            engines = [
+                wrapper
+                for wrapper in engines
+                if not clipped_ids.isdisjoint(map(id, wrapper.engine.module.parameters()))
+            ]
         if not engines:
             raise ValueError("clip_grad_norm_ got parameters of no prepared model. Pass model.parameters().")
         limit = engines[0].engine.gradient_clipping()
@@ -402,19 +410,19 @@ def _cast_to_bf16(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 
 def reached(loss: torch.Tensor, engines: Sequence[Any]) -> list[Any]:
     """Return the engines with a parameter in the graph of a loss."""
-    owners = {id(parameter): known for known in engines for parameter in known.engine.module.parameters()}
-    found: dict[int, Any] = {}
+    owners = {id(parameter): wrapper for wrapper in engines for parameter in wrapper.engine.module.parameters()}
+    reached_engines: dict[int, Any] = {}
     pending, seen = [loss.grad_fn], set()
-    while pending and len(found) < len(engines):
+    while pending and len(reached_engines) < len(engines):
         node = pending.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
         engine = owners.get(id(getattr(node, "variable", None)))
         if engine is not None:
-            found[id(engine)] = engine
+            reached_engines[id(engine)] = engine
         pending += [following for following, _ in node.next_functions]
-    return list(found.values())
+    return list(reached_engines.values())
 
 
 def _numbers_of_rank0(numbers: list[int]) -> list[int]:
@@ -427,22 +435,22 @@ def _numbers_of_rank0(numbers: list[int]) -> list[int]:
 
 def _keep_adagrad(engine: Any) -> None:
     """Put an Adagrad back in its place: ZeRO builds another one, of a single group, which no schedule reaches."""
-    zero, given = engine.optimizer, engine.basic_optimizer
-    made = getattr(zero, "optimizer", None)
-    if isinstance(made, torch.optim.Adagrad) and made is not given:
-        given.state.clear()
-        given.state.update(made.state)
-        zero.optimizer = given
+    zero, user_optimizer = engine.optimizer, engine.basic_optimizer
+    zero_optimizer = getattr(zero, "optimizer", None)
+    if isinstance(zero_optimizer, torch.optim.Adagrad) and zero_optimizer is not user_optimizer:
+        user_optimizer.state.clear()
+        user_optimizer.state.update(zero_optimizer.state)
+        zero.optimizer = user_optimizer
 
 
 def _undo_first_step(engine: Any) -> None:
     """Undo the step with gradients of zero that 16-bit stage 0 begins with: Adam would count it, and decay weights."""
-    own = engine.optimizer
-    if engine.zero_optimization_stage() or not hasattr(own, "fp32_groups"):
+    wrapper = engine.optimizer
+    if engine.zero_optimization_stage() or not hasattr(wrapper, "fp32_groups"):
         return
-    if not isinstance(own.optimizer, torch.optim.Adagrad):  # which makes its state when it is built
-        own.optimizer.state.clear()
-    for whole, half in zip(own.fp32_groups, own.fp16_groups, strict=True):
+    if not isinstance(wrapper.optimizer, torch.optim.Adagrad):  # which makes its state when it is built
+        wrapper.optimizer.state.clear()
+    for whole, half in zip(wrapper.fp32_groups, wrapper.fp16_groups, strict=True):
         for weight, source in zip(whole, half, strict=True):
             weight.data.copy_(source.data)
 
@@ -464,15 +472,15 @@ def _on_its_device(optimizer: torch.optim.Optimizer, plugin: Any, config: dict[s
     if offload in (None, "none") or not config.get("zero_force_ds_cpu_optimizer"):
         return optimizer
     try:
-        mapped = run_on_all_ranks(lambda: map_pytorch_optim_to_deepspeed(optimizer))
+        cpu_optimizer = run_on_all_ranks(lambda: map_pytorch_optim_to_deepspeed(optimizer))
     except Exception as error:
         raise RuntimeError(
             f"zero_force_ds_cpu_optimizer is true in the DeepSpeed configuration, and DeepSpeed could not build its {type(optimizer).__name__} "
             f"for states in host memory: {error} It needs ninja and a C++ compiler. Set it to false to train with the optimizer that you pass."
         ) from error
-    if mapped is optimizer:
+    if cpu_optimizer is optimizer:
         raise ValueError(
             f"zero_force_ds_cpu_optimizer is true in the DeepSpeed configuration, and DeepSpeed has no {type(optimizer).__name__} for states "
             "in host memory. Set it to false to train with the optimizer that you pass."
         )
-    return mapped
+    return cpu_optimizer

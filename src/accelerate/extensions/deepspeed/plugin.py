@@ -229,8 +229,8 @@ class DeepSpeedPlugin:
 
     def _read_config(self, source: Any, steps_given: bool) -> None:
         # Settings of the launcher that have no effect next to a configuration file.
-        said = os.environ.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")
-        if ignored := [name for name in said if name in FIELDS or name == "mixed_precision"]:
+        launcher_fields = os.environ.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")
+        if ignored := [name for name in launcher_fields if name in FIELDS or name == "mixed_precision"]:
             raise ValueError(f"The launcher sets {', '.join(ignored)}; set them in the DeepSpeed config file instead.")
         self.hf_ds_config = source if isinstance(source, HfDeepSpeedConfig) else HfDeepSpeedConfig(source)
         self.deepspeed_config = self.hf_ds_config.config
@@ -334,17 +334,17 @@ class DeepSpeedPlugin:
             ValueError: the configuration enables the other half precision.
         """
         config = self.deepspeed_config
-        wanted = {"fp16": "fp16", "bf16": "bf16", "fp8": "bf16"}.get(mixed_precision)
+        half_of_run = {"fp16": "fp16", "bf16": "bf16", "fp8": "bf16"}.get(mixed_precision)
         for half in ("fp16", "bf16"):
             if config.get(half) is None:
-                config[half] = {"enabled": "auto", **({"auto_cast": True} if half == wanted == "fp16" else {})}
+                config[half] = {"enabled": "auto", **({"auto_cast": True} if half == half_of_run == "fp16" else {})}
             section = config[half]
             if section.get("enabled", "auto") == "auto":
-                section["enabled"] = half == wanted
-            if section["enabled"] and wanted not in (None, half):
+                section["enabled"] = half == half_of_run
+            if section["enabled"] and half_of_run not in (None, half):
                 wrong = f"mixed_precision is {mixed_precision!r}, but the DeepSpeed config enables {half}"
                 raise ValueError(f"{wrong}. Set {half}.enabled to 'auto' or false there, or change mixed_precision.")
-            if half == wanted and not section["enabled"]:
+            if half == half_of_run and not section["enabled"]:
                 logger.warning("mixed_precision=%s is ignored: the config disables %s.", mixed_precision, half)
 
     # -- transformers' view of the configuration -----------------------------------------------------------------
@@ -364,8 +364,8 @@ class DeepSpeedPlugin:
             >>> with DeepSpeedPlugin(zero_stage=3, zero3_init_flag=True).zero3_init_context_manager(enable=False):
             ...     pass  # models built in here are whole
         """
-        flag, known = self.zero3_init_flag, "dschf" in vars(self)
-        changes = self.zero_stage == 3 and (not flag if enable else known)
+        flag, is_registered = self.zero3_init_flag, "dschf" in vars(self)
+        changes = self.zero_stage == 3 and (not flag if enable else is_registered)
         self.zero3_init_flag = enable
         if changes:
             self._tell_transformers(enable)
@@ -374,7 +374,7 @@ class DeepSpeedPlugin:
         finally:
             self.zero3_init_flag = flag
             if changes:
-                self._tell_transformers(known)
+                self._tell_transformers(is_registered)
 
     def set_deepspeed_weakref(self) -> None:
         """Register the configuration with transformers: `generate` and PEFT look at it, and at stage 3 `from_pretrained` builds sharded models.
@@ -414,9 +414,9 @@ class DeepSpeedPlugin:
             for key, value in config.items():
                 yield from leaves(value, f"{path}{key}.") if isinstance(value, Mapping) else [(path + key, value)]
 
-        known = dict(leaves(live.deepspeed_config))
+        live_settings = dict(leaves(live.deepspeed_config))
         asked = [(key, value) for key, value in leaves(self.deepspeed_config) if value != "auto"]
-        return [f"{key}={value!r}" for key, value in asked if known.get(key) != value]
+        return [f"{key}={value!r}" for key, value in asked if live_settings.get(key) != value]
 
     # -- several plugins -----------------------------------------------------------------------------------------
 

@@ -115,8 +115,8 @@ def starts(values: Mapping[str, Resolved], on: set[str], job: Any) -> bool:
 def check_launcher(name: str) -> None:
     """Refuse a value of `--deepspeed_multinode_launcher` that DeepSpeed does not have."""
     if name not in DEEPSPEED_MULTINODE_LAUNCHERS:
-        known = ", ".join(DEEPSPEED_MULTINODE_LAUNCHERS)
-        raise LaunchError(f"--deepspeed_multinode_launcher is {name!r}; choose one of {known}.")
+        launchers = ", ".join(DEEPSPEED_MULTINODE_LAUNCHERS)
+        raise LaunchError(f"--deepspeed_multinode_launcher is {name!r}; choose one of {launchers}.")
 
 
 def notes(settings: Mapping[str, Resolved]) -> list[str]:
@@ -124,8 +124,8 @@ def notes(settings: Mapping[str, Resolved]) -> list[str]:
     config = settings["deepspeed_config_file"].value
     if config in (None, "none"):
         return []
-    given = [name for name in FIELDS if settings[name].source is Source.COMMAND_LINE]
-    return [f"--{name} counts only where {config} says 'auto': a file's own values hold." for name in given]
+    passed = [name for name in FIELDS if settings[name].source is Source.COMMAND_LINE]
+    return [f"--{name} counts only where {config} says 'auto': a file's own values hold." for name in passed]
 
 
 def variables(settings: Mapping[str, Resolved], environment: Mapping[str, str]) -> dict[str, str]:
@@ -149,8 +149,8 @@ def _write_variables(path: str, environment: Mapping[str, str]) -> list[str]:
         else:
             held_back.append(name)
     for folder in dict.fromkeys((os.path.expanduser("~"), os.getcwd())):
-        given = pathlib.Path(folder, environment.get("DS_ENV_FILE") or ".deepspeed_env")
-        if given.is_file():  # of a variable that comes twice, DeepSpeed takes the last
-            lines += filter(str.strip, given.read_text(encoding="utf-8").splitlines())
+        user_file = pathlib.Path(folder, environment.get("DS_ENV_FILE") or ".deepspeed_env")
+        if user_file.is_file():  # of a variable that comes twice, DeepSpeed takes the last
+            lines += filter(str.strip, user_file.read_text(encoding="utf-8").splitlines())
     pathlib.Path(path).write_text("\n".join(lines), encoding="utf-8")
     return held_back

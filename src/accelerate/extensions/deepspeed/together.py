@@ -43,9 +43,9 @@ def prepare(accelerator: TrainingRun, objects: Sequence[Any]) -> tuple[Any, ...]
             "GradientAccumulationPlugin(exact=True) is not possible with DeepSpeed, whose engine divides each loss by "
             "gradient_accumulation_steps. Leave exact away."
         )
-    made, engine, trains = engines.prepare(accelerator, objects, "DeepSpeed", kind_of)
+    prepared_objects, engine, trains = engines.prepare(accelerator, objects, "DeepSpeed", kind_of)
     if engine is None:
-        return tuple(made)
+        return tuple(prepared_objects)
     accelerator.deepspeed_config = accelerator.deepspeed_plugin.deepspeed_config
     wrapped, trained = DeepSpeedEngineWrapper(engine), accelerator.prepared.engines
     if trains:
@@ -54,8 +54,10 @@ def prepare(accelerator: TrainingRun, objects: Sequence[Any]) -> tuple[Any, ...]
     if shares:
         for position, item in enumerate(objects):
             if kind_of(item) == "loader":
-                made[position] = accelerator.deepspeed_ulysses_dl_adapter(made[position], engine)
-    return tuple(made)
+                prepared_objects[position] = accelerator.deepspeed_ulysses_dl_adapter(
+                    prepared_objects[position], engine
+                )
+    return tuple(prepared_objects)
 
 
 def share_loader(accelerator: TrainingRun, loader: Any) -> Any:

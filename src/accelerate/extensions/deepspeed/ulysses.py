@@ -261,8 +261,8 @@ class UlyssesSPDataLoaderAdapter:
             )
         length, size = batch["input_ids"].shape[1], self.sp_world_size
         if length % size or self.length not in (None, length):
-            wanted = f"sp_seq_length={self.length}" if self.length else f"a multiple of sp_size={size}"
-            raise ValueError(f"Its sequences have {length} tokens instead of {wanted}. Pad or cut them.")
+            expected = f"sp_seq_length={self.length}" if self.length else f"a multiple of sp_size={size}"
+            raise ValueError(f"Its sequences have {length} tokens instead of {expected}. Pad or cut them.")
         header: dict[str, tuple[Any, bool]] = {}
         sent: list[list[torch.Tensor]] = [[] for _ in range(size)]
         for name, value in batch.items():
@@ -278,8 +278,8 @@ class UlyssesSPDataLoaderAdapter:
                 )
             parts = value.detach().to(self.device).chunk(size, dim=1)
             header[name] = ((parts[0].dtype, tuple(parts[0].shape)), True)
-            for mine, part in zip(sent, parts, strict=True):
-                mine.append(part.contiguous().view(-1).view(torch.uint8))
+            for pieces, part in zip(sent, parts, strict=True):
+                pieces.append(part.contiguous().view(-1).view(torch.uint8))
         return header, [torch.cat(part) for part in sent]
 
 
@@ -290,15 +290,15 @@ def _bytes(described: tuple[torch.dtype, tuple[int, ...]]) -> int:
 
 def _unpacked(layout: dict[str, tuple[Any, bool]], part: torch.Tensor) -> dict[str, Any]:
     """Return a part as the dict that it was made from."""
-    found, start = {}, 0
+    batch, start = {}, 0
     for name, (item, cut) in layout.items():
         if cut:
             dtype, shape = item
             end = start + _bytes(item)
             # A copy, because the bytes of a view need not lie where its type wants them.
             item, start = part[start:end].clone().view(dtype).view(shape), end
-        found[name] = item
-    return found
+        batch[name] = item
+    return batch
 
 
 def adapter(accelerator: Run, loader: PreparedLoader) -> UlyssesSPDataLoaderAdapter:

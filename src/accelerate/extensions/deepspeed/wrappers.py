@@ -33,9 +33,9 @@ def get_active_deepspeed_plugin(state: AcceleratorState) -> DeepSpeedPlugin:
     for plugin in (plugins or {}).values():
         if plugin.selected:
             return plugin
-    known = f"the plugins are {sorted(plugins)}" if plugins else "there are no plugins"
+    available = f"the plugins are {sorted(plugins)}" if plugins else "there are no plugins"
     raise ValueError(
-        f"No DeepSpeedPlugin is selected; {known}. Pass one to `Accelerator(deepspeed_plugin=...)`, or choose with "
+        f"No DeepSpeedPlugin is selected; {available}. Pass one to `Accelerator(deepspeed_plugin=...)`, or choose with "
         "`AcceleratorState().select_deepspeed_plugin(name)`."
     )
 

@@ -77,20 +77,20 @@ def model_files(folder: str) -> list[str]:
     """
     paths = glob.glob(os.path.join(glob.escape(folder), "*_model_states.pt"))
     pattern = r"(?:zero_pp_rank_([0-9]+)_)?mp_rank_00_model_states\.pt"
-    found = {path: re.fullmatch(pattern, os.path.basename(path)) for path in paths}
-    if strange := sorted(os.path.basename(path) for path, match in found.items() if match is None):
+    match_of = {path: re.fullmatch(pattern, os.path.basename(path)) for path in paths}
+    if strange := sorted(os.path.basename(path) for path, match in match_of.items() if match is None):
         raise ValueError(
             f"{folder!r} has {strange[0]}: its layers or experts are split over ranks, which only DeepSpeed puts together. Load it on as many "
             "ranks, at the same stage."
         )
-    ranks = [(int(match[1] or 0), path) for path, match in found.items() if match]
+    ranks = [(int(match[1] or 0), path) for path, match in match_of.items() if match]
     return [path for _, path in sorted(ranks)]
 
 
 def shard_files(folder: str) -> list[str]:
     """Return the files with the optimizer's shards in the order of their ranks; none for stage 0."""
-    found = {name: re.fullmatch(_SHARD, name) for name in os.listdir(folder)}
-    ranks = {int(match[2]): name for name, match in found.items() if match}
+    match_of = {name: re.fullmatch(_SHARD, name) for name in os.listdir(folder)}
+    ranks = {int(match[2]): name for name, match in match_of.items() if match}
     return [os.path.join(folder, ranks[rank]) for rank in sorted(ranks)]
 
 
@@ -106,12 +106,12 @@ class ZeroLayout:
 
     def folder(self, files: Collection[str], kind: Kind, index: int) -> str | None:
         """Return the folder of the engine of a model or optimizer; models that have no engine do not count among the optimizers."""
-        found = {match[1] for match in map(_ENGINE_FILE.fullmatch, files) if match}
+        engine_folders = {match[1] for match in map(_ENGINE_FILE.fullmatch, files) if match}
         if index == 0 and (trainers := {match[1] for match in map(_TRAINERS_ENGINE_FILE.fullmatch, files) if match}):
             return max(trainers, key=lambda name: (len(name), name))
         if kind == "model":
-            return name if (name := engine_folder(index)) in found else None
-        return dict(enumerate(sorted(found, key=lambda name: (len(name), name)))).get(index)
+            return name if (name := engine_folder(index)) in engine_folders else None
+        return dict(enumerate(sorted(engine_folders, key=lambda name: (len(name), name)))).get(index)
 
     def open(self, path: str, kind: Kind, checkpoint: load.CheckpointFolder | None = None) -> "CheckpointReader":
         """Return the model or the optimizer in an engine's folder, which is in that of a checkpoint. Not a collective."""
@@ -257,11 +257,11 @@ class Folder:
             usual.append((rank, first - rank * length, first - begin, last - first))
         if all(self._address(number, name, rank) == (offset, count) for rank, offset, _, count in usual):
             return usual
-        found: list[Part] = []
+        parts: list[Part] = []
         for rank in ranks:
             if (address := self._address(number, name, rank)) is not None:
-                found.append((rank, address[0], sum(part[3] for part in found), address[1]))
-        return found
+                parts.append((rank, address[0], sum(part[3] for part in parts), address[1]))
+        return parts
 
     def _address(self, number: int, name: str, rank: int) -> tuple[int, int] | None:
         """Return where a part of a parameter begins in the flat tensor of a rank below stage 3, and its length."""
@@ -271,13 +271,13 @@ class Folder:
     @functools.cached_property
     def _begins(self) -> list[dict[str, int]]:
         """For each group, by name, how many elements lie before a parameter: at stage 3 in the flat tensor of each rank."""
-        made: list[dict[str, int]] = []
+        begins: list[dict[str, int]] = []
         for group in self.groups:
             sizes = [shape.numel() for shape in group.values()]
             if self.splits_weights:
                 sizes = [part_of(size, 0, len(self.shards))[2] for size in sizes]
-            made.append(dict(zip(group, itertools.accumulate(sizes, initial=0), strict=False)))
-        return made
+            begins.append(dict(zip(group, itertools.accumulate(sizes, initial=0), strict=False)))
+        return begins
 
 
 def _cut(flat: Callable[[int], torch.Tensor], parts: Sequence[Part], start: int, stop: int) -> torch.Tensor:

@@ -30,12 +30,12 @@ class MegatronIO(StateIO):
         """Whether it is an engine, which saves and loads its optimizer with its weights."""
         return isinstance(model, MegatronEngine)
 
-    def whole_tensors(self, accelerator: Run, model: nn.Module, wanted: Wanted = bool) -> Entries:
+    def whole_tensors(self, accelerator: Run, model: nn.Module, is_selected: Wanted = bool) -> Entries:
         """Gather a parameter at a time, and send it to the other stages. All ranks, in step."""
         return (
-            model.entries(wanted)
+            model.entries(is_selected)
             if isinstance(model, MegatronEngine)
-            else super().whole_tensors(accelerator, model, wanted)
+            else super().whole_tensors(accelerator, model, is_selected)
         )
 
     def model_state(self, accelerator: Run, model: nn.Module, unwrap: bool) -> dict[str, Any]:
@@ -72,13 +72,16 @@ class MegatronIO(StateIO):
             folder.check(names, shared=True)
         _refuse_code(place)
         refuse_misfit(place, type(model.source).__name__, model.misfits(place))
-        common, own = load_common_state_dict(place), [model.plugin.tp_degree, model.plugin.pp_degree]
-        divided, wanted = common.get("divided"), model.optimizer is not None and not model.plugin.no_load_optim
-        if wanted and "divided" not in common:
+        common, degrees = load_common_state_dict(place), [model.plugin.tp_degree, model.plugin.pp_degree]
+        divided, loads_optimizer = (
+            common.get("divided"),
+            model.optimizer is not None and not model.plugin.no_load_optim,
+        )
+        if loads_optimizer and "divided" not in common:
             raise RuntimeError(f"{place} has no state of an optimizer; nothing was loaded. Set no_load_optim=True.")
-        if wanted and divided not in (None, own):
+        if loads_optimizer and divided not in (None, degrees):
             raise RuntimeError(
-                f"{place} has a distributed optimizer of tp_degree, pp_degree = {divided}, and here they are {own}; nothing was loaded. Without Apex or "
+                f"{place} has a distributed optimizer of tp_degree, pp_degree = {divided}, and here they are {degrees}; nothing was loaded. Without Apex or "
                 "Transformer Engine, set no_load_optim=True, or save it with use_distributed_optimizer=False."
             )
         return Deferred(None, partial(_load, model, place, accelerator.process_index, options.get("strict", True)))

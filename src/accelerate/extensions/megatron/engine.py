@@ -57,9 +57,9 @@ class MegatronEngine(nn.Module):
         counted = partial(pattern.sub, lambda at: str(layers[int(at[0])].layer_number - 1))
         self._own = {counted(name): parameter for name, parameter in core.named_parameters()}
         self._pipeline = parallel_state.get_pipeline_model_parallel_group()
-        given = dict(model.named_parameters(remove_duplicate=False))
-        trained = run_on_all_ranks(lambda: _groups_of(self.translation.rows, given, optimizer))
-        self._load_weights(given, trained)
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        trained = run_on_all_ranks(lambda: _groups_of(self.translation.rows, parameters, optimizer))
+        self._load_weights(parameters, trained)
         self.module = core if dtype is torch.float32 else Float16Module(core.config, core)
         self.optimizer = self.scheduler = None
         if optimizer is not None:
@@ -81,17 +81,17 @@ class MegatronEngine(nn.Module):
     # -- building ------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _load_weights(self, given: Mapping[str, torch.Tensor], trained: Mapping[str, int | None]) -> None:
+    def _load_weights(self, parameters: Mapping[str, torch.Tensor], trained: Mapping[str, int | None]) -> None:
         """Take this rank's parts of the weights that rank 0 has, and note who trains them. All ranks."""
-        own = self._own
+        core_parameters = self._own
         ranks: int = self.plugin.tp_degree  # type: ignore[assignment]  # no degree is None
         for row in self.translation.rows:
-            theirs = [given[one].detach().to(self.device) for one in row.theirs]
-            for one in theirs:
-                take_from_first(one, self.device)
-            if row.core in own:
-                parameter, cut = own[row.core], _cut(own[row.core])
-                whole = row.pack(theirs, len(parameter) * (ranks if cut == 0 else 1))
+            tensors = [parameters[name].detach().to(self.device) for name in row.theirs]
+            for tensor in tensors:
+                take_from_first(tensor, self.device)
+            if row.core in core_parameters:
+                parameter, cut = core_parameters[row.core], _cut(core_parameters[row.core])
+                whole = row.pack(tensors, len(parameter) * (ranks if cut == 0 else 1))
                 rank = self.groups.get_tensor_model_parallel_rank()
                 parameter.copy_(whole if cut is None else whole.chunk(ranks, cut)[rank])
                 parameter.requires_grad_(trained[row.core] is not None)
@@ -114,8 +114,8 @@ class MegatronEngine(nn.Module):
         optimizer.state.clear()
         self.optimizer = get_megatron_optimizer(options, [self.module], config_overrides=overrides)
         for group in self.optimizer.param_groups:
-            given = optimizer.param_groups[group["lr_mult"]]
-            group |= {name: value for name, value in given.items() if name != "params"}
+            user_group = optimizer.param_groups[group["lr_mult"]]
+            group |= {name: value for name, value in user_group.items() if name != "params"}
         self._given = optimizer
         self._share_groups()
         for part in self.optimizer.chained_optimizers:
@@ -133,7 +133,7 @@ class MegatronEngine(nn.Module):
     def _share_groups(self) -> None:
         """Give the torch optimizer core's groups, so that a torch scheduler of it changes their rates."""
         groups = {group["lr_mult"]: group for group in self.optimizer.param_groups}
-        self._given.param_groups = [groups.get(at, one) for at, one in enumerate(self._given.param_groups)]
+        self._given.param_groups = [groups.get(at, group) for at, group in enumerate(self._given.param_groups)]
 
     # -- running -------------------------------------------------------------------------------------------------
 
@@ -179,7 +179,7 @@ class MegatronEngine(nn.Module):
                 f"Sequences of {length} tokens are not cut over tp_degree={self.plugin.tp_degree} ranks. Pad them to a multiple, or set "
                 "sequence_parallelism=False."
             )
-        found = get_forward_backward_func()(
+        micro_results = get_forward_backward_func()(
             forward_step_func=self.train_step_handler.get_forward_step_func(),
             data_iterator=iter(batches),
             model=[self.module],
@@ -188,14 +188,14 @@ class MegatronEngine(nn.Module):
             micro_batch_size=rows,
             forward_only=forward_only,
         )
-        return self._reduced(found)
+        return self._reduced(micro_results)
 
-    def _reduced(self, found: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    def _reduced(self, micro_results: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         """Return the mean of each figure over micro-batches and replicas: of sums and counts, or of means. All ranks."""
         figures = {}
-        for name in found[0] if found else ():
-            values = [one[name].float() for one in found]
-            pairs = [one if one.dim() else torch.stack([one, torch.ones_like(one)]) for one in values]
+        for name in micro_results[0] if micro_results else ():
+            values = [result[name].float() for result in micro_results]
+            pairs = [value if value.dim() else torch.stack([value, torch.ones_like(value)]) for value in values]
             total = torch.stack(pairs).sum(0)
             dist.all_reduce(total, group=self.groups.get_data_parallel_group())
             figures[name] = total[0] / total[1].clamp(min=1)
@@ -218,24 +218,26 @@ class MegatronEngine(nn.Module):
 
     # -- weights and checkpoints ---------------------------------------------------------------------------------
 
-    def entries(self, wanted: Wanted) -> Entries:
+    def entries(self, is_selected: Wanted) -> Entries:
         """Yield the wanted entries of the transformers model's state dict, each whole. All ranks, in step."""
         self._settle()
-        own, again = self._own, tied_again(self.source)
+        core_parameters, again = self._own, tied_again(self.source)
         stages: int = self.plugin.pp_degree  # type: ignore[assignment]  # no degree is None
         for row in self.translation.rows:
-            if row.core not in self._stage_of or not any(wanted(one) and one not in again for one in row.theirs):
+            if row.core not in self._stage_of or not any(
+                is_selected(name) and name not in again for name in row.theirs
+            ):
                 continue
             stage = dist.get_global_rank(self._pipeline, self._stage_of[row.core])
-            dtype, shapes = self.core.config.params_dtype, [self.translation.shapes[one] for one in row.theirs]
+            dtype, shapes = self.core.config.params_dtype, [self.translation.shapes[name] for name in row.theirs]
             if stage == dist.get_rank():
-                parts = row.unpack(self._whole(own[row.core]), shapes)
+                parts = row.unpack(self._whole(core_parameters[row.core]), shapes)
             else:
                 parts = [torch.empty(shape, dtype=dtype, device=self.device) for shape in shapes]
             for name, value in zip(row.theirs, parts, strict=True):
                 if stages > 1:
                     dist.broadcast(value, stage, group=self._pipeline)
-                if wanted(name):
+                if is_selected(name):
                     yield name, value
 
     def _settle(self) -> None:
@@ -259,8 +261,10 @@ class MegatronEngine(nn.Module):
         if optimizer and self.optimizer is not None:
             # What any division reads, core loads into Apex's and Transformer Engine's Adam alone.
             layout = "dp_reshardable" if _begin(self.optimizer) else "fully_reshardable"
-            found = {"distrib_optim_sharding_type": layout}
-            state["optimizer"] = self.optimizer.sharded_state_dict(state["model"], is_loading=loading, metadata=found)
+            metadata = {"distrib_optim_sharding_type": layout}
+            state["optimizer"] = self.optimizer.sharded_state_dict(
+                state["model"], is_loading=loading, metadata=metadata
+            )
             bound = layout == "dp_reshardable" and self.plugin.use_distributed_optimizer
             state["divided"] = [self.plugin.tp_degree, self.plugin.pp_degree] if bound else None
             if self.scheduler is not None:
@@ -280,12 +284,14 @@ class MegatronEngine(nn.Module):
         from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
         stored = dist_checkpointing.load_tensors_metadata(place)
-        own = [one for one in self.core.sharded_state_dict().values() if isinstance(one, ShardedTensor)]
-        shapes = {one.key: stored[one.key].global_shape if one.key in stored else "no value" for one in own}
+        tensors = [entry for entry in self.core.sharded_state_dict().values() if isinstance(entry, ShardedTensor)]
+        shapes = {
+            tensor.key: stored[tensor.key].global_shape if tensor.key in stored else "no value" for tensor in tensors
+        }
         return [
-            f"{one.key} has {shapes[one.key]} in the checkpoint and {one.global_shape} in the engine"
-            for one in own
-            if shapes[one.key] != one.global_shape
+            f"{tensor.key} has {shapes[tensor.key]} in the checkpoint and {tensor.global_shape} in the engine"
+            for tensor in tensors
+            if shapes[tensor.key] != tensor.global_shape
         ]
 
     @torch.no_grad()
@@ -318,34 +324,34 @@ def _begin(optimizer: Any) -> bool:
     """
     begun = False
     for part in optimizer.chained_optimizers:
-        own = isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW | torch.optim.SGD)
-        for group in part.optimizer.param_groups if own else ():
+        is_torch_optimizer = isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW | torch.optim.SGD)
+        for group in part.optimizer.param_groups if is_torch_optimizer else ():
             names = ("exp_avg", "exp_avg_sq") if "betas" in group else ("momentum_buffer",) * bool(group["momentum"])
             begun, loaded = True, group.pop("step", None)
-            for one in group["params"] if names else ():
-                state = part.optimizer.state[one]
-                state |= {name: torch.zeros_like(one) for name in names if name not in state}
+            for parameter in group["params"] if names else ():
+                state = part.optimizer.state[parameter]
+                state |= {name: torch.zeros_like(parameter) for name in names if name not in state}
                 state["step"] = torch.tensor(float(state.get("step", 0) if loaded is None else loaded))
     return begun
 
 
-def _groups_of(rows: list[Row], given: Mapping[str, nn.Parameter], optimizer: Any) -> dict[str, int | None]:
+def _groups_of(rows: list[Row], parameters: Mapping[str, nn.Parameter], optimizer: Any) -> dict[str, int | None]:
     """Return the optimizer's group of each of core's parameters; those that it does not train get no gradients."""
     groups = getattr(optimizer, "param_groups", ())
-    numbers = {id(one): number for number, group in enumerate(groups) for one in group["params"]}
-    found = {}
+    numbers = {id(parameter): number for number, group in enumerate(groups) for parameter in group["params"]}
+    group_of = {}
     for row in rows:
-        of_row = {numbers.get(id(given[one])) if given[one].requires_grad else None for one in row.theirs}
+        of_row = {numbers.get(id(parameters[name])) if parameters[name].requires_grad else None for name in row.theirs}
         if len(of_row) > 1:
             raise ValueError(
                 f"{row.theirs} are one parameter of Megatron core. Put them into one group of the optimizer."
             )
-        found[row.core] = of_row.pop()
-    if numbers and set(found.values()) == {None}:
+        group_of[row.core] = of_row.pop()
+    if numbers and set(group_of.values()) == {None}:
         raise ValueError(
             "The optimizer holds no parameter of the model. Make it from model.parameters() of the model as it is now."
         )
-    return found
+    return group_of
 
 
 def _cut(parameter: Any) -> int | None:

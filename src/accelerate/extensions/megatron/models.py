@@ -64,21 +64,21 @@ class Row:
     pieces: int
     transposed: bool
 
-    def pack(self, theirs: Sequence[torch.Tensor], rows: int) -> torch.Tensor:
+    def pack(self, tensors: Sequence[torch.Tensor], rows: int) -> torch.Tensor:
         """Return core's whole tensor, filled up with zeros to a number of rows."""
-        turned = [one.t() if self.transposed else one for one in theirs]
-        whole = torch.cat(turned)[self._order([len(one) for one in turned])]
+        turned = [tensor.t() if self.transposed else tensor for tensor in tensors]
+        whole = torch.cat(turned)[self._order([len(tensor) for tensor in turned])]
         return nn.functional.pad(whole, [0, 0] * (whole.dim() - 1) + [0, rows - len(whole)])
 
     def unpack(self, whole: torch.Tensor, shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
         """Return the tensors that it was made of, which have these shapes."""
         lengths = [shape[-1 if self.transposed else 0] for shape in shapes]
         parts = whole[self._order(lengths).argsort()].split(lengths)
-        return [(one.t() if self.transposed else one).contiguous() for one in parts]
+        return [(part.t() if self.transposed else part).contiguous() for part in parts]
 
     def _order(self, lengths: list[int]) -> torch.Tensor:
         """Return which row of theirs, one tensor after the other, each row of core's is."""
-        parts = [part for one in torch.arange(sum(lengths)).split(lengths) for part in one.chunk(self.pieces)]
+        parts = [part for places in torch.arange(sum(lengths)).split(lengths) for part in places.chunk(self.pieces)]
         return torch.cat([part.reshape(self.blocks, -1) for part in parts], 1).flatten()
 
 
@@ -133,16 +133,18 @@ class Norm:
     ) -> nn.Module:
         """Return it, its parameters marked as those whose gradients the ranks of a layer add up."""
         kind = nn.RMSNorm if config.normalization == "RMSNorm" else nn.LayerNorm
-        made = kind(hidden_size, eps=eps)
-        for parameter in made.parameters():
+        norm = kind(hidden_size, eps=eps)
+        for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # core's mark
-        return made
+        return norm
 
 
 def build(kind: Callable[..., Any], arguments: Mapping[str, Any], **more: Any) -> Any:
     """Return one of core's classes, built from those of Megatron's arguments that it takes; `more` are overridden by them."""
-    own = inspect.signature(kind).parameters
-    return kind(**more | {name: value for name, value in arguments.items() if name in own and value is not None})
+    parameters = inspect.signature(kind).parameters
+    return kind(
+        **more | {name: value for name, value in arguments.items() if name in parameters and value is not None}
+    )
 
 
 class Translation:
@@ -182,10 +184,10 @@ class Translation:
             "share_embeddings_and_output_weights": bool(getattr(config, "tie_word_embeddings", True)),
         }
         self.plugin, self.arguments = plugin, _USUAL | options | arguments | sizes
-        self.shapes = {name: one.shape for name, one in model.state_dict().items()}
+        self.shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
         self.rows = self._rows(column, ranks)
-        known = {name for row in self.rows for name in row.theirs}
-        if others := sorted(self.shapes.keys() ^ known):
+        translated = {name for row in self.rows for name in row.theirs}
+        if others := sorted(self.shapes.keys() ^ translated):
             raise ValueError(
                 f"{type(model).__name__} is no plain decoder with a head: {others[:5]}. Pass the ...ForCausalLM or ...LMHeadModel."
             )
@@ -195,14 +197,14 @@ class Translation:
         names, rows = [(row[0], row[column].split()) for row in _AROUND], []
         for layer in range(self.arguments["num_layers"]):
             core_layer, their_layer = (_PREFIXES[place].format(layer) for place in (0, column))
-            names += [(core_layer + row[0], [their_layer + one for one in row[column].split()]) for row in _INSIDE]
+            names += [(core_layer + row[0], [their_layer + name for name in row[column].split()]) for row in _INSIDE]
         groups = self.arguments.get("num_query_groups") or self.arguments["num_attention_heads"]
-        for core, theirs in names:
+        for core, model_names in names:
             attention, inside = core.endswith("linear_qkv"), core.startswith("decoder.layers.")
-            blocks = groups if attention else ranks if len(theirs) > 1 else 1
-            pieces = 3 if attention and len(theirs) == 1 else 1
+            blocks = groups if attention else ranks if len(model_names) > 1 else 1
+            pieces = 3 if attention and len(model_names) == 1 else 1
             for end in ("weight", "bias"):
-                sources = tuple(f"{one}.{end}" for one in theirs)
+                sources = tuple(f"{name}.{end}" for name in model_names)
                 if sources and (end == "weight" or sources[0] in self.shapes):
                     rows.append(Row(f"{core}.{end}", sources, blocks, pieces, transposed=inside and column == 2))
         return rows
@@ -223,7 +225,7 @@ class Translation:
         config = build(TransformerConfig, self.arguments)
         layer = get_gpt_layer_local_spec(normalization=config.normalization)
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
-        made = build(
+        model = build(
             GPTModel,
             self.arguments,
             config=config,
@@ -234,9 +236,9 @@ class Translation:
         # Rows that fill up are no tokens: nothing is to be predicted there.
         part = self.arguments["vocab_size"] // self.plugin.tp_degree
         beyond = (parallel_state.get_tensor_model_parallel_rank() + 1) * part - self.arguments["orig_vocab_size"]
-        if made.post_process and beyond > 0:
-            made.output_layer.register_forward_hook(partial(_hide, min(beyond, part)))
-        return made
+        if model.post_process and beyond > 0:
+            model.output_layer.register_forward_hook(partial(_hide, min(beyond, part)))
+        return model
 
 
 def _hide(count: int, module: nn.Module, inputs: Any, output: Any) -> Any:

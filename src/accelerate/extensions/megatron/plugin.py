@@ -71,8 +71,8 @@ def _parser(model_type: str) -> Parser:
         if model_type not in _KINDS:
             raise unknown_model(model_type)
         arguments = megatron_lm_plugin.megatron_lm_default_args
-        for name, theirs in _SIZES.items():
-            if source := theirs[_KINDS.index(model_type)]:
+        for name, model_names in _SIZES.items():
+            if source := model_names[_KINDS.index(model_type)]:
                 arguments[name] = getattr(model.config, source.rstrip("?"), *[None] * source.endswith("?"))
         arguments.update(megatron_lm_plugin.other_megatron_args or {})
 
@@ -231,8 +231,8 @@ class MegatronLMPlugin:
         settings, options = self.__dataclass_fields__, _OPTIONS
         for name, option in options.items():
             unset = settings[name].metadata["unset"]
-            found = env.setting(getattr(self, name), option.name, option.default if unset is None else unset, name)
-            setattr(self, name, found)
+            value = env.setting(getattr(self, name), option.name, option.default if unset is None else unset, name)
+            setattr(self, name, value)
         self.attention_backend = to_bool(self.attention_backend, "attention_backend")
         self._resolve_recomputation()
         if self.consumed_samples and len(self.consumed_samples) < 3:  # those that are left out begin
@@ -326,13 +326,13 @@ class MegatronLMPlugin:
             raise ValueError(
                 "use_distributed_optimizer=True with SGD: core shards Adam and AdamW alone. Set it to False."
             )
-        found = {"lr": options["lr"], "weight_decay": options["weight_decay"]}
+        optimizer_arguments = {"lr": options["lr"], "weight_decay": options["weight_decay"]}
         if kind == "SGD":
-            found |= {"optimizer": "sgd", "sgd_momentum": options["momentum"]}
+            optimizer_arguments |= {"optimizer": "sgd", "sgd_momentum": options["momentum"]}
         else:
-            found |= {"optimizer": "adam", "adam_eps": options["eps"]}
-            found |= dict(zip(("adam_beta1", "adam_beta2"), options["betas"], strict=True))
-        self.megatron_lm_default_args.update(found)
+            optimizer_arguments |= {"optimizer": "adam", "adam_eps": options["eps"]}
+            optimizer_arguments |= dict(zip(("adam_beta1", "adam_beta2"), options["betas"], strict=True))
+        self.megatron_lm_default_args.update(optimizer_arguments)
 
     def set_scheduler_args(self, scheduler: Any) -> None:
         """Take over the lengths of a `MegatronLMDummyScheduler`, which counts batches of one process; the plugin's own win."""

@@ -155,8 +155,12 @@ class MegatronLM(Strategy):
         self, accelerator: Run, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float
     ) -> torch.Tensor:
         """Return the norm of the last step's gradients, which core has clipped to the plugin's `gradient_clipping`. Any rank."""
-        given = {id(one) for one in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)}
+        clipped_ids = {
+            id(parameter) for parameter in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)
+        }
         for model in accelerator._models:
-            if isinstance(model, MegatronEngine) and any(id(one) in given for one in model.parameters()):
+            if isinstance(model, MegatronEngine) and any(
+                id(parameter) in clipped_ids for parameter in model.parameters()
+            ):
                 return torch.tensor(float("nan") if model.grad_norm is None else float(model.grad_norm))
         raise ValueError("clip_grad_norm_ got parameters of no prepared model. Pass model.parameters().")
