@@ -48,21 +48,21 @@ class ReplicaCheck(Extension):
     @classmethod
     def attach(cls, run: Any) -> "ReplicaCheck | None":
         """Return the check that the environment asks for; None where an engine or a pipeline makes it meaningless."""
-        every = get_int_from_env([CHECK_EVERY], 0)
-        if not every:
+        interval = get_int_from_env([CHECK_EVERY], 0)
+        if not interval:
             return None
         layout, traits = run.parallelism_config, traits_of(run.distributed_type)
         if not traits.scales_loss:
             warn_user(
-                f"{CHECK_EVERY}={every} has no effect with {run.distributed_type}, whose engine steps by itself."
+                f"{CHECK_EVERY}={interval} has no effect with {run.distributed_type}, whose engine steps by itself."
             )
             return None
         if layout is not None and layout.pp_enabled:
             warn_user(
-                f"{CHECK_EVERY}={every} has no effect with pp_size={layout.pp_size}: the ranks of a pipeline have different parameters."
+                f"{CHECK_EVERY}={interval} has no effect with pp_size={layout.pp_size}: the ranks of a pipeline have different parameters."
             )
             return None
-        return cls(run, every, parse_flag_from_env(CHECK_MODULES))
+        return cls(run, interval, parse_flag_from_env(CHECK_MODULES))
 
     def registered(self, kind: str, prepared: Any, evaluation: bool) -> None:
         """Note the outputs of a prepared model's modules, if they are asked for."""
@@ -135,18 +135,18 @@ class ReplicaCheck(Extension):
     def _differences(self, names: list[str], numbers: int, values: torch.Tensor, differing: list[int]) -> str:
         """Return the first of each kind that differs, with its values and ranks. All ranks."""
         places = [*{names[place].split()[0]: place for place in reversed(differing)}.values()][::-1]
-        own = torch.cat([values.new_tensor([self._part()[0]]), values[places]])
-        rows = self.run._communicator.all_gather(own).view(-1, len(own)).tolist()
+        local_values = torch.cat([values.new_tensor([self._part()[0]]), values[places]])
+        rows = self.run._communicator.all_gather(local_values).view(-1, len(local_values)).tolist()
         text = ""
         for column, place in enumerate(places, 1):
             groups: dict[int, dict[int, list[int]]] = {}
             for rank, row in enumerate(rows):
                 part = row[0] if place >= numbers else 0
                 groups.setdefault(part, {}).setdefault(row[column], []).append(rank)
-            found = next(ranks for ranks in groups.values() if len(ranks) > 1)
+            ranks_of_value = next(ranks for ranks in groups.values() if len(ranks) > 1)
             shown = [
                 f"{value if place >= numbers else torch.tensor(value).view(torch.float64)} on rank {listed(ranks)}"
-                for value, ranks in sorted(found.items(), key=lambda item: len(item[1]))[:LISTED]
+                for value, ranks in sorted(ranks_of_value.items(), key=lambda item: len(item[1]))[:LISTED]
             ]
             text += f"\n  - {names[place]}: {'; '.join(shown)}"
         return text
@@ -159,7 +159,9 @@ class ReplicaCheck(Extension):
         alone = self._part()[1] == ranks or (self.run.torch_device_mesh is None and sharded)
         compared, zero = ranks > 1 and not alone, torch.zeros_like(self._first)
         models = [self.run.unwrap_model(model) for model in self.run._models]
-        names = {id(one): canonical_name(name) for model in models for name, one in model.named_parameters()}
+        names = {
+            id(parameter): canonical_name(name) for model in models for name, parameter in model.named_parameters()
+        }
         for index, group in enumerate(optimizer.param_groups):
             numbers[f"learning rate of group {index}"] = float(group["lr"])
             for place, parameter in enumerate(group["params"]):

@@ -34,11 +34,11 @@ def diagnose_command(args: argparse.Namespace) -> None:
     Raises:
         LaunchError: there is nothing of ranks below the folder.
     """
-    found = [path for name in (failure.HANG, failure.STACKS, _ERRORS) for path in Path(args.folder).rglob(name)]
-    if not found:
+    paths = [path for name in (failure.HANG, failure.STACKS, _ERRORS) for path in Path(args.folder).rglob(name)]
+    if not paths:
         raise LaunchError(f"Below {args.folder!r} no rank has left anything. Name the folder that --log_dir named.")
     # An attempt as often as it has files: the one whose file is the newest comes last.
-    attempts = [path.parents[1] for path in sorted(found, key=lambda path: path.lstat().st_mtime)]
+    attempts = [path.parents[1] for path in sorted(paths, key=lambda path: path.lstat().st_mtime)]
     # Each machine of a run has a folder.
     last = {attempt.parent: attempt for attempt in attempts if _run(attempt) == _run(attempts[-1])}
     for attempt in sorted(last.values()):
@@ -92,7 +92,7 @@ def stacks_command(args: argparse.Namespace) -> None:
     Raises:
         LaunchError: no such rank runs here.
     """
-    ranks = [each for each in _ranks() if args.pid in (None, each[0]) and args.job in (None, each[1])]
+    ranks = [rank for rank in _ranks() if args.pid in (None, rank[0]) and args.job in (None, rank[1])]
     if not ranks:
         raise LaunchError(
             "No rank of yours that answers runs here under `accelerate launch` (with this --pid or --job)."
@@ -113,10 +113,10 @@ def _written(file: Path, before: int) -> str:
     deadline, size = time.monotonic() + _PATIENCE_S, before
     while time.monotonic() < deadline:
         time.sleep(_LOOK_S)
-        now = file.stat().st_size
-        if now == size > before:
+        current_size = file.stat().st_size
+        if current_size == size > before:
             return file.read_bytes()[before:].decode(errors="replace")
-        size = now
+        size = current_size
     return "It gives no answer: its process is stopped, or waits for a disk.\n"
 
 

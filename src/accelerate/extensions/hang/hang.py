@@ -196,10 +196,10 @@ class Watcher:
         caught = sys._current_exceptions().get(self._watched.ident)
         caught = caught[1] if isinstance(caught, tuple) else caught
         handles = f"handles an exception ({type(caught).__name__}: {str(caught)[:200]})" if caught is not None else ""
-        known = {"site": site, "inside": inside, "counters": operations_started(), "stack": threads.stack(frame)}
-        known |= {"still_s": self._monitor.still_s, "note": threads.loader_workers(frame) or handles}
-        known |= {"module": threads.module(frame)}
-        return RankStatus(self.rank, answered=True, **known, **threads.waits_in(frame))
+        facts = {"site": site, "inside": inside, "counters": operations_started(), "stack": threads.stack(frame)}
+        facts |= {"still_s": self._monitor.still_s, "note": threads.loader_workers(frame) or handles}
+        facts |= {"module": threads.module(frame)}
+        return RankStatus(self.rank, answered=True, **facts, **threads.waits_in(frame))
 
 
 def _holds(store: Any, rank: int) -> bool:

@@ -34,7 +34,7 @@ LONGEST_REPORT = 50_000  # characters
 
 def limits() -> tuple[float, float]:
     """Return after how many seconds ranks that wait report, and when they end; infinite is never."""
-    found = []
+    seconds_of = []
     for name, default in ((REPORT_AFTER, "10"), (ABORT_AFTER, "0")):
         text = os.environ.get(name, "").strip() or default
         try:
@@ -43,8 +43,8 @@ def limits() -> tuple[float, float]:
             seconds = -1.0
         if not seconds >= 0:
             raise ValueError(f"{name} is {text!r}; write seconds, such as 30, or 0 for never.")
-        found.append(seconds or float("inf"))
-    return min(found), found[1]
+        seconds_of.append(seconds or float("inf"))
+    return min(seconds_of), seconds_of[1]
 
 
 @contextlib.contextmanager
@@ -130,7 +130,9 @@ class Monitor:
         if self._diagnosis.news():
             answers = self._diagnosis.latest
             # On a busy machine an answer may come late: once more, before a rank is said to give none.
-            self._unsure = not self._unsure and any(not (each.answered or each.gone) for each in answers.values())
+            self._unsure = not self._unsure and any(
+                not (status.answered or status.gone) for status in answers.values()
+            )
             if self._unsure:
                 self._diagnosis.ask_now()
             else:
@@ -177,7 +179,7 @@ class Finding:
     def key(self) -> str:
         """What a further report would say again if this has not changed."""
         # A slow rank may come to many places in which it stands for a moment.
-        others = [(rank, each.ended, each.still_s > 5 and each.site) for rank, each in self._others.items()]
+        others = [(rank, status.ended, status.still_s > 5 and status.site) for rank, status in self._others.items()]
         return repr((self.waiting, others))
 
     def __str__(self) -> str:
@@ -221,8 +223,8 @@ class Finding:
     def _unlike(self) -> str:
         """Return why ranks that all wait do not wait in the same exchange."""
         statuses = self.answers.values()
-        if len({(each.operation, each.site) for each in statuses}) == 1:
-            if len({each.number for each in statuses}) == 1:
+        if len({(status.operation, status.site) for status in statuses}) == 1:
+            if len({status.number for status in statuses}) == 1:
                 return "the ranks pass different shapes"
             return "some ranks have made this call more often: unequal batches, or a branch on rank"
         places, past = {rank: _line(status.site) for rank, status in self.answers.items()}, ""
@@ -236,7 +238,7 @@ class Finding:
         unused, declare = "", "declare the module with accelerator.conditional"
         if inside:
             unused = f", or a module that not every rank calls ({', '.join(inside)}; {declare})"
-        elif any("backward" in each.inside for each in statuses):
+        elif any("backward" in status.inside for status in statuses):
             unused = f", or a parameter that not every rank's loss uses ({declare})"
         if len(inside) > 1:
             return f"{past}a branch in the model{unused}"

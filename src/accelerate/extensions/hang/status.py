@@ -97,15 +97,15 @@ def interval(world_size: int) -> float:
 
 def said_by(store: Any, rank: int, question: int = 0) -> RankStatus:
     """Return what a rank has left in the store; `question` is the number of the oldest one that an answer counts for."""
-    said = json.loads(store.compare_set(f"rank/{rank}", "{}", "{}"))
-    if "ended" in said:
-        return RankStatus(rank, ended=True, note=said["ended"])
-    if said.get("question", -1) >= question:
-        return RankStatus(**said["answer"])
-    if "process" not in said:
+    record = json.loads(store.compare_set(f"rank/{rank}", "{}", "{}"))
+    if "ended" in record:
+        return RankStatus(rank, ended=True, note=record["ended"])
+    if record.get("question", -1) >= question:
+        return RankStatus(**record["answer"])
+    if "process" not in record:
         return RankStatus(rank)
-    alive = threads.exists(said["process"])
-    return RankStatus(rank, alive=alive, note=threads.state(said["process"]["pid"]) if alive else "")
+    alive = threads.exists(record["process"])
+    return RankStatus(rank, alive=alive, note=threads.state(record["process"]["pid"]) if alive else "")
 
 
 class Question:
@@ -122,15 +122,15 @@ class Question:
 
     def answers(self) -> dict[int, RankStatus] | None:
         """Return what the ranks said, or None as long as some may still answer. Does not wait."""
-        now = time.monotonic()
-        if now < self._next:
+        current_time = time.monotonic()
+        if current_time < self._next:
             return None
-        self._next, late = now + self._pause, now >= self._deadline
+        self._next, late = current_time + self._pause, current_time >= self._deadline
         come = 0 if late else self._store.add(f"answers/{self._number}", 0) + self._store.add("left", 0)
         if come < len(self._ranks) and not late:
             return None
         answers = {rank: said_by(self._store, rank, self._number) for rank in self._ranks}
-        return answers if late or all(each.answered or each.gone for each in answers.values()) else None
+        return answers if late or all(status.answered or status.gone for status in answers.values()) else None
 
 
 # -- slow, waiting in turn, or gone ---------------------------------------------------------------------------------
@@ -164,8 +164,8 @@ class Diagnosis(MissingRanks):
 
     def news(self) -> bool:
         """Go on with the diagnosis; say whether there are new answers. Does not wait."""
-        now = time.monotonic()
-        if now < self._next or not self._leads:
+        current_time = time.monotonic()
+        if current_time < self._next or not self._leads:
             return False
         if self._question is None:
             # All of them: to see who is ahead, one has to know where those are that wait here.
@@ -196,20 +196,22 @@ class Diagnosis(MissingRanks):
 
     def stuck(self, missing: list[int]) -> list[int]:
         """Return which of the missing ranks wait for something that only happens if we go on."""
-        here = [status.counters for rank, status in self.latest.items() if rank not in missing]
-        there = [self.latest[rank] for rank in missing]
-        together = all(status.blocked and status.still_s >= STILL_TOGETHER_S for status in there)
-        return [status.rank for status in there if self._is_stuck(status, here)] or missing * together
+        waiting_counters = [status.counters for rank, status in self.latest.items() if rank not in missing]
+        missing_statuses = [self.latest[rank] for rank in missing]
+        together = all(status.blocked and status.still_s >= STILL_TOGETHER_S for status in missing_statuses)
+        return [
+            status.rank for status in missing_statuses if self._is_stuck(status, waiting_counters)
+        ] or missing * together
 
     @staticmethod
-    def _is_stuck(status: RankStatus, here: list[dict[str, int]]) -> bool:
+    def _is_stuck(status: RankStatus, waiting_counters: list[dict[str, int]]) -> bool:
         if status.still_s < STILL_S:
             return False
-        for counters in here:
+        for counters in waiting_counters:
             exact = {group: count for group, count in counters.items() if group.startswith(_EXACT_COUNTERS)}
             if status.ahead_of(exact):
                 return True  # wherever it stands: on a GPU one waits for a collective in whatever reads its result
-        ahead = [answer for counters in here if (answer := status.ahead_of(counters)) is not None]
+        ahead = [answer for counters in waiting_counters if (answer := status.ahead_of(counters)) is not None]
         if ahead:
             return any(ahead) and status.blocked and not status.inside.endswith(_POINT_TO_POINT)
         return status.blocked and status.still_s >= STILL_UNCOUNTED_S

@@ -26,7 +26,7 @@ _DEEPEST = 8  # lines of a stack in a report
 
 def position(frame: FrameType) -> str:
     """Return what changes whenever a thread moves."""
-    steps = [(id(each), each.f_lasti) for each in _outward(frame)]
+    steps = [(id(outer), outer.f_lasti) for outer in _outward(frame)]
     return f"{zlib.crc32(repr(steps).encode()):x}-{len(steps)}"
 
 
@@ -90,33 +90,33 @@ def _outward(frame: FrameType | None) -> Iterator[FrameType]:
 
 def stack(frame: FrameType) -> list[str]:
     """Return the user's lines of a stack, the innermost first."""
-    return [line_of(each) for each in _outward(frame) if is_users(each)][:_DEEPEST]
+    return [line_of(outer) for outer in _outward(frame) if is_users(outer)][:_DEEPEST]
 
 
 def waits_in(frame: FrameType) -> dict[str, Any]:
     """Return the `operation`, `number` and `shapes` of the exchange that is not done here; empty if there is none."""
-    known = _in_flight()
-    if known:
-        return known
+    in_flight = _in_flight()
+    if in_flight:
+        return in_flight
     called = _called_in_torch(frame)
     # Without a recorder, a backward pass that stands still passes for one that exchanges gradients.
-    return {"operation": called} if called and (known == {} or called != BACKWARD) else {}
+    return {"operation": called} if called and (in_flight == {} or called != BACKWARD) else {}
 
 
 def _called_in_torch(frame: FrameType) -> str:
     """Return the innermost function below the user's lines in which one waits for other ranks; empty if there is none."""
-    for each in _outward(frame):
-        if is_users(each):
+    for outer in _outward(frame):
+        if is_users(outer):
             return ""
-        module = each.f_globals.get("__name__", "")
-        if module.startswith(WAITING_IN) and each.f_code.co_name != "wrapper":
-            return BACKWARD if module.startswith("torch.autograd") else each.f_code.co_name
+        module = outer.f_globals.get("__name__", "")
+        if module.startswith(WAITING_IN) and outer.f_code.co_name != "wrapper":
+            return BACKWARD if module.startswith("torch.autograd") else outer.f_code.co_name
     return ""
 
 
 def module(frame: FrameType) -> str:
     """Return the name of the innermost part of a model that a thread calls, or whose weights it gathers; empty if there is none."""
-    called = [part for each in _outward(frame) if (part := torch_private.module_called(each)) is not None]
+    called = [part for outer in _outward(frame) if (part := torch_private.module_called(outer)) is not None]
     outermost = next((part for part in reversed(called) if isinstance(part, torch.nn.Module)), None)
     try:
         names = {id(part): name for name, part in outermost.named_modules()} if outermost is not None else {}
@@ -127,8 +127,8 @@ def module(frame: FrameType) -> str:
 
 def loader_workers(frame: FrameType) -> str:
     """Say how the worker processes are that a thread waits for in a loader; empty if it waits for none."""
-    for each in _outward(frame):
-        if workers := torch_private.workers_awaited(each):
+    for outer in _outward(frame):
+        if workers := torch_private.workers_awaited(outer):
             states = (f"pid {worker.pid} ({state(worker.pid)})" for worker in workers)
             return f"waits for its loader's workers: {', '.join(states)}"
     return ""

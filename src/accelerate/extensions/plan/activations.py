@@ -76,10 +76,10 @@ def measure(
         sharing = init_device_mesh("cpu", (tp,), mesh_dim_names=("tp",)) if tp > 1 else None
         if cp * sp > 1:
             last.enter_context(_cut_sequences(model, sequence, "cp" if cp > 1 else "sp", cp * sp))
-        split, each = None, 0 if cp * sp > 1 else None
+        split, tokens_of_expert = None, 0 if cp * sp > 1 else None
         if ep > 1:
             split = experts.splitting(model, ep, ep)[1]
-            each = batch * sequence * getattr(model.config, "num_experts_per_tok", 1) // ep
+            tokens_of_expert = batch * sequence * getattr(model.config, "num_experts_per_tok", 1) // ep
         last.enter_context(torch_private.shapes_only())
         _fake(model, dtype if layout.casts else None)
         if split is not None:
@@ -91,10 +91,10 @@ def measure(
         if sharing is not None:  # FSDP shards the parts over all of its ranks
             inventory = replace(inventory, items=tuple(replace(item, split=1) for item in inventory.items))
         for module in list(experts.modules(model)):  # as FSDP hands them to forward
-            for own, value in list(module._parameters.items()):
-                module._parameters[own] = nn.Parameter(torch_private.local_part(value))
+            for entry, value in list(module._parameters.items()):
+                module._parameters[entry] = nn.Parameter(torch_private.local_part(value))
         units, left_out, stem = _shorten(model)
-        recorder = _Recorder(model, each, gpu)
+        recorder = _Recorder(model, tokens_of_expert, gpu)
         with recorder.watching(model, units), _as_if_real():
             arguments = dict(inputs(batch, sequence // (cp * sp)))
             if cp * sp > 1 and "labels" in arguments:
@@ -150,10 +150,13 @@ def _keys(model: nn.Module, tp: int) -> int:
 def _as_if_real() -> AbstractContextManager[None]:
     """Let transformers take the way of a real run: it takes another one, with masks of its own, where it finds fake tensors."""
     modules = [module for name, module in sys.modules.items() if name.partition(".")[0] == "transformers"]
-    found = [
-        (each, name) for each in modules for name in ("is_tracing", "is_fake_tensor") if callable(vars(each).get(name))
+    patched = [
+        (module, name)
+        for module in modules
+        for name in ("is_tracing", "is_fake_tensor")
+        if callable(vars(module).get(name))
     ]
-    return torch_private.replaced(*((module, name, lambda *_, **__: False) for module, name in found))
+    return torch_private.replaced(*((module, name, lambda *_, **__: False) for module, name in patched))
 
 
 def _loss(output: Any) -> torch.Tensor:
@@ -166,18 +169,18 @@ def _loss(output: Any) -> torch.Tensor:
 
 def _fake(model: nn.Module, dtype: torch.dtype | None) -> None:
     """Put fake tensors in the place of a model's tensors."""
-    made: dict[int, Any] = {}
+    fake_tensors: dict[int, Any] = {}
     for module in list(model.modules()):
-        for own, old in list(module._parameters.items()):
+        for entry, old in list(module._parameters.items()):
             if old is None:
                 continue
-            if id(old) not in made:
+            if id(old) not in fake_tensors:
                 kind = dtype if dtype is not None and old.is_floating_point() else old.dtype
-                made[id(old)] = (nn.Parameter(torch.empty(old.shape, dtype=kind), old.requires_grad), old)
-            module._parameters[own] = made[id(old)][0]
-        for own, old in list(module._buffers.items()):
+                fake_tensors[id(old)] = (nn.Parameter(torch.empty(old.shape, dtype=kind), old.requires_grad), old)
+            module._parameters[entry] = fake_tensors[id(old)][0]
+        for entry, old in list(module._buffers.items()):
             if old is not None:
-                module._buffers[own] = torch.empty(old.shape, dtype=old.dtype)
+                module._buffers[entry] = torch.empty(old.shape, dtype=old.dtype)
 
 
 _RUN = 3
@@ -189,11 +192,11 @@ def _shorten(model: nn.Module) -> tuple[list[str], int, str]:
     for name, module in model.named_modules():
         inner = [f"{name}.{number}" for number in range(len(module))] if isinstance(module, nn.ModuleList) else []
         if len(inner) > _RUN and set(inner) <= set(blocks):
-            shapes = {tuple((own, value.shape) for own, value in block.named_parameters()) for block in module}
+            shapes = {tuple((entry, value.shape) for entry, value in block.named_parameters()) for block in module}
             if len(shapes) == 1:
-                left = len(module) - _RUN
+                removed = len(module) - _RUN
                 del module[_RUN:]
-                return [block for block in blocks if block not in inner[_RUN:]], left, name
+                return [block for block in blocks if block not in inner[_RUN:]], removed, name
     return blocks, 0, ""
 
 
@@ -227,9 +230,9 @@ class _Recorder(TorchDispatchMode):
     0, for how many places are wrong.
     """
 
-    def __init__(self, model: nn.Module, each: int | None, gpu: bool) -> None:
+    def __init__(self, model: nn.Module, tokens_of_expert: int | None, gpu: bool) -> None:
         super().__init__()
-        self.each, self.gpu = each, gpu
+        self.each, self.gpu = tokens_of_expert, gpu
         self.segments: list[Segment] = []
         self.tracker = AllocationTracker()
         label(self.tracker, [model], [])
@@ -302,7 +305,7 @@ class _Recorder(TorchDispatchMode):
                 return
             self.enter(False, name)
             for leaf in _tracked((args, kwargs)):
-                leaf.register_hook(left)
+                leaf.register_hook(end_unit)
 
         def ended(_: nn.Module, args: Any, output: Any) -> None:
             if self.backward:
@@ -311,7 +314,7 @@ class _Recorder(TorchDispatchMode):
             for leaf in _tracked(output):
                 leaf.register_hook(lambda gradient: self.enter(True, name))
 
-        def left(_: torch.Tensor) -> None:
+        def end_unit(_: torch.Tensor) -> None:
             if self.unit == name:
                 self.enter(True, "")
 

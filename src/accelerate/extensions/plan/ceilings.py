@@ -38,8 +38,8 @@ def measured(spec: DeviceSpec, device: torch.device, side: int = SIDE, copied: i
     """
     flops = {}
     for name in spec.flops:
-        one, other = (torch.randn(side, side, device=device).to(_DTYPES[name]) for _ in range(2))
-        flops[name] = 2 * side**3 / _seconds(partial(torch.matmul, one, other), device)
+        left_matrix, other = (torch.randn(side, side, device=device).to(_DTYPES[name]) for _ in range(2))
+        flops[name] = 2 * side**3 / _seconds(partial(torch.matmul, left_matrix, other), device)
     source = torch.ones(copied, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     bandwidth = 2 * copied / _seconds(partial(target.copy_, source), device)

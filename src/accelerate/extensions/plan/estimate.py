@@ -132,8 +132,8 @@ def create_empty_model(
     elif library is None:
         library = _library_on_hub(model_name, access_token)
     if library not in _LIBRARIES:
-        known = " or ".join(_LIBRARIES)
-        raise LaunchError(f"Models of the library {library!r} cannot be built; --library_name takes {known}.")
+        supported = " or ".join(_LIBRARIES)
+        raise LaunchError(f"Models of the library {library!r} cannot be built; --library_name takes {supported}.")
     try:
         package = importlib.import_module(library)
     except Exception as error:  # such as compiled parts for another version of torch
@@ -186,7 +186,7 @@ def _transformers_model(transformers: Any, name: str, trust_remote_code: bool, t
     # The class that the checkpoint was saved from, where it says so: a bare AutoModel would lack the head.
     named = (getattr(transformers, str(name), None) for name in getattr(config, "architectures", None) or ())
     base = transformers.PreTrainedModel  # a configuration may name anything of transformers, and that is called
-    classes = [one for one in named if isinstance(one, type) and issubclass(one, base) and one is not base]
+    classes = [cls for cls in named if isinstance(cls, type) and issubclass(cls, base) and cls is not base]
     if classes:
         return classes[0](config)
     # A repository with code of its own may have no bare model.
@@ -209,11 +209,11 @@ def _inventory(args: argparse.Namespace) -> Inventory:
     """Count a model by its weights, where they lie here, or else by its configuration."""
     name = os.path.expanduser(args.model_name)
     try:
-        found = inventory_of_path(name) if args.library_name is None and os.path.lexists(name) else None
+        stored = inventory_of_path(name) if args.library_name is None and os.path.lexists(name) else None
     except ValueError as error:
         raise LaunchError(str(error)) from error
-    if found is not None:
-        return found
+    if stored is not None:
+        return stored
     model = create_empty_model(name, args.library_name, args.trust_remote_code)
     return inventory_of_model(model, f"the configuration ({type(model).__name__})")
 
@@ -299,7 +299,7 @@ def _facts(inventory: Inventory, args: argparse.Namespace) -> dict[str, Any]:
         "source": inventory.source,
         "parameters": sum(item.elements for item in inventory.parameters),
         "sizes": rows,
-        "training": [training(inventory, dtype, each, ranks) for each in strategies for dtype in trainable],
+        "training": [training(inventory, dtype, strategy, ranks) for strategy in strategies for dtype in trainable],
     }
 
 

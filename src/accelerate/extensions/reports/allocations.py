@@ -53,12 +53,12 @@ class AllocationTracker:
         resize = torch.UntypedStorage.resize_
 
         def resized(storage: Any, size: int) -> Any:
-            held = self._live.get(id(storage))
-            if held is not None and size < held.size:
+            allocation = self._live.get(id(storage))
+            if allocation is not None and size < allocation.size:
                 self._look()
             result = resize(storage, size)
-            if held is not None:
-                self._count(held, size, EXCHANGED)  # of whole parameters, which `fully_shard` frees in this way
+            if allocation is not None:
+                self._count(allocation, size, EXCHANGED)  # of whole parameters, which `fully_shard` frees in this way
             return result
 
         hooks = nn.modules.module
@@ -88,30 +88,30 @@ class AllocationTracker:
             return
         storage = tensor.untyped_storage()
         key = id(storage)
-        held = self._live.get(key)
-        if held is None:
+        allocation = self._live.get(key)
+        if allocation is None:
             made_in = weakref.ref(self._modules[-1]) if self._modules else None
             reference = weakref.ref(storage, lambda _: self._freed(key))
-            held = self._live[key] = _Held(0, reference, made_in)
-            self._count(held, storage.nbytes(), ACTIVATIONS)
+            allocation = self._live[key] = _Held(0, reference, made_in)
+            self._count(allocation, storage.nbytes(), ACTIVATIONS)
         if kind is not None:
-            self._count(held, held.size, kind)
-            held.module = module if module is not None else held.module
+            self._count(allocation, allocation.size, kind)
+            allocation.module = module if module is not None else allocation.module
 
-    def _count(self, held: _Held, size: int, kind: str) -> None:
-        self.bytes[held.kind] -= held.size
+    def _count(self, allocation: _Held, size: int, kind: str) -> None:
+        self.bytes[allocation.kind] -= allocation.size
         self.bytes[kind] += size
-        held.size, held.kind = size, kind
+        allocation.size, allocation.kind = size, kind
 
     def _freed(self, key: int) -> None:
         self._look()
-        if (held := self._live.pop(key, None)) is not None:
-            self.bytes[held.kind] -= held.size
+        if (allocation := self._live.pop(key, None)) is not None:
+            self.bytes[allocation.kind] -= allocation.size
 
     def _look(self) -> None:
-        if (now := self.bytes.total()) > self._looked_at * _HIGHER:
-            self._looked_at = now
-            self._at_peak = [(held, held.size) for held in self._live.values()]
+        if (current_bytes := self.bytes.total()) > self._looked_at * _HIGHER:
+            self._looked_at = current_bytes
+            self._at_peak = [(allocation, allocation.size) for allocation in self._live.values()]
 
     def peak(self, name_of: Callable[[nn.Module], str]) -> tuple[dict[str, int], dict[str, int]]:
         """Return the bytes at the peak since the last call by kind and by module, and begin anew; a step has ended.
@@ -120,13 +120,13 @@ class AllocationTracker:
             name_of: gives the name of a module.
         """
         self._look()
-        for held in self._live.values():
-            if held.kind == ACTIVATIONS:  # what outlives a step is none
-                self._count(held, held.size, PROGRAM)
+        for allocation in self._live.values():
+            if allocation.kind == ACTIVATIONS:  # what outlives a step is none
+                self._count(allocation, allocation.size, PROGRAM)
         kinds, modules = dict.fromkeys(KINDS, 0), Counter[str]()
-        for held, size in self._at_peak:
-            kinds[held.kind] += size
-            made_in = held.module() if isinstance(held.module, weakref.ref) else held.module
+        for allocation, size in self._at_peak:
+            kinds[allocation.kind] += size
+            made_in = allocation.module() if isinstance(allocation.module, weakref.ref) else allocation.module
             name = name_of(made_in) if isinstance(made_in, nn.Module) else made_in
             if name is not None:
                 modules[re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)] += size

@@ -72,21 +72,21 @@ class CollectiveRecorder(torch_private.TorchDispatchMode):
 
     def take(self) -> list[Collective]:
         """Return what was counted since the last call, in the order of groups and kinds."""
-        found = [
+        collectives = [
             Collective(self._label(group), kind, count, self._bytes[group, kind])
             for (group, kind), count in self._calls.items()
         ]
         self._calls.clear()
         self._bytes.clear()
-        return sorted(found)
+        return sorted(collectives)
 
     def extents(self) -> dict[str, tuple[int, int]]:
         """Return by group how many ranks it has, and how many ranks lie between neighbours."""
-        found = {}
+        extents = {}
         for group in self._sizes:
             first, *others = dist.get_process_group_ranks(torch_private.group_named(group))
-            found[self._label(group)] = (1 + len(others), others[0] - first if others else 1)
-        return found
+            extents[self._label(group)] = (1 + len(others), others[0] - first if others else 1)
+        return extents
 
     def _label(self, group: str) -> str:
         if dist.is_initialized() and group == dist.group.WORLD.group_name:
@@ -98,9 +98,9 @@ class CollectiveRecorder(torch_private.TorchDispatchMode):
         if any(torch_private.is_distributed(kind) for kind in types):
             return NotImplemented
         result = self.run_operator(func, args, kwargs or {})
-        if (found := collective_of(func, args, result)) is None:
+        if (collective := collective_of(func, args, result)) is None:
             return self.seen(func, args, result)
-        kind, sent = found
+        kind, sent = collective
         group, size = _group(args)
         self._sizes[group] = size
         self._calls[group, kind] += 1

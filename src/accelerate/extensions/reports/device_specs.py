@@ -95,8 +95,8 @@ def _nvidia(
     """Return a row from gigabytes, TFLOP/s in half and single precision, GB/s of memory, and the datasheet with its page."""
     name, bf16, page = f"{model.lower()}-{size}gb", more.pop("bf16", True), more.pop("page", model.lower())
     source = f"NVIDIA {title}, {_NVIDIA}/{page}/"
-    given = {"words": (model,), **more}
-    return DeviceSpec(name, size * 10**9, _flops(half, single, bf16), bandwidth * _G, node, source, **given)
+    fields = {"words": (model,), **more}
+    return DeviceSpec(name, size * 10**9, _flops(half, single, bf16), bandwidth * _G, node, source, **fields)
 
 
 _ROWS = (

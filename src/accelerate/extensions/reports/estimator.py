@@ -121,7 +121,7 @@ def resting(model: Inventory, layout: Layout) -> Memory:
     Half-precision types stand for mixed precision. The rank is the one that needs the most.
     """
     compute, ranks = layout.compute, layout.batches
-    numbers, trained = (sum(item.elements for item in each.parameters) for each in (model, model.trained))
+    numbers, trained = (sum(item.elements for item in inventory.parameters) for inventory in (model, model.trained))
     buffers, copies = model.size - 4 * numbers, compute * numbers if compute < 4 else 0
     if layout.zero is not None:
         # DeepSpeed lays parameters end to end, and fills up to a multiple of two numbers a rank.
@@ -132,8 +132,15 @@ def resting(model: Inventory, layout: Layout) -> Memory:
         gathered = 0 if ranks == 1 else compute * exchanged
         return Memory(weights + buffers, gradients, (4 + layout.state) * part, gathered)
     if layout.shards:
-        every, mine = (sum(_cut(item, layout)[1] for item in each.parameters) for each in (model, model.trained))
-        return Memory(4 * every + buffers, 4 * mine, layout.state * mine, compute * _whole(model, layout.reshard))
+        all_numbers, trained_numbers = (
+            sum(_cut(item, layout)[1] for item in inventory.parameters) for inventory in (model, model.trained)
+        )
+        return Memory(
+            4 * all_numbers + buffers,
+            4 * trained_numbers,
+            layout.state * trained_numbers,
+            compute * _whole(model, layout.reshard),
+        )
     gathered = copies + (0 if ranks == 1 else 4 * trained)
     return Memory(4 * numbers + buffers, 4 * trained, layout.state * trained, gathered)
 
@@ -142,18 +149,18 @@ def _cut(item: Item, layout: Layout) -> tuple[int, int]:
     """Numbers of a tensor, whole and on the first rank: FSDP cuts along the first dimension, so that rank has the most rows, and others are filled up."""
     rows, *row = item.shape or (1,)
     ranks = max(1, layout.shards // item.split)
-    mine = math.ceil(rows / ranks) * math.prod(row)
-    return mine * ranks, mine
+    local_numbers = math.ceil(rows / ranks) * math.prod(row)
+    return local_numbers * ranks, local_numbers
 
 
 def _units(model: Inventory, layout: Layout) -> tuple[Counter[str], Counter[str]]:
     """Numbers of each unit of FSDP, whole and on the first rank."""
-    whole, mine = Counter[str](), Counter[str]()
+    whole, local_counts = Counter[str](), Counter[str]()
     for item in model.parameters:
         counts = _cut(item, layout)
         whole[item.block] += counts[0]
-        mine[item.block] += counts[1]
-    return whole, mine
+        local_counts[item.block] += counts[1]
+    return whole, local_counts
 
 
 def _whole(model: Inventory, again: bool) -> int:
@@ -177,8 +184,8 @@ def memory(profile: Profile, layout: Layout, device: DeviceSpec | None = None) -
     """
     rest = resting(profile.inventory, layout)
     moments = _sharded_moments if layout.shards else _whole_moments
-    found = list(moments(profile, layout, rest)) + [_optimizer_step(profile.inventory, layout, rest, device)]
-    best = max(found, key=lambda moment: moment.total)
+    moments_of_step = list(moments(profile, layout, rest)) + [_optimizer_step(profile.inventory, layout, rest, device)]
+    best = max(moments_of_step, key=lambda moment: moment.total)
     if device is not None:
         # Context parallelism on devices gathers keys and values of one layer at a time, and their gradients in backward.
         layers = len({segment.unit for segment in profile.segments if segment.unit}) or 1
@@ -231,19 +238,19 @@ def _sharded_moments(profile: Profile, layout: Layout, rest: Memory) -> Iterable
     it is that of the unit before, fetched ahead. In backward the buffer of the last reduction stays as well.
     """
     unit = {name: layout.compute * size for name, size in _units(profile.inventory, layout)[0].items()}
-    trained, mine = _units(profile.inventory.trained, layout)
+    trained, local_trained = _units(profile.inventory.trained, layout)
     root = unit.pop("", 0)
-    held = 0 if layout.reshard else sum(unit.values())
+    kept_gathered = 0 if layout.reshard else sum(unit.values())
     order = [segment.unit for segment in profile.segments if not segment.backward and segment.unit in unit]
     before = dict(zip(order[1:], order, strict=False))
     sharded = rest.gradients if layout.accumulation > 1 else 0
     whole = layout.compute * trained.total() if layout.accumulation > 1 else 0  # no_sync keeps whole gradients
     received, reduced, of_root = root, 0, 0
     for segment in profile.segments:
-        own, name = unit.get(segment.unit, 0), segment.unit
-        present = root + (own if layout.reshard else held)
+        unit_size, name = unit.get(segment.unit, 0), segment.unit
+        present = root + (unit_size if layout.reshard else kept_gathered)
         if not segment.backward:
-            received = own or received
+            received = unit_size or received
             yield _moment(rest, sharded + whole, present + received, segment.peak, segment.name)
             continue
         following = before.get(name) if name else order[-1] if order and not reduced else None
@@ -252,12 +259,12 @@ def _sharded_moments(profile: Profile, layout: Layout, rest: Memory) -> Iterable
         if name:
             # The gradients of the unit are copied into a buffer, which replaces that of the reduction before.
             reduced = layout.compute * trained[name]
-            present = root + held + ahead + reduced
+            present = root + kept_gathered + ahead + reduced
             yield _moment(rest, sharded + of_root + segment.created, present, segment.end, segment.name)
-            sharded += 4 * mine[name] if layout.accumulation == 1 else 0
+            sharded += 4 * local_trained[name] if layout.accumulation == 1 else 0
             if layout.dp_replicate > 1 and layout.compute < 4:
                 # What copies exchange stays until the pass ends, beside the fp32 gradients.
-                sharded += layout.compute * mine[name]
+                sharded += layout.compute * local_trained[name]
         else:
             of_root += segment.created
     yield _moment(rest, sharded + of_root, root, 0, "reduction")
@@ -292,24 +299,24 @@ class Transfer:
 def traffic(profile: Profile, layout: Layout) -> list[Transfer]:
     """Return what a rank exchanges in a step, for a profile as `memory` takes it."""
     model, compute, windows = profile.inventory, layout.compute, layout.accumulation
-    numbers, trained = (sum(item.elements for item in each.parameters) for each in (model, model.trained))
+    numbers, trained = (sum(item.elements for item in inventory.parameters) for inventory in (model, model.trained))
     inner = layout.tp * layout.sp * layout.cp
-    found: list[Transfer] = []
+    transfers: list[Transfer] = []
 
     def add(dimension: str, collective: str, ranks: int, stride: int, size: float) -> None:
         if ranks > 1 and size:
-            found.append(Transfer(dimension, collective, ranks, stride, int(size)))
+            transfers.append(Transfer(dimension, collective, ranks, stride, int(size)))
 
     if layout.shards:
         for dimension, split in {"efsdp": layout.ep, "dp_shard": 1}.items() if layout.ep > 1 else [("dp_shard", 1)]:
             part = replace(model, items=tuple(item for item in model.items if item.split == split))
-            units, (reduced, own) = _units(part, layout)[0], _units(part.trained, layout)
+            units, (reduced, trained_local) = _units(part, layout)[0], _units(part.trained, layout)
             ranks, stride = layout.shards // split, layout.tp * split
             gathered = 2 * units.total() - units.get("", 0) if layout.reshard else units.total()
             add(dimension, "all_gather", ranks, stride, windows * compute * gathered)
             add(dimension, "reduce_scatter", ranks, stride, compute * reduced.total())
             stride = layout.tp * layout.shards
-            add("dp_replicate", "all_reduce", layout.dp_replicate, stride, compute * own.total())
+            add("dp_replicate", "all_reduce", layout.dp_replicate, stride, compute * trained_local.total())
     elif layout.zero is not None:
         reduction, times = ("all_reduce", 1) if layout.zero < 2 else ("reduce_scatter", windows)
         gathered = 2 * windows * numbers if layout.zero == 3 else trained
@@ -328,7 +335,7 @@ def traffic(profile: Profile, layout: Layout) -> list[Transfer]:
         keys = windows * compute * profile.keys * layout.cp  # keys and values of all ranks, forward and backward
         add("cp", "all_gather", layout.cp, layout.tp, 2 * keys)
         add("cp", "reduce_scatter", layout.cp, layout.tp, keys)
-    return found
+    return transfers
 
 
 # -- how long it takes -------------------------------------------------------------------------------------------------
@@ -399,8 +406,8 @@ def step_time(arithmetic: float, sent: Iterable[Transfer], fleet: Fleet, offload
     seconds, hide behind the stated part of the arithmetic.
     """
     # Experts lie along the shards of a mesh, whose only exchanges of this kind are those of tokens.
-    within = [each.dimension in WITHIN_LAYERS or each.collective == "all_to_all" for each in sent]
+    within = [transfer.dimension in WITHIN_LAYERS or transfer.collective == "all_to_all" for transfer in sent]
     seconds = list(zip(within, map(fleet.seconds, sent), strict=True))
-    waiting = sum(taken for within, taken in seconds if within)
-    hidden = offloaded + sum(taken for within, taken in seconds if not within)
+    waiting = sum(duration for within, duration in seconds if within)
+    hidden = offloaded + sum(duration for within, duration in seconds if not within)
     return StepTime(arithmetic, waiting, max(0.0, hidden - fleet.overlap * arithmetic))

@@ -123,11 +123,11 @@ class Profile:
         """Floating-point operations of a forward and a backward pass."""
         return sum(segment.flops for segment in self.segments)
 
-    def extended(self, one: "Profile", factor: int) -> "Profile":
+    def extended(self, single: "Profile", factor: int) -> "Profile":
         """Return the profile of a batch that is larger, where this is of two samples and `one` of one: sizes are linear in it."""
-        pairs = zip(one.segments, self.segments, strict=True)
+        pairs = zip(single.segments, self.segments, strict=True)
         segments = tuple(_line(first, second, factor - 1) for first, second in pairs)
-        return replace(self, segments=segments, keys=one.keys * factor)
+        return replace(self, segments=segments, keys=single.keys * factor)
 
 
 def _line(first: Segment, second: Segment, steps: int) -> Segment:
@@ -168,8 +168,8 @@ def inventory_of_model(model: "nn.Module", source: str) -> Inventory:
 
 
 def _block(name: str) -> str:
-    found = _BLOCK.match(name)
-    return found[1] if found else ""
+    match = _BLOCK.match(name)
+    return match[1] if match else ""
 
 
 def inventory_of_path(path: str) -> Inventory | None:
@@ -215,8 +215,8 @@ def _files_of(path: str) -> list[str]:
         return [os.path.join(os.path.dirname(path), name) for name in sorted(names)]
     if path.endswith(".json"):
         return []
-    known = "a .safetensors file, its .index.json, a config.json, or a folder with one of them"
-    raise ValueError(f"The tensors of {path!r} cannot be listed without loading it. Name {known}.")
+    readable = "a .safetensors file, its .index.json, a config.json, or a folder with one of them"
+    raise ValueError(f"The tensors of {path!r} cannot be listed without loading it. Name {readable}.")
 
 
 def _files_in(folder: str) -> list[str]:
@@ -225,11 +225,13 @@ def _files_in(folder: str) -> list[str]:
         return [folder]
     # What libraries load from a folder; others may lie beside it, such as the same weights in their author's layout.
     usual = [name for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, f"{FSDP_MODEL_NAME}_0") if name in names]
-    found = usual[:1] or [name for name in names if name.endswith((_SUFFIX, _SUFFIX + INDEX_SUFFIX))]
-    if len(found) == 1:
-        return _files_of(os.path.join(folder, found[0]))
-    if found:
-        raise ValueError(f"{folder!r} has several files of weights: {', '.join(found[:5])}. Name one, or an index.")
+    weight_names = usual[:1] or [name for name in names if name.endswith((_SUFFIX, _SUFFIX + INDEX_SUFFIX))]
+    if len(weight_names) == 1:
+        return _files_of(os.path.join(folder, weight_names[0]))
+    if weight_names:
+        raise ValueError(
+            f"{folder!r} has several files of weights: {', '.join(weight_names[:5])}. Name one, or an index."
+        )
     if CONFIG in names:
         return []
     inside = ", ".join(names[:5]) or "nothing"

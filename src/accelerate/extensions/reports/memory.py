@@ -66,8 +66,11 @@ def memory_report(
     states = pytree.tree_leaves([dict(optimizer.state) for optimizer in optimizers])
     states = [value for value in states if isinstance(value, torch.Tensor)]
     notes = [_ENGINE] if any(zero_stage(model) is not None for model in models) else []
-    here = [*map(tensors_here, models), {"optimizer": states}]
-    held = [_count((each for kinds in here for each in kinds.get(kind, ())), counted) for kind in _COLUMNS[1:5]]
+    tensors_of_kinds = [*map(tensors_here, models), {"optimizer": states}]
+    bytes_of_kinds = [
+        _count((tensor for kinds in tensors_of_kinds for tensor in kinds.get(kind, ())), counted)
+        for kind in _COLUMNS[1:5]
+    ]
     allocated = getattr(getattr(torch, device.type, None), "max_memory_allocated", None)
     if device.type == "cpu" or allocated is None:
         peak = _resident_peak()
@@ -78,7 +81,7 @@ def memory_report(
         note = f"peak: most that torch had allocated since the start or torch.{device.type}.reset_peak_memory_stats()."
         rest = max(0, peak - sum(key[2] for key in counted if key[0].type == device.type))
         kind = "the part of the peak that is in no other column, buffers of communication included"
-    lines = [[*held, rest, peak]]
+    lines = [[*bytes_of_kinds, rest, peak]]
     if gather is not None:
         rank, lines = 0, gather(torch.tensor(lines, dtype=torch.int64, device=device)).tolist()
     rows = [
@@ -120,8 +123,8 @@ def _resident_peak() -> int:
 def explain(runs: Sequence[Run]) -> str:
     """Return what holds the memory of this rank's runs, and what would help. Not a collective."""
     run = runs[-1]
-    models = [model for each in runs for model in each._models]
-    optimizers = [optimizer for each in runs for optimizer in each._optimizers]
+    models = [model for former_run in runs for model in former_run._models]
+    optimizers = [optimizer for former_run in runs for optimizer in former_run._optimizers]
     report = memory_report(models, optimizers, run.device, None, run.process_index)
     kept = _CACHED.format(size(cache)) if (cache := cached(run.device)) else ""
     return f"\n{report}\n{kept}\n{_ADVICE}{_with_shards(run, models)}"
@@ -133,11 +136,11 @@ def _with_shards(run: Run, models: Sequence[nn.Module]) -> str:
     if ranks == 1 or any(piece.strategy for model in models for piece in pieces(model)):
         return ""
     inventories = [inventory_of_model(model, "") for model in models]
-    now, then = (
+    replicated, then = (
         sum(
             rest.parameters + rest.gradients + rest.optimizer
-            for rest in (resting(each, layout) for each in inventories)
+            for rest in (resting(inventory, layout) for inventory in inventories)
         )
         for layout in (Layout(dp_replicate=ranks), Layout(dp_shard=ranks, fsdp=True))
     )
-    return f"Parameters, gradients and Adam's moments take {size(now)} on each rank; sharded over these {ranks} ranks, {size(then)}.\n"
+    return f"Parameters, gradients and Adam's moments take {size(replicated)} on each rank; sharded over these {ranks} ranks, {size(then)}.\n"

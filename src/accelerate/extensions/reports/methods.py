@@ -47,8 +47,8 @@ def memory_report(accelerator: Any) -> Report:
         >>> accelerator.memory_report().rows[0].parameters
         12
     """
-    held = accelerator._models, accelerator._optimizers
-    return memory.memory_report(*held, accelerator.device, accelerator.gather)
+    prepared = accelerator._models, accelerator._optimizers
+    return memory.memory_report(*prepared, accelerator.device, accelerator.gather)
 
 
 def throughput(

@@ -49,9 +49,9 @@ def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *_: Any
     return 2 * _attention(query, key, value)
 
 
-def _grouped(left: Any, right: Any, *_: Any, out_shape: Any, **__: Any) -> int:
+def _grouped(first: Any, right: Any, *_: Any, out_shape: Any, **__: Any) -> int:
     # Of two matrices each group is the product of its part of the columns and rows; a stack has a matrix for each group of rows.
-    return 2 * math.prod(out_shape) * left[-1] // (out_shape[0] if len(left) == len(right) == 2 else 1)
+    return 2 * math.prod(out_shape) * first[-1] // (out_shape[0] if len(first) == len(right) == 2 else 1)
 
 
 # torch counts no grouped products and no attention kernel of the CPU, and in the backward passes of all of them what they compute again.
@@ -118,8 +118,8 @@ class ThroughputReport(Report):
             "mfu": statistics.mean(row.mfu for row in self.rows),
             "step_seconds": max(row.step for row in self.rows),
         }
-        found = {**rates, **means, "slowest_rank": -1 if self.slowest is None else self.slowest}
-        return {f"throughput/{name}": number for name, number in found.items() if not math.isnan(number)}
+        values = {**rates, **means, "slowest_rank": -1 if self.slowest is None else self.slowest}
+        return {f"throughput/{name}": number for name, number in values.items() if not math.isnan(number)}
 
 
 class Meter(Extension):
@@ -203,15 +203,15 @@ class Meter(Extension):
     def step(self, *numbers: float | None) -> None:
         """End a step of so many tokens, samples and FLOPs, or begin anew where all are None."""
         tokens, samples, flops = numbers
-        given, items = numbers != (None, None, None), tokens or samples or 1
+        has_numbers, items = numbers != (None, None, None), tokens or samples or 1
         # Bounded, for a loop that calls this no more.
         stamps, self._open = self._open, deque(maxlen=_STAMPS)
         self.enter("data")
         counter, self._counter = self._counter, None
         if counter is not None:
             counter.__exit__(None, None, None)
-            self._flops_each = counter.get_total_flops() / items or math.nan if given else None
-        elif given and stamps:
+            self._flops_each = counter.get_total_flops() / items or math.nan if has_numbers else None
+        elif has_numbers and stamps:
             work = (self._flops_each or math.nan) * items if flops is None else flops
             counts = [math.nan if number is None else number for number in (tokens, samples, work)]
             self._steps.append(([*stamps, self._open[0]], counts))
@@ -230,20 +230,25 @@ class Meter(Extension):
             return None
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        totals, own = dict.fromkeys(PARTS, 0.0), []
+        totals, local_seconds = dict.fromkeys(PARTS, 0.0), []
         for stamps, _ in self._steps:
-            own.append(0.0)
+            local_seconds.append(0.0)
             for (part, start), (_, end) in pairwise(stamps):
                 seconds = end - start if isinstance(end, float) else start.elapsed_time(end) / 1000
                 totals[part] += seconds
-                own[-1] += 0.0 if part in _WAITING else seconds
-        wall, middle = sum(totals.values()), statistics.median(own)
+                local_seconds[-1] += 0.0 if part in _WAITING else seconds
+        wall, middle = sum(totals.values()), statistics.median(local_seconds)
         # Of a normal distribution, the median has 1.25 and the median deviation 1.48 times the usual error.
-        spread = 1.25 * 1.48 * statistics.median(abs(one - middle) for one in own) / len(own) ** 0.5
+        spread = (
+            1.25
+            * 1.48
+            * statistics.median(abs(seconds_of_step - middle) for seconds_of_step in local_seconds)
+            / len(local_seconds) ** 0.5
+        )
         rates = [sum(numbers) / wall for numbers in zip(*(counts for _, counts in self._steps), strict=True)]
         shares = tuple(total / wall for total in totals.values())
         self._steps.clear()
-        return ThroughputRow(rank, wall / len(own), *rates, rates[2] / peak, shares, middle, spread)
+        return ThroughputRow(rank, wall / len(local_seconds), *rates, rates[2] / peak, shares, middle, spread)
 
 
 def scored(rows: Sequence[ThroughputRow]) -> list[ThroughputRow]:
@@ -257,11 +262,11 @@ def scored(rows: Sequence[ThroughputRow]) -> list[ThroughputRow]:
     ]
 
 
-def _median_of_others(ordered: Sequence[float], own: float) -> float:
+def _median_of_others(ordered: Sequence[float], number_left_out: float) -> float:
     """Return the median of numbers in order without one of them; that one where it is alone."""
-    place, count = bisect.bisect_left(ordered, own), len(ordered) - 1
+    place, count = bisect.bisect_left(ordered, number_left_out), len(ordered) - 1
     middle = [number + (number >= place) for number in ((count - 1) // 2, count // 2)]
-    return sum(ordered[number] for number in middle) / 2 if count else own
+    return sum(ordered[number] for number in middle) / 2 if count else number_left_out
 
 
 def report(
@@ -269,8 +274,8 @@ def report(
 ) -> ThroughputReport:
     """Return what all ranks measured since the last report; RuntimeError on all where one measured nothing. All ranks."""
     cuda = meter is not None and meter.device.type == "cuda"
-    known = device_specs.peak_flops(torch.cuda.get_device_name(meter.device)) if cuda else None
-    peak = peak_flops or known or math.nan
+    table_flops = device_specs.peak_flops(torch.cuda.get_device_name(meter.device)) if cuda else None
+    peak = peak_flops or table_flops or math.nan
     rows = gather(None if meter is None else meter.row(rank, peak))
     if meter is None or None in rows:
         raise RuntimeError(

@@ -85,11 +85,11 @@ class SimulatedRank(CollectiveRecorder):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._shapes is not None and not types:
-            made = torch_private.made_as_shape(self._shapes, func, args, kwargs or {})
+            tensor = torch_private.made_as_shape(self._shapes, func, args, kwargs or {})
             # What experts count has no values either: it would be zeros.
-            if made is not None and (self._routed or made.is_floating_point() and made.numel() >= _LARGE):
-                self.memory.see(made)
-                return made
+            if tensor is not None and (self._routed or tensor.is_floating_point() and tensor.numel() >= _LARGE):
+                self.memory.see(tensor)
+                return tensor
         elif self._shapes is not None and torch_private.reads_value(func) and torch_private.is_shape(args[0]):
             if self._routed and not args[0].is_floating_point():
                 return self._routed
@@ -106,7 +106,7 @@ class SimulatedRank(CollectiveRecorder):
         if count := ranks_of_experts(module):
             self._routed = inputs[1].numel() // count
 
-    def left(self, module: nn.Module, inputs: Any, output: Any) -> None:
+    def leave_experts(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """Forget it where the experts end."""
         if ranks_of_experts(module):
             self._routed = 0
@@ -127,7 +127,7 @@ class SimulatedRank(CollectiveRecorder):
             self.name(accelerator.torch_device_mesh)
             label(self.memory, accelerator._models, accelerator._optimizers)
             self.facts.look(
-                accelerator, max((self.memory.forwards[id(each)] for each in accelerator._models), default=0)
+                accelerator, max((self.memory.forwards[id(model)] for model in accelerator._models), default=0)
             )
         self.facts.step(step, self.take(), *self.memory.peak(self.facts.names.get))
         self.facts.estimate(self._flops, self.extents())
@@ -144,7 +144,7 @@ def _played(rank: SimulatedRank) -> Iterator[None]:
         if rank.shapes_only:
             _move_shapes(last)
             last.callback(nn.modules.module.register_module_forward_pre_hook(rank.entered).remove)
-            last.callback(nn.modules.module.register_module_forward_hook(rank.left).remove)
+            last.callback(nn.modules.module.register_module_forward_hook(rank.leave_experts).remove)
         last.enter_context(torch_private.sharding_for_one())
         last.enter_context(rank.memory.watching())
         last.enter_context(rank)
@@ -207,11 +207,11 @@ def _move_shapes(last: contextlib.ExitStack) -> None:
     def move(module: nn.Module, change: Any, recurse: bool = True) -> nn.Module:
         for child in module.children() if recurse else ():
             child._apply(change)
-        own = list(module.parameters(recurse=False))
-        if not any(map(torch_private.is_shape, own)):
+        parameters = list(module.parameters(recurse=False))
+        if not any(map(torch_private.is_shape, parameters)):
             return apply(module, change, recurse=False)
         with torch.no_grad():
-            for tensor in [*own, *(parameter.grad for parameter in own if parameter.grad is not None)]:
+            for tensor in [*parameters, *(parameter.grad for parameter in parameters if parameter.grad is not None)]:
                 if (changed := change(tensor)) is not tensor:
                     tensor.data = changed
             for name, buffer in module.named_buffers(recurse=False):
@@ -243,12 +243,12 @@ def main(words: list[str] | None = None) -> None:
         ValueError: the environment names no rank.
     """
     words = sys.argv[1:] if words is None else words
-    own = ranks.resolve()
-    if own is None or not words:
+    rank_layout = ranks.resolve()
+    if rank_layout is None or not words:
         raise ValueError(
             "Start it as `accelerate launch --simulate MACHINESxPROCESSES script.py`, which names the rank."
         )
-    run = simulated.start(own)
+    run = simulated.start(rank_layout)
     run.notes[_COPIES] = None
     rank = SimulatedRank(
         run,
@@ -292,7 +292,7 @@ class FirstCall:
     accumulation: int
 
 
-def first_call(words: list[str], own: ranks.Ranks) -> FirstCall:
+def first_call(words: list[str], rank_layout: ranks.Ranks) -> FirstCall:
     """Run a program as a simulated rank on shapes alone, up to the first call of a model that it has prepared. Of a process without a group.
 
     Args:
@@ -306,12 +306,17 @@ def first_call(words: list[str], own: ranks.Ranks) -> FirstCall:
     models: dict[nn.Module, nn.Module] = {}
 
     def noted(accelerator: Accelerator, *objects: Any, **options: Any) -> Any:
-        optimizers.extend(each for each in objects if isinstance(each, torch.optim.Optimizer))
+        optimizers.extend(obj for obj in objects if isinstance(obj, torch.optim.Optimizer))
         for model in objects:
             if isinstance(model, nn.Module) and model not in models:
                 tensors = (*model.parameters(), *model.buffers())
-                empty = {id(each): torch.empty(each.shape, dtype=each.dtype, device="meta") for each in tensors}
-                empty |= {id(each): nn.Parameter(empty[id(each)], each.requires_grad) for each in model.parameters()}
+                empty = {
+                    id(tensor): torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for tensor in tensors
+                }
+                empty |= {
+                    id(parameter): nn.Parameter(empty[id(parameter)], parameter.requires_grad)
+                    for parameter in model.parameters()
+                }
                 models[model] = copy.deepcopy(model, empty)
                 model.register_forward_pre_hook(noting(accelerator, models[model]), prepend=True, with_kwargs=True)
         return prepare(accelerator, *objects, **options)
@@ -328,7 +333,7 @@ def first_call(words: list[str], own: ranks.Ranks) -> FirstCall:
         return call  # no partial function, which a copy of the module would copy with the Accelerator
 
     name, problem = " ".join(words), None
-    run = simulated.start(own)
+    run = simulated.start(rank_layout)
     own_path = (sys, "path", list(sys.path)), (sys, "argv", sys.argv)
     watching = torch_private.replaced((Accelerator, "prepare", noted), *own_path)
     try:
@@ -348,9 +353,9 @@ def first_call(words: list[str], own: ranks.Ranks) -> FirstCall:
 
 
 def _publish(facts: Facts) -> None:
-    found = facts.as_json()
+    report = facts.as_json()
     sys.stderr.flush()
-    print(printable(text_of(found)), flush=True)
+    print(printable(text_of(report)), flush=True)
     if (file := env.value_of("simulate_report")) is not None:
         with open(file, "w", encoding="utf-8") as stream:
-            json.dump(found, stream, indent=1)
+            json.dump(report, stream, indent=1)
