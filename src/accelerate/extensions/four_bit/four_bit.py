@@ -67,12 +67,12 @@ class PackedWeights(TensorKind):
         """Return the scales by their names."""
         if "bitsandbytes" not in sys.modules:
             return {}
-        found: dict[str, torch.Tensor | None] = {}
+        scales: dict[str, torch.Tensor | None] = {}
         for name, module in _layers(model):
             state = _state(module)
-            found[f"{name}.absmax"], found[f"{name}.nested_offset"] = state.absmax, state.offset
-            found[f"{name}.nested_absmax"] = getattr(state.state2, "absmax", None)
-        return {name: tensor for name, tensor in found.items() if tensor is not None}
+            scales[f"{name}.absmax"], scales[f"{name}.nested_offset"] = state.absmax, state.offset
+            scales[f"{name}.nested_absmax"] = getattr(state.state2, "absmax", None)
+        return {name: tensor for name, tensor in scales.items() if tensor is not None}
 
 
 def attach(model: nn.Module) -> None:
@@ -93,5 +93,5 @@ def _load_scales(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any)
     """Take a 4-bit layer's scales from a state dict, for which bitsandbytes' layers have no names."""
     names = [name for name in state if name.startswith(f"{prefix}weight.")]
     if names:
-        found = {name.removeprefix(f"{prefix}weight."): state.pop(name) for name in names}
-        _attach(module, type(module.quant_state).from_dict(found, module.quant_state.absmax.device))
+        state_of_layer = {name.removeprefix(f"{prefix}weight."): state.pop(name) for name in names}
+        _attach(module, type(module.quant_state).from_dict(state_of_layer, module.quant_state.absmax.device))

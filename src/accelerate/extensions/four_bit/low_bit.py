@@ -78,32 +78,32 @@ def rebuilt(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> Mappi
     """
     if not isinstance(state, Mapping) or not isinstance(state.get("state"), Mapping):
         return state  # of an optimizer that has a form of its own
-    known = dict(state["state"])
-    kinds = {type(value) for values in known.values() if isinstance(values, Mapping) for value in values.values()}
+    states = dict(state["state"])
+    kinds = {type(value) for values in states.values() if isinstance(values, Mapping) for value in values.values()}
     if dict not in kinds and not makes(optimizer):  # nothing in parts
         return state
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for number, parameter in enumerate(parameters):
-        values = known.get(number)
+        values = states.get(number)
         if isinstance(values, Mapping):
-            known[number] = {key: _rebuilt(optimizer, parameter, key, value) for key, value in values.items()}
-    return {**state, "state": known}
+            states[number] = {key: _rebuilt(optimizer, parameter, key, value) for key, value in values.items()}
+    return {**state, "state": states}
 
 
 def _rebuilt(optimizer: Any, parameter: torch.Tensor, key: str, value: Any) -> Any:
     in_parts = is_parts(value)
     if not in_parts and (not isinstance(value, torch.Tensor) or value.shape != parameter.shape or not value.dim()):
         return value
-    made = optimizer._new_buffer(parameter, key == "exp_avg") if makes(optimizer) else None
-    if not is_low_bit(_local(made)):
+    buffer = optimizer._new_buffer(parameter, key == "exp_avg") if makes(optimizer) else None
+    if not is_low_bit(_local(buffer)):
         if not in_parts:
             return value
-        made = torch.empty_like(parameter)
+        buffer = torch.empty_like(parameter)
     if in_parts:
-        _read_parts(_local(made), value, parameter)
+        _read_parts(_local(buffer), value, parameter)
     else:
-        _local(made).copy_(_local(value))
-    return made
+        _local(buffer).copy_(_local(value))
+    return buffer
 
 
 def _read_parts(target: Any, parts: Mapping[str, Any], parameter: torch.Tensor) -> None:

@@ -56,17 +56,17 @@ def orthogonalised(matrices: Sequence[torch.Tensor], settings: Mapping[str, Any]
 
     Those whose rows FSDP has divided have an owner each; of any other layout every rank computes the whole.
     """
-    found: dict[int, torch.Tensor] = {}
+    results: dict[int, torch.Tensor] = {}
     by_group: dict[Any, list[int]] = defaultdict(list)
     for number, matrix in enumerate(matrices):
         if (group := _rows_divided(matrix)) is not None:
             by_group[group].append(number)
         else:
             whole = matrix.full_tensor() if isinstance(matrix, DTensor) else matrix
-            found[number] = _newton_schulz(whole.bfloat16()[None], settings)[0][box(matrix)]
+            results[number] = _newton_schulz(whole.bfloat16()[None], settings)[0][box(matrix)]
     for group, numbers in by_group.items():
-        found |= zip(numbers, _by_owners([matrices[number] for number in numbers], group, settings), strict=True)
-    return [found[number] for number in range(len(matrices))]
+        results |= zip(numbers, _by_owners([matrices[number] for number in numbers], group, settings), strict=True)
+    return [results[number] for number in range(len(matrices))]
 
 
 def _rows_divided(matrix: torch.Tensor) -> Any | None:
@@ -83,13 +83,17 @@ def _by_owners(matrices: Sequence[DTensor], group: Any, settings: Mapping[str, A
     """Exchange parts so that each matrix is whole on its owner, orthogonalise there, and yield this rank's parts. All ranks of the group."""
     ranks, me = dist.get_world_size(group), dist.get_rank(group)
     owned, rows, to_owners, from_ranks = _plan(tuple(matrix.shape for matrix in matrices), ranks, me)
-    mine = [local_part(matrix).bfloat16().flatten() for matrix in matrices]
+    local_parts = [local_part(matrix).bfloat16().flatten() for matrix in matrices]
     order = [number for of in owned for number in of]
-    sent = torch.cat([mine[number] for number in order])
-    taken = [sum(counts) for counts in from_ranks]
-    received = sent.new_empty(sum(taken))
-    dist.all_to_all_single(received, sent, taken, to_owners, group=group)
-    parts = [chunk.split(counts) for chunk, counts in zip(received.split(taken), from_ranks, strict=True) if counts]
+    sent = torch.cat([local_parts[number] for number in order])
+    received_counts = [sum(counts) for counts in from_ranks]
+    received = sent.new_empty(sum(received_counts))
+    dist.all_to_all_single(received, sent, received_counts, to_owners, group=group)
+    parts = [
+        chunk.split(counts)
+        for chunk, counts in zip(received.split(received_counts), from_ranks, strict=True)
+        if counts
+    ]
     whole = {
         number: torch.cat(pieces).view(matrices[number].shape)
         for number, pieces in zip(owned[me], zip(*parts, strict=True), strict=True)
@@ -100,10 +104,10 @@ def _by_owners(matrices: Sequence[DTensor], group: Any, settings: Mapping[str, A
     parts_of = [whole[number].split(rows[number]) for number in owned[me]]
     back = [parts[rank].flatten() for rank in range(ranks) for parts in parts_of if rank < len(parts)]
     returned = torch.empty_like(sent)
-    dist.all_to_all_single(returned, torch.cat([received[:0], *back]), to_owners, taken, group=group)
-    found = dict(zip(order, returned.split([mine[number].numel() for number in order]), strict=True))
+    dist.all_to_all_single(returned, torch.cat([received[:0], *back]), to_owners, received_counts, group=group)
+    result_of = dict(zip(order, returned.split([local_parts[number].numel() for number in order]), strict=True))
     for number, matrix in enumerate(matrices):
-        yield found[number].view(-1, matrix.shape[1])
+        yield result_of[number].view(-1, matrix.shape[1])
 
 
 @functools.cache
@@ -129,9 +133,11 @@ def _newton_schulz(matrices: torch.Tensor, settings: Mapping[str, Any]) -> torch
     """Return matrices [count, rows, columns] with all singular values near 1, as torch's Muon computes each."""
     first, second, third = settings["ns_coefficients"]
     is_tall = matrices.shape[-2] > matrices.shape[-1]
-    found = matrices.mT if is_tall else matrices
-    found = found / found.norm(dim=(-2, -1), keepdim=True).clamp(min=settings["eps"])
+    estimate = matrices.mT if is_tall else matrices
+    estimate = estimate / estimate.norm(dim=(-2, -1), keepdim=True).clamp(min=settings["eps"])
     for _ in range(settings["ns_steps"]):
-        gram = found @ found.mT
-        found = torch.baddbmm(found, torch.baddbmm(gram, gram, gram, beta=second, alpha=third), found, beta=first)
-    return found.mT if is_tall else found
+        gram = estimate @ estimate.mT
+        estimate = torch.baddbmm(
+            estimate, torch.baddbmm(gram, gram, gram, beta=second, alpha=third), estimate, beta=first
+        )
+    return estimate.mT if is_tall else estimate

@@ -112,13 +112,13 @@ def load_and_quantize_model(
 
 
 def _settled(
-    model: nn.Module, given: BnbQuantizationConfig, device_map: str | dict[str, Device] | None
+    model: nn.Module, requested: BnbQuantizationConfig, device_map: str | dict[str, Device] | None
 ) -> BnbQuantizationConfig:
     """A copy of the configuration that says of every module whether it is quantised."""
-    config = copy.copy(given)
+    config = copy.copy(requested)
     names = [f".{name}." for kind in (model.named_modules(), model.named_parameters()) for name, _ in kind]
     for field, mark in (("skip_modules", "."), ("keep_in_fp32_modules", "")):
-        parts = getattr(given, field) or []
+        parts = getattr(requested, field) or []
         unknown = [part for part in parts if not any(mark + part + mark in name for name in names)]
         if unknown:
             logger.warning("%s names %s: no effect, the model has no such module.", field, unknown)
@@ -249,18 +249,18 @@ def _replace_with_bnb_layers(
     current_key_name: Sequence[str] | None = None,
 ) -> tuple[nn.Module, bool]:
     """Do what `replace_with_bnb_layers` does, and return whether there was a layer to replace, too."""
-    found = list(_convertible(model, list(modules_to_not_convert or ()), list(current_key_name or ())))
-    made: dict[nn.Linear, nn.Module] = {}
-    for parent, name, layer in found:
-        if layer not in made:  # else it is shared, and stays so
-            made[layer] = _bnb_layer(layer, bnb_quantization_config)
-        setattr(parent, name.rpartition(".")[2], made[layer])
+    convertible = list(_convertible(model, list(modules_to_not_convert or ()), list(current_key_name or ())))
+    converted: dict[nn.Linear, nn.Module] = {}
+    for parent, name, layer in convertible:
+        if layer not in converted:  # else it is shared, and stays so
+            converted[layer] = _bnb_layer(layer, bnb_quantization_config)
+        setattr(parent, name.rpartition(".")[2], converted[layer])
         if isinstance(parent, nn.TransformerEncoderLayer):
             # Its fused kernel reads the weights of its linear layers itself; without a known activation it is not used.
             parent.activation_relu_or_gelu = 0
-    if not found:
+    if not convertible:
         logger.warning("%s has no linear layer to quantise; it stays as it is.", type(model).__name__)
-    return model, bool(found)
+    return model, bool(convertible)
 
 
 def _convertible(
@@ -289,9 +289,9 @@ def _bnb_layer(layer: nn.Linear, config: BnbQuantizationConfig) -> nn.Module:
     size = (layer.in_features, layer.out_features, layer.bias is not None)
     with torch.device("meta"):  # what it would be filled with is not wanted
         if config.load_in_8bit:
-            made = bnb.nn.Linear8bitLt(*size, has_fp16_weights=False, threshold=config.llm_int8_threshold)
+            bnb_layer = bnb.nn.Linear8bitLt(*size, has_fp16_weights=False, threshold=config.llm_int8_threshold)
         else:
-            made = bnb.nn.Linear4bit(
+            bnb_layer = bnb.nn.Linear4bit(
                 *size,
                 compute_dtype=config.bnb_4bit_compute_dtype,
                 compress_statistics=config.bnb_4bit_use_double_quant,
@@ -299,12 +299,12 @@ def _bnb_layer(layer: nn.Linear, config: BnbQuantizationConfig) -> nn.Module:
             )
     if layer.out_features % _PACKED_ROWS or layer.in_features % _PACKED_COLUMNS:
         # On some CPUs bitsandbytes packs 4-bit weights in tiles for evaluation, and fails where none fits.
-        made.support_avx512bf16_for_cpu = False
-    empty = made.weight
-    made.weight = type(empty)(layer.weight.data, requires_grad=False, **empty.__dict__)
+        bnb_layer.support_avx512bf16_for_cpu = False
+    empty = bnb_layer.weight
+    bnb_layer.weight = type(empty)(layer.weight.data, requires_grad=False, **empty.__dict__)
     if layer.bias is not None:
-        made.bias = nn.Parameter(layer.bias.data)
-    return made.requires_grad_(False).train(layer.training)
+        bnb_layer.bias = nn.Parameter(layer.bias.data)
+    return bnb_layer.requires_grad_(False).train(layer.training)
 
 
 def get_keys_to_not_convert(model: nn.Module) -> list[str]:
