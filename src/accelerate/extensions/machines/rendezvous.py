@@ -121,12 +121,12 @@ class MachineRendezvous(StaticTCPRendezvous):
         beat = self._start_heartbeat()
         began = reported = time.monotonic()
         while (begun := beat.begun_with_me()) is None:
-            now = time.monotonic()
-            if now - began > self.join_timeout:
+            current_time = time.monotonic()
+            if current_time - began > self.join_timeout:
                 limit = f"{self.join_timeout:g} s (--rdzv_conf join_timeout)"
                 raise RunError(f"Waited {limit} in vain for {beat.awaited()}.")
-            if now - reported > _REPORT_S:
-                reported = now
+            if current_time - reported > _REPORT_S:
+                reported = current_time
                 self.report(f"waiting for {beat.awaited()}")
             if self.may_host and not self.is_host and not self.name and beat.is_refused():
                 # The launcher that had the port belonged to a run that is over.
@@ -164,12 +164,12 @@ class MachineRendezvous(StaticTCPRendezvous):
         # A new launcher of machine 0 begins a new run, with an empty store.
         self.server.set("answer", json.dumps({"beat": 0, "round": ""}))
 
-    def begin(self, here: dict[int, State]) -> str:
+    def begin(self, launchers: dict[int, State]) -> str:
         """Begin the next round with the launchers of all machines, by number; return its name. Machine 0 alone."""
-        self.names = {machine: _named(state) for machine, state in here.items()}
+        self.names = {machine: _named(state) for machine, state in launchers.items()}
         # Torch leaves the addresses of the last round in a store, so each round but the first one has a store of its own.
         self.round_server = serve(self.host, 0, _ANSWER_S) if self.members else self.server
-        self.members = [here[machine]["identity"] for machine in sorted(here)]
+        self.members = [launchers[machine]["identity"] for machine in sorted(launchers)]
         name = f"{self.record['identity']}/{self.round + 1}"
         begun = {"round": name, "members": self.members, "port": self.round_server.port, "host": self.names[0]}
         self.server.set(f"begun/{name}", json.dumps(begun))
@@ -234,7 +234,7 @@ class Heartbeat(threading.Thread):
     # -- the main thread asks ----------------------------------------------------------------------------------------
 
     @property
-    def own(self) -> str:
+    def machine_name(self) -> str:
         """The name of this machine."""
         return self._home.names.get(self._home.machine, "")
 
@@ -246,8 +246,8 @@ class Heartbeat(threading.Thread):
             raise LaunchError(refusal)
         if home.is_host and self._broken and self.store is None and not self.is_alive():
             raise RunError(f"The store at {home.place}, cannot be used: {self._broken}")
-        mine = self._begun["round"] != home.name and home.record["identity"] in self._begun["members"]
-        return self._begun if mine else None
+        takes_part = self._begun["round"] != home.name and home.record["identity"] in self._begun["members"]
+        return self._begun if takes_part else None
 
     def awaited(self) -> str:
         """Return what this launcher waits for, in words."""
@@ -277,7 +277,7 @@ class Heartbeat(threading.Thread):
     def publish_end(self, how: str) -> None:
         """Let the other machines know that this launcher leaves a run, so that they need not wait until it is missed."""
         if not self._home.said.keys() & {"done", "failed"}:
-            self.publish(lost=f"{self.own} {how}.")
+            self.publish(lost=f"{self.machine_name} {how}.")
 
     def says(self, word: str) -> str | None:
         """Return the first line that a machine has published under a word; None if none has."""
@@ -340,7 +340,7 @@ class Heartbeat(threading.Thread):
         if home.is_host:
             identities = dict.fromkeys(store.get("arrived").decode().split())
             texts = store.multi_get([f"state/{identity}" for identity in identities])
-            store.set("answer", json.dumps(self._found([json.loads(text) for text in texts])))
+            store.set("answer", json.dumps(self._answer_to([json.loads(text) for text in texts])))
         answer = json.loads(store.get("answer"))
         if answer["beat"] != self.answer.get("beat"):
             self._answered = time.monotonic()
@@ -359,15 +359,15 @@ class Heartbeat(threading.Thread):
 
     # -- machine 0 alone ---------------------------------------------------------------------------------------------
 
-    def _found(self, states: list[State]) -> State:
+    def _answer_to(self, states: list[State]) -> State:
         """Return the answer to the states of all launchers."""
-        home, now = self._home, time.monotonic()
+        home, current_time = self._home, time.monotonic()
         for state in states:
             if state["beat"] != home.seen.get(state["identity"], (None,))[0]:
-                home.seen[state["identity"]] = state["beat"], now
-        silence = {state["identity"]: now - home.seen[state["identity"]][1] for state in states}
+                home.seen[state["identity"]] = state["beat"], current_time
+        silence = {state["identity"]: current_time - home.seen[state["identity"]][1] for state in states}
         gone = {home.record["identity"], *(state["identity"] for state in states if "left" in state)}
-        self.others = sum(silent < 3 * _BEAT_S and one not in gone for one, silent in silence.items())
+        self.others = sum(silent < 3 * _BEAT_S and identity not in gone for identity, silent in silence.items())
         name = self._begun["round"]
         answer: State = {"beat": home.record["beat"], "round": name}
         by_identity = {state["identity"]: state for state in states}
@@ -375,8 +375,8 @@ class Heartbeat(threading.Thread):
         inside = [state for state in members if state["round"] == name]
         if not members or any(state["waits"] for state in inside):
             fresh = max(_FRESH_S, 3 * home.pause)
-            here = [state for state in states if silence[state["identity"]] < fresh and state["waits"]]
-            answer |= self._arranged([state for state in here if state in inside or state not in members])
+            waiting = [state for state in states if silence[state["identity"]] < fresh and state["waits"]]
+            answer |= self._arranged([state for state in waiting if state in inside or state not in members])
             if answer["round"] != name:
                 return answer
         for machine, state in enumerate(members):
@@ -384,35 +384,37 @@ class Heartbeat(threading.Thread):
             if silent > home.heartbeat_timeout and not (state in inside and state.keys() & {"done", "left"}):
                 line = f"{home.names[machine]} has not answered for {silent:.0f} s: it or its network is down."
                 self._silent = self._silent or [line]
-        said = {word: [state[word] for state in inside if word in state] for word in ("failed", "lost", "done")}
-        answer["done"] = len(said["done"]) == len(members)
-        return answer | {"failed": said["failed"][:1], "lost": [*said["lost"], *self._silent][:1]}
+        reports = {word: [state[word] for state in inside if word in state] for word in ("failed", "lost", "done")}
+        answer["done"] = len(reports["done"]) == len(members)
+        return answer | {"failed": reports["failed"][:1], "lost": [*reports["lost"], *self._silent][:1]}
 
     def _arranged(self, waiting: list[State]) -> State:
         """Number the launchers that wait. Begin the round if all machines are there and agree, else return what keeps it."""
-        home, here, doubled, refused = self._home, {}, set(), {}
-        own = home.record | {"machine": 0}
+        home, launchers, doubled, refused = self._home, {}, set(), {}
+        host_record = home.record | {"machine": 0}
         # Those without a number get one of the rest.
         for state in sorted(waiting, key=lambda state: state["machine"] is None):
-            free = (number for number in range(1, home.machines) if number not in here)
+            free = (number for number in range(1, home.machines) if number not in launchers)
             machine = next(free, None) if state["machine"] is None else state["machine"]
             for name, option in _CHECKS.items():
-                if own[name] != state[name]:
-                    said = f"{own[name]} on {_named(own)}, {state[name]} on {_named(state | {'machine': machine})}"
-                    return {"problem": f"The machines do not agree on {option}: {said}. Give all of them the same."}
-            if machine is not None and machine not in here:
-                here[machine] = state | {"machine": machine}
+                if host_record[name] != state[name]:
+                    difference = f"{host_record[name]} on {_named(host_record)}, {state[name]} on {_named(state | {'machine': machine})}"
+                    return {
+                        "problem": f"The machines do not agree on {option}: {difference}. Give all of them the same."
+                    }
+            if machine is not None and machine not in launchers:
+                launchers[machine] = state | {"machine": machine}
             elif state["beat"] * _LOOK_S > _STALE_S:
                 why = f"There are {home.machines} machines already (--num_machines); this is one too many."
                 if machine is not None:
-                    asked = f"--machine_rank is {machine} on this machine and on {_named(here[machine])}"
+                    asked = f"--machine_rank is {machine} on this machine and on {_named(launchers[machine])}"
                     why = f"{asked}; each needs a number of its own."
                 refused[state["identity"]] = why
             elif machine is not None:  # which may be the number of a launcher that has just ended
                 doubled.add(machine)
-        absent = sorted(doubled | ({*range(home.machines)} - here.keys()))
+        absent = sorted(doubled | ({*range(home.machines)} - launchers.keys()))
         if not absent:
-            return {"round": home.begin(here)}
+            return {"round": home.begin(launchers)}
         missing = ", ".join([*map(str, absent[:_NAMED]), *(["..."] if len(absent) > _NAMED else [])])
         return {"missing": missing, "refused": refused}
 
@@ -488,7 +490,7 @@ class MachineAgent(elastic.Agent):
                 time.sleep(_LOOK_S)
             if beat.failure() is not None:
                 raise FailedElsewhere(beat.failure())
-        beat.publish(failed=f"{beat.own}: rank {first.rank} ended with exit status {first.status}")
+        beat.publish(failed=f"{beat.machine_name}: rank {first.rank} ended with exit status {first.status}")
         return result
 
     def _exit_barrier(self) -> None:

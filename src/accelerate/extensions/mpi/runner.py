@@ -51,17 +51,25 @@ def _call(plan: LaunchPlan, environment: Mapping[str, str]) -> tuple[str, Proces
     variables = _variables(plan, environment, shares)
     # The names alone: values on a command line could be read by others.
     names = runners.handed_on(variables) if len(shares) > 1 else []
-    each, counted = {*shares.values()}, ",".join(f"{name}:{count}" for name, count in shares.items())
+    distinct_counts, counted = {*shares.values()}, ",".join(f"{name}:{count}" for name, count in shares.items())
     flavour = flavour_of(variables)
     if any(":" in name for name in shares):  # an IPv6 address: `name:count` could not be told from it
         is_open_mpi, path = flavour == "Open MPI", str(plan["mpirun_hostfile"])
         listed = ["--hostfile", path] if is_open_mpi else ["-f", path]
-        if len(each) == 1:
-            listed += ["--map-by", "ppr:{}:node".format(*each)] if is_open_mpi else ["-ppn", str(*each)]
+        if len(distinct_counts) == 1:
+            listed += (
+                ["--map-by", "ppr:{}:node".format(*distinct_counts)]
+                if is_open_mpi
+                else ["-ppn", str(*distinct_counts)]
+            )
     elif flavour == "Open MPI":
         listed = ["--host", counted]
     else:
-        listed = ["-hosts", ",".join(shares), "-ppn", str(*each)] if len(each) == 1 else ["-hosts", counted]
+        listed = (
+            ["-hosts", ",".join(shares), "-ppn", str(*distinct_counts)]
+            if len(distinct_counts) == 1
+            else ["-hosts", counted]
+        )
     if flavour == "Open MPI":
         # More processes than cores of a socket are slow, not wrong.
         words = [*listed, "--bind-to", "socket:overload-allowed"]
@@ -113,17 +121,17 @@ def layout(hosts: Mapping[str, int | None], count: int, machines: int | None) ->
     if machines is not None and machines > len(hosts):
         raise LaunchError(f"--num_machines is {machines}, and {_OPTION} names {len(hosts)}. Add the others.")
     chosen = dict(list(hosts.items())[: min(len(hosts), count) if machines is None else machines])
-    each, rest = divmod(count, len(chosen))
+    per_machine, rest = divmod(count, len(chosen))
     slotless = None in chosen.values()
-    if not rest and (slotless or (machines is not None and min(chosen.values()) >= each)):
-        return dict.fromkeys(chosen, each)
-    asked, there = f"--num_processes is {count}", f"{len(chosen)} machines"
+    if not rest and (slotless or (machines is not None and min(chosen.values()) >= per_machine)):
+        return dict.fromkeys(chosen, per_machine)
+    asked, machines_text = f"--num_processes is {count}", f"{len(chosen)} machines"
     if slotless:
-        raise LaunchError(f"{asked}, which does not divide evenly over the {there} of {_OPTION}.")
-    shares, left = {}, count
+        raise LaunchError(f"{asked}, which does not divide evenly over the {machines_text} of {_OPTION}.")
+    shares, remaining = {}, count
     for name, slots in chosen.items():
-        shares[name] = min(slots, left)
-        left -= shares[name]
-    if left:
-        raise LaunchError(f"{asked}, and {_OPTION} has {count - left} slots on {there}.")
+        shares[name] = min(slots, remaining)
+        remaining -= shares[name]
+    if remaining:
+        raise LaunchError(f"{asked}, and {_OPTION} has {count - remaining} slots on {machines_text}.")
     return {name: share for name, share in shares.items() if share}

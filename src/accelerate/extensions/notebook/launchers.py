@@ -183,9 +183,9 @@ def _count(request: Request, device: Any) -> int:
     asked = request.num_processes
     if is_colab() and asked is not None and asked > (devices or 1) and "ACCELERATE_USE_CPU" not in os.environ:
         # Notebooks that were written for a larger machine are opened there.
-        found = devices or 1
-        print(f"Colab has {_counted(found, device.type)} here; num_processes={asked} is not used.")
-        return found
+        process_count = devices or 1
+        print(f"Colab has {_counted(process_count, device.type)} here; num_processes={asked} is not used.")
+        return process_count
     if devices and asked is not None and asked > devices:
         raise ValueError(
             f"num_processes is {asked}, and there are {devices} {device.type} devices. Ask for at most {devices}, or "

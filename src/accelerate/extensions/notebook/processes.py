@@ -172,14 +172,14 @@ def _check_function(request: Request) -> None:
     if not callable(function):
         hint = " Pass the function itself, without calling it." if function is None else ""
         raise TypeError(f"function is {function!r}, which cannot be called.{hint}")
-    given = f"{args!r:.60}"
+    args_text = f"{args!r:.60}"
     if isinstance(args, (str, bytes, bytearray)) or not isinstance(args, Sequence):
-        raise TypeError(f"args is {given}; give a tuple of the function's arguments, as in args=({given},).")
+        raise TypeError(f"args is {args_text}; give a tuple of the function's arguments, as in args=({args_text},).")
     with contextlib.suppress(ValueError):  # builtins need not have a signature
         try:
             inspect.signature(function).bind(*args)
         except TypeError as error:
-            raise TypeError(f"args is {given}, which does not fit {name_of(function)}: {error}.") from None
+            raise TypeError(f"args is {args_text}, which does not fit {name_of(function)}: {error}.") from None
 
 
 # -- in each process ------------------------------------------------------------------------------------------------------
@@ -299,7 +299,9 @@ class FunctionAgent(elastic.Agent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)
         statuses = self.statuses
-        ended = {one.local_rank for one in result.failures.values() if getattr(one, "died", 0.0) is not None}
+        ended = {
+            failure.local_rank for failure in result.failures.values() if getattr(failure, "died", 0.0) is not None
+        }
         if result.state == WorkerState.HEALTHY:
             # Processes that ended well before their function did (`os._exit(0)`): torch would wait for them for ever.
             ended = {local for local, status in statuses.items() if status == 0 and not self.has_returned(local)}
@@ -308,10 +310,10 @@ class FunctionAgent(elastic.Agent):
         failures = {}
         for local, process in self.processes.items():
             if statuses[local] or local in ended:
-                one = ProcessFailure(local, process.pid, statuses[local], self.error_files[local])
+                failure = ProcessFailure(local, process.pid, statuses[local], self.error_files[local])
                 # Torch has stopped those that were alive at the agent's last look.
-                one.died = self._died.get(local, time.time() if local in ended else None)
-                failures[worker_group.workers[local].global_rank] = one
+                failure.died = self._died.get(local, time.time() if local in ended else None)
+                failures[worker_group.workers[local].global_rank] = failure
         return RunResult(state=WorkerState.FAILED, failures=failures)
 
 
@@ -335,10 +337,10 @@ def run(request: Request, environment: Mapping[str, str], num_processes: int, me
             settings |= {"agent": agent, "start_method": method}
             elastic.start(worker, (), environment, num_processes, rendezvous, directory, **settings)
     except ChildFailedError as error:
-        found = endings_of(error.failures)
-        if found[0].exitcode == PREEMPTED:
+        endings = endings_of(error.failures)
+        if endings[0].exitcode == PREEMPTED:
             raise SystemExit(PREEMPTED) from None
-        raise _worker_error(request, found) from None
+        raise _worker_error(request, endings) from None
     except SignalException as error:
         if error.sigval == signal.SIGINT:
             raise KeyboardInterrupt from None
@@ -376,21 +378,21 @@ def _machines() -> Any:
 
 def _worker_error(request: Request, failures: Sequence[WorkerFailure]) -> WorkerError:
     """Return the error for the caller: the first failure with its traceback, and a line for each group of others."""
-    found = [failure for failure in failures if failure.own] or list(failures)[:1]
-    first = found[0]
+    own_failures = [failure for failure in failures if failure.own] or list(failures)[:1]
+    first = own_failures[0]
     words = first.words if first.exitcode else "ended with exit status 0, before its function was done"
     silent = f"The process {first.pid} {words}, and left no traceback."
     lines = [f"Rank {first.rank} failed in {name_of(request.function)}:", "", (first.traceback or silent).rstrip()]
-    if others := Reporter.about(found):
+    if others := Reporter.about(own_failures):
         lines += ["", *others]
-    return WorkerError("\n".join(lines), found)
+    return WorkerError("\n".join(lines), own_failures)
 
 
 def _why_no_rendezvous(request: Request, error: BaseException) -> str:
     if request.chosen_port and re.search("EADDRINUSE|address already in use", str(error), re.I):
         argument = "rdzv_endpoint" if request.rdzv_endpoint else "use_port"
-        taken = f"{argument} asks for port {request.chosen_port}, which another program listens at"
-        return f"{taken}. Choose another one, or leave {argument} out: a free one is taken then."
+        reason = f"{argument} asks for port {request.chosen_port}, which another program listens at"
+        return f"{reason}. Choose another one, or leave {argument} out: a free one is taken then."
     return f"The processes could not meet at 127.0.0.1, port {request.chosen_port or 'any'}: {error or type(error).__name__}"
 
 

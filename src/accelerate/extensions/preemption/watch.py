@@ -156,24 +156,24 @@ def install(accelerator: TrainingRun) -> None:
         _follows_forks = True
 
 
-def signals_of(given: Any) -> tuple[signal.Signals, ...]:
+def signals_of(signals: Any) -> tuple[signal.Signals, ...]:
     """Return the signals that numbers, names and members of ``signal.Signals`` stand for, each once, or ValueError."""
-    each = given if isinstance(given, Iterable) and not isinstance(given, str) else [given]
-    return tuple(dict.fromkeys(_signal(value) for value in each))
+    values = signals if isinstance(signals, Iterable) and not isinstance(signals, str) else [signals]
+    return tuple(dict.fromkeys(_signal(value) for value in values))
 
 
 def _signal(value: Any) -> signal.Signals:
-    found = None
+    number = None
     if isinstance(value, str):
-        found = signal.Signals.__members__.get(f"SIG{value.upper().removeprefix('SIG')}")
+        number = signal.Signals.__members__.get(f"SIG{value.upper().removeprefix('SIG')}")
     elif isinstance(value, int) and not isinstance(value, bool):
         with suppress(ValueError):
-            found = signal.Signals(value)
-    if found is None or found.name in _UNSUITABLE:
+            number = signal.Signals(value)
+    if number is None or number.name in _UNSUITABLE:
         raise ValueError(
             f"save_on_signal got {value!r}, which is no signal that a process can wait for. Use SIGTERM, SIGUSR1 or SIGUSR2."
         )
-    return found
+    return number
 
 
 class Watch:
@@ -209,9 +209,9 @@ class Watch:
 
     def _on_signal(self, number: int, frame: types.FrameType | None) -> None:
         # It runs between any two instructions of the main thread, so it takes notes and nothing else.
-        now, first = time.monotonic(), self._times.get(number)
-        self._times.setdefault(number, now)
-        again = first is not None and now - first >= REPEAT_S
+        current_time, first = time.monotonic(), self._times.get(number)
+        self._times.setdefault(number, current_time)
+        again = first is not None and current_time - first >= REPEAT_S
         if self.closed or (again and not self.leaving):
             self._give_back(number)
             signal.raise_signal(number)
@@ -241,8 +241,8 @@ class Watch:
             return
         self._stepped = True
         # The progress of each prepared loader that is being iterated; a loader's views share it.
-        each = [getattr(reference(), "_progress", None) for reference in accelerator.gradient_state._active]
-        self._loops = [weakref.ref(progress) for progress in each if progress is not None]
+        progresses = [getattr(reference(), "_progress", None) for reference in accelerator.gradient_state._active]
+        self._loops = [weakref.ref(progress) for progress in progresses if progress is not None]
         self._agreement = self._agree(self._agreement)
         if self._agreement is None:
             self.ask()
@@ -299,8 +299,8 @@ def _save(accelerator: TrainingRun) -> Any:
     accelerator._background.wait()  # one that failed has been logged, and is no reason not to save now
     project = accelerator.project_configuration
     storage = storage_of(project.project_dir).child(CHECKPOINTS_FOLDER)  # type: ignore[arg-type]  # `install` has looked
-    taken = [number for number, _ in storage.checkpoints()] if accelerator.is_main_process else []
-    (following,) = comm.current().broadcast_object_list([max(taken, default=-1) + 1])
+    used_numbers = [number for number, _ in storage.checkpoints()] if accelerator.is_main_process else []
+    (following,) = comm.current().broadcast_object_list([max(used_numbers, default=-1) + 1])
     # A run that began anew beside older checkpoints must not fail now, nor save under a number that is not the latest.
     project.iteration = max(project.iteration, following)
     location = storage.child(numbered_folder(project.iteration)).location

@@ -37,21 +37,21 @@ def hosts(text: str, name: str = "SLURM_NODELIST") -> list[str]:
             f"The environment variable {name} is {text!r}, which is no list of nodes: names are parted by commas, and have lists "
             "such as [1-3,7]. Correct or unset it."
         )
-    found: list[str] = []
+    names: list[str] = []
     for entry in re.findall(_ENTRY, text):
         # A part of a name, the list after it, the next part, ...: the last list runs fastest.
         parts = re.split(r"\[(.*?)\]", entry)
         choices = [_numbers(part) if place % 2 else [part] for place, part in enumerate(parts)]
-        found += map("".join, itertools.product(*choices))
-    return found
+        names += map("".join, itertools.product(*choices))
+    return names
 
 
 def _numbers(text: str) -> list[str]:
-    found: list[str] = []
+    numbers: list[str] = []
     for part in text.split(","):
         first, _, last = part.partition("-")
-        found += [str(number).zfill(len(first)) for number in range(int(first), int(last or first) + 1)]
-    return found
+        numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last or first) + 1)]
+    return numbers
 
 
 def tasks_on(text: str, node: int, name: str = "SLURM_STEP_TASKS_PER_NODE") -> int | None:
@@ -86,16 +86,18 @@ def step(environ: Mapping[str, str]) -> Step | None:
         return None
     node = integer_in(environ, "SLURM_NODEID") or 0
     numbers = environ.get("SLURM_GTIDS", "").strip()  # of the tasks that Slurm has started here; some users unset it
-    here = numbers.count(",") + 1 if numbers else None
+    task_count = numbers.count(",") + 1 if numbers else None
     listed = tasks_on(environ.get("SLURM_STEP_TASKS_PER_NODE", ""), node)
     # A heterogeneous step lists the nodes by name, and numbers them by component.
     mixed = (integer_in(environ, "SLURM_HET_SIZE") or 1) > 1
     nodes = integer_in(environ, "SLURM_STEP_NUM_NODES") or integer_in(environ, "SLURM_NNODES")
     allocated = integer_in(environ, "SLURM_JOB_NUM_NODES")
-    if not mixed and ((None not in (here, listed) and here != listed) or (nodes and allocated and nodes > allocated)):
+    if not mixed and (
+        (None not in (task_count, listed) and task_count != listed) or (nodes and allocated and nodes > allocated)
+    ):
         return None
     local_rank = integer_in(environ, "SLURM_LOCALID")
-    local_size = here if mixed and here else listed or here
+    local_size = task_count if mixed and task_count else listed or task_count
     if not nodes:
         listing, name = node_list(environ)
         nodes = len(hosts(listing, name)) if listing else node + 1
@@ -141,8 +143,8 @@ def first_node(environ: Mapping[str, str]) -> str | None:
     # The list is sorted by name. In a heterogeneous step the nodes of the first component come first all the same.
     names = hosts(text, name)
     for component in range(integer_in(environ, "SLURM_HET_SIZE") or 0):
-        own = f"SLURM_JOB_NODELIST_HET_GROUP_{component}"
-        if environ.get(own) and (first := hosts(environ[own], own)[0]) in names:
+        variable = f"SLURM_JOB_NODELIST_HET_GROUP_{component}"
+        if environ.get(variable) and (first := hosts(environ[variable], variable)[0]) in names:
             return first
     return names[0]
 
