@@ -182,7 +182,7 @@ def _registered(accelerator: "TrainingRun") -> Callable[[], None]:
     attached = accelerator.extensions.attached
 
     def put_back() -> None:
-        for extension in [each for each in accelerator.extensions.attached if each not in attached]:
+        for extension in [extension for extension in accelerator.extensions.attached if extension not in attached]:
             extension.released()
         vars(accelerator).update({name: list(former) for name, former in registries.items()})
         for registered, former in zip(lists, before, strict=True):

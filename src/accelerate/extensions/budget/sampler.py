@@ -61,21 +61,21 @@ class TokenBudgetSampler(Sampler[list[int]]):
         for name, value in (("max_tokens", max_tokens), ("ranks", ranks), ("steps_in_bucket", steps_in_bucket)):
             if value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1.")
-        known = np.asarray(lengths, dtype=np.int64)
-        if not len(known):
+        token_counts = np.asarray(lengths, dtype=np.int64)
+        if not len(token_counts):
             raise ValueError("lengths is empty: give the number of tokens of each sample.")
-        shorter = known.max() - known
+        shorter = token_counts.max() - token_counts
         if shorter.max() < 1 << 16:
             shorter = shorter.astype(np.uint16)  # which numpy sorts by its digits, in a tenth of the time
         self._longest_first = np.argsort(shorter, kind="stable")
-        if (worst := known[self._longest_first[0]]) > max_tokens:
+        if (worst := token_counts[self._longest_first[0]]) > max_tokens:
             raise ValueError(
                 f"Sample {self._longest_first[0]} has {worst} tokens, and max_tokens is {max_tokens}. Truncate it, or raise max_tokens."
             )
         self.ranks, self.shuffle, self.seed, self.epoch = ranks, shuffle, seed, 0
-        ordered = known[self._longest_first]
-        made = _pack(ordered, max_tokens, ranks) if packed else _cut(ordered, max_tokens, ranks, steps_in_bucket)
-        self._bounds, self._buckets, self._members = made
+        ordered = token_counts[self._longest_first]
+        batches = _pack(ordered, max_tokens, ranks) if packed else _cut(ordered, max_tokens, ranks, steps_in_bucket)
+        self._bounds, self._buckets, self._members = batches
 
     def __len__(self) -> int:
         return len(self._bounds)
@@ -203,7 +203,7 @@ class PackingCollator:
         for sample in samples:
             start, end = end, end + len(sample["input_ids"])
             if end > self.max_tokens:
-                total = sum(len(one["input_ids"]) for one in samples)
+                total = sum(len(item["input_ids"]) for item in samples)
                 raise ValueError(
                     f"The batch has {total} tokens, and max_tokens is {self.max_tokens}. Choose batches by "
                     f"TokenBudgetSampler(lengths, max_tokens={self.max_tokens}, packed=True), or raise max_tokens."

@@ -161,10 +161,10 @@ def _call_for_others(module: nn.Module, inputs: tuple[Any, ...], device: torch.d
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     devices = [] if device.type in ("cpu", "mps") else [device]
     with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
-        found = module(*recursively_apply(ready, inputs))
+        output = module(*recursively_apply(ready, inputs))
     for buffer, former in buffers:
         buffer.data.copy_(former)  # `data`: autograd may need the buffer, and would refuse one that has changed
-    return found
+    return output
 
 
 class _Joined(torch.autograd.Function):
@@ -172,7 +172,7 @@ class _Joined(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
-        ctx.others = [(one.shape, one.dtype, one.device) for one in others]
+        ctx.others = [(other.shape, other.dtype, other.device) for other in others]
         return tensor.clone()  # a view could not be changed in place
 
     @staticmethod

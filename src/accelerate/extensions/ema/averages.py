@@ -160,8 +160,10 @@ def ema(accelerator: Any, model: nn.Module, decay: float = 0.999) -> Ema:
         >>> accelerator.ema(model, decay=0.99).decay
         0.99
     """
-    kind, known = accelerator.distributed_type, traits_of(accelerator.distributed_type)
-    if known.own_groups or (known.sharded and not accelerator.is_fsdp2 and accelerator.state.fsdp_plugin is not None):
+    kind, traits = accelerator.distributed_type, traits_of(accelerator.distributed_type)
+    if traits.own_groups or (
+        traits.sharded and not accelerator.is_fsdp2 and accelerator.state.fsdp_plugin is not None
+    ):
         raise ValueError(
             f"ema() is not possible with {kind}, whose weights lie in flat parts. Use FSDP with fsdp_version=2."
         )
@@ -170,15 +172,20 @@ def ema(accelerator: Any, model: nn.Module, decay: float = 0.999) -> Ema:
     if not 0 < decay < 1:
         raise ValueError(f"decay is {decay}; it must lie between 0 and 1, such as 0.999.")
     _reshard(model)
-    held = {id(parameter): parameter for parameter in model.parameters()}
+    parameters = {id(parameter): parameter for parameter in model.parameters()}
     optimizers = (outer.optimizer for outer in accelerator._optimizers)
-    trained = {one: [p for group in one.param_groups for p in group["params"] if id(p) in held] for one in optimizers}
+    trained = {
+        optimizer: [p for group in optimizer.param_groups for p in group["params"] if id(p) in parameters]
+        for optimizer in optimizers
+    }
     if not any(trained.values()):
         raise ValueError("ema() got a model of which no prepared optimizer has a parameter. Prepare both first.")
     if half := [str(p.dtype) for its in trained.values() for p in its if p.dtype in (torch.float16, torch.bfloat16)]:
         raise ValueError(
             f"ema() got weights in {half[0]}, too coarse for an average. Load them in float32, with mixed_precision."
         )
-    if any(average.has(held) for average in accelerator.extensions.of_kind(Ema)):
+    if any(average.has(parameters) for average in accelerator.extensions.of_kind(Ema)):
         raise ValueError("ema() was called before for a part of this model. Keep what it returned then.")
-    return accelerator.extensions.add(Ema(accelerator, model, [one for one, its in trained.items() if its], decay))
+    return accelerator.extensions.add(
+        Ema(accelerator, model, [optimizer for optimizer, its in trained.items() if its], decay)
+    )

@@ -364,9 +364,9 @@ class MLflowTracker(LibraryTracker):
         if self.experiment_name is None:
             return None
         quoted = self.experiment_name.replace("'", "\\'")
-        found = mlflow.search_experiments(filter_string=f"name = '{quoted}'")
-        if len(found) > 0:
-            return found[0].experiment_id
+        experiments = mlflow.search_experiments(filter_string=f"name = '{quoted}'")
+        if len(experiments) > 0:
+            return experiments[0].experiment_id
         return mlflow.create_experiment(
             name=self.experiment_name,
             artifact_location=os.fspath(self.logging_dir) if self.logging_dir is not None else None,
@@ -455,7 +455,7 @@ class _ImageTracker(RunTracker):
         """Log a list of images (arrays, PIL images or paths) for each name; ``kwargs`` go to the run's ``log``."""
         image = self._library().Image
         for name, images in values.items():
-            self.log({name: [image(one) for one in images]}, step=step, **kwargs)
+            self.log({name: [image(picture) for picture in images]}, step=step, **kwargs)
 
 
 class SwanLabTracker(_ImageTracker):
