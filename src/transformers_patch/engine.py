@@ -63,8 +63,8 @@ def _strategy(default: Strategy = "preserve") -> Strategy:
 
 
 def _install(use: _Use) -> None:
-    wanted = [entry for entry in ENTRIES if entry.part in use.parts and entry.name not in _undo]
-    checked = [(entry, entry.check()) for entry in wanted]
+    entries = [entry for entry in ENTRIES if entry.part in use.parts and entry.name not in _undo]
+    checked = [(entry, entry.check()) for entry in entries]
     with ExitStack() as all_or_nothing:
         for entry, finding in checked:
             if not finding.needed:
@@ -105,7 +105,7 @@ def _asked(strategy: str, checkpoints: bool | str, losses: bool) -> _Use:
         raise ValueError(f"checkpoints={checkpoints!r} is not known. Pass True, False or 'async'.")
     checkpoints = bool(checkpoints) and trainer_checkpoints.usable(depth=4) and checkpoints
     asked = {"state": True, "checkpoints": checkpoints, "losses": losses}
-    parts = tuple(part for part, wanted in asked.items() if wanted)
+    parts = tuple(part for part, is_asked in asked.items() if is_asked)
     return _Use(strategy, parts, checkpoints == "async")  # type: ignore[arg-type]
 
 

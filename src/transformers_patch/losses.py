@@ -40,8 +40,8 @@ def auxiliary_weight(model: Any) -> float | None:
     config = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     # The number that the model has kept, where it has: this is the one that it adds by.
-    found = (getattr(owner, name, None) for owner in (model, text) for name in _WEIGHTS)
-    return next((weight for weight in found if weight is not None), None)
+    weights = (getattr(owner, name, None) for owner in (model, text) for name in _WEIGHTS)
+    return next((weight for weight in weights if weight is not None), None)
 
 
 def _auxiliary(trainer: Any, model: Any, inputs: Any, outputs: Any, items: Any) -> Any:
@@ -116,10 +116,10 @@ def _agreed_form(trainer: Any, auxiliary: Any, layers: Any, weights: Any, group:
     limit = 1e-4 if trainer.accelerator.mixed_precision == "no" else 1e-2
     with torch.no_grad():
         # This fork's backends take a mask of padding from the model, whose own loss is then one of all tokens.
-        found = _form(auxiliary, layers, weights, limit) or _form(auxiliary, layers, None, limit)
-    bounds = torch.tensor([found, -found], device=auxiliary.device)
+        local_form = _form(auxiliary, layers, weights, limit) or _form(auxiliary, layers, None, limit)
+    bounds = torch.tensor([local_form, -local_form], device=auxiliary.device)
     distributed.all_reduce(bounds, distributed.ReduceOp.MIN, group=group)
-    agreed = found if bounds[0] == -bounds[1] else 0
+    agreed = local_form if bounds[0] == -bounds[1] else 0
     if not agreed and trainer.args.process_index == 0:
         what = "has no router_logits among its outputs, or an auxiliary loss that is not that of Switch Transformers over all layers together"
         means = "each rank's is that of its parts of sequences, which is near that of whole ones and not equal to it"
@@ -217,12 +217,16 @@ def _length(original: Callable[..., Any]) -> Callable[..., Any]:
 def _summed(original: Callable[..., Any]) -> Callable[..., Any]:
     def install_forward(self: Any, module: Any, mesh: Any) -> Any:
         module = original(self, module, mesh)
-        forward, known = module.forward, {}
+        forward, watched_parameters = module.forward, {}
 
         def watched(*inputs: Any, **options: Any) -> Any:
             for name, parameter in module.named_parameters(recurse=False):
-                if torch.is_grad_enabled() and parameter.requires_grad and known.get(name) is not parameter:
-                    known[name] = parameter  # a loader replaces parameters
+                if (
+                    torch.is_grad_enabled()
+                    and parameter.requires_grad
+                    and watched_parameters.get(name) is not parameter
+                ):
+                    watched_parameters[name] = parameter  # a loader replaces parameters
                     parameter.register_hook(_sharing(parameter, mesh.size()))
             return forward(*inputs, **options)
 

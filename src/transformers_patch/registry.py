@@ -54,8 +54,8 @@ class Entry:
 
     def patch(self) -> Any:
         """Import what examines and patches the target."""
-        found = importlib.import_module(self.module)
-        return found if self.part == "state" else found.PATCHES[self.name]
+        module = importlib.import_module(self.module)
+        return module if self.part == "state" else module.PATCHES[self.name]
 
     def import_target(self) -> ModuleType:
         """Import the module that holds the target.

@@ -34,15 +34,15 @@ class Patch:
 
     def examine(self, module: ModuleType) -> Finding:
         """Compare the symbol of a module with the shape that the replacement relies on."""
-        found = vars(self._owner(module) or object).get(self.name)
-        if not inspect.isfunction(found):
+        function = vars(self._owner(module) or object).get(self.name)
+        if not inspect.isfunction(function):
             return Finding((f"{self.owner or module.__name__} has no function {self.name}",), needed=True)
-        found = inspect.unwrap(found)
+        function = inspect.unwrap(function)
         problems = []
-        if tuple(inspect.signature(found).parameters)[: len(self.parameters)] != self.parameters:
+        if tuple(inspect.signature(function).parameters)[: len(self.parameters)] != self.parameters:
             expected = ", ".join(self.parameters)
-            problems.append(f"{self.name} takes {inspect.signature(found)}, not ({expected}, ...)")
-        names = names_in(found.__code__)
+            problems.append(f"{self.name} takes {inspect.signature(function)}, not ({expected}, ...)")
+        names = names_in(function.__code__)
         if missing := [name for name in self.reads if name not in names]:
             problems.append(f"{self.name} does not use {', '.join(missing)}")
         if self.mended and (already := sorted(name for name in names if self.mended in name)):

@@ -93,12 +93,18 @@ class ThroughputCallback(TrainerCallback):
     def _training_step(self, step: Any, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
         """Count a micro-batch."""
         named = inputs if hasattr(inputs, "items") else {"": inputs}  # some Trainers get a list of rows
-        batch = {str(name): one for name, one in named.items() if isinstance(one, list) or getattr(one, "ndim", 0)}
-        ids = [one for name, one in batch.items() if name.endswith("input_ids") and isinstance(one, torch.Tensor)]
+        batch = {
+            str(name): column
+            for name, column in named.items()
+            if isinstance(column, list) or getattr(column, "ndim", 0)
+        }
+        ids = [
+            column for name, column in batch.items() if name.endswith("input_ids") and isinstance(column, torch.Tensor)
+        ]
         layout = getattr(self._trainer.accelerator, "parallelism_config", None)
         # Ranks that share a batch count a part of it each.
         sharing = layout.tp_size * layout.cp_size if layout is not None else 1
-        self._tokens += sum(one.numel() for one in ids) / sharing
+        self._tokens += sum(tensor.numel() for tensor in ids) / sharing
         self._samples += len(next(iter([*ids, *batch.values()]), ())) / sharing
         return step(model, inputs, *args, **options)
 
@@ -107,7 +113,7 @@ def _calling_trainer() -> Any:
     """Return the Trainer whose loop calls; transformers does not tell its callbacks."""
     frame = sys._getframe(1)
     while frame is not None:
-        if isinstance(found := frame.f_locals.get("self"), Trainer):
-            return found
+        if isinstance(owner := frame.f_locals.get("self"), Trainer):
+            return owner
         frame = frame.f_back  # type: ignore[assignment]
     return None

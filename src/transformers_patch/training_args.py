@@ -39,8 +39,8 @@ class _Flag:
 
 def getter_of(descriptor: Any) -> FunctionType | None:
     """Return the function below a property or a cached property, or None for anything else."""
-    found = getattr(descriptor, "func", None) or getattr(descriptor, "fget", None)
-    return found if inspect.isfunction(found) else None
+    getter = getattr(descriptor, "func", None) or getattr(descriptor, "fget", None)
+    return getter if inspect.isfunction(getter) else None
 
 
 def examine(module: ModuleType) -> Finding:
@@ -94,9 +94,15 @@ def names_in(code: CodeType) -> set[str]:
 def _resetting(module: ModuleType) -> list[str]:
     """Return the functions of a module, and those of its classes, that reset the state."""
     owners = [module, *(value for value in vars(module).values() if inspect.isclass(value))]
-    every = [(name, getter_of(value) or value) for owner in owners for name, value in vars(owner).items()]
-    own = [(name, found) for name, found in every if getattr(found, "__module__", None) == module.__name__]
-    return [name for name, found in own if inspect.isfunction(found) and "_reset_state" in names_in(found.__code__)]
+    members = [(name, getter_of(value) or value) for owner in owners for name, value in vars(owner).items()]
+    local_members = [
+        (name, function) for name, function in members if getattr(function, "__module__", None) == module.__name__
+    ]
+    return [
+        name
+        for name, function in local_members
+        if inspect.isfunction(function) and "_reset_state" in names_in(function.__code__)
+    ]
 
 
 def install(module: ModuleType, strategy: Callable[[], Strategy], undo: ExitStack) -> None:
@@ -123,10 +129,10 @@ def keeping(cls: type, strategy: Callable[[], Strategy]) -> Any:
     """
     descriptor = vars(cls)[_PROPERTY]
     getter = getter_of(descriptor)
-    made = type(descriptor)(device_setup(getattr(getter, _ORIGINAL, getter), strategy))
-    if hasattr(made, "__set_name__"):
-        made.__set_name__(cls, _PROPERTY)
-    return made
+    property_copy = type(descriptor)(device_setup(getattr(getter, _ORIGINAL, getter), strategy))
+    if hasattr(property_copy, "__set_name__"):
+        property_copy.__set_name__(cls, _PROPERTY)
+    return property_copy
 
 
 def device_setup(original: Any, strategy: Callable[[], Strategy]) -> Callable[[Any], Any]:

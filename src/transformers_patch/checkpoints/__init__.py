@@ -39,9 +39,9 @@ def usable(depth: int = 3) -> bool:
 
 def build(run: Callable[..., Any], trainer: Any, *args: Any, **options: Any) -> None:
     """Let a Trainer be built by `run`, with a model that arrives sharded too: it refuses to save the optimizer, which is done here."""
-    given = [*args, *options.values()]
-    arguments = next((value for value in given if hasattr(value, "save_only_model")), None)
-    arrives = any(getattr(value, "is_distributed_loading_by_transformers", False) for value in given)
+    values = [*args, *options.values()]
+    arguments = next((value for value in values if hasattr(value, "save_only_model")), None)
+    arrives = any(getattr(value, "is_distributed_loading_by_transformers", False) for value in values)
     changes = arguments is not None and arrives and available()
     with shadowed(arguments, save_only_model=True) if changes else contextlib.nullcontext():
         run(*args, **options)

@@ -103,8 +103,8 @@ class _Published:
                 return
             files = dict(listing.files)
             for name in names:
-                known = files.pop(name, None) or manifest.is_checkpoint_file(name.split("/")[0])
-                if known and name in self.stamps:
+                is_listed = files.pop(name, None) or manifest.is_checkpoint_file(name.split("/")[0])
+                if is_listed and name in self.stamps:
                     with contextlib.suppress(FileNotFoundError):
                         files[name] = formats.describe(os.path.join(self.folder, name), self.rank)
             if files != listing.files:
@@ -118,8 +118,8 @@ class Rotations:
 
     def __init__(self, trainer: Any) -> None:
         module = sys.modules[Trainer.__module__]
-        found = [(module, "rotate_checkpoints"), (trainer, "_rotate_checkpoints")]
-        self._replaced = [(owner, name) for owner, name in found if capture.is_foreign(getattr(owner, name, None))]
+        targets = [(module, "rotate_checkpoints"), (trainer, "_rotate_checkpoints")]
+        self._replaced = [(owner, name) for owner, name in targets if capture.is_foreign(getattr(owner, name, None))]
         self.calls: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = []
 
     @contextlib.contextmanager

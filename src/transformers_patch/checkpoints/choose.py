@@ -34,8 +34,8 @@ def place_of(folder: str, number: int) -> str:
 def numbers(folder: str) -> list[int]:
     """Return the steps of which a run has a folder, whole or not, newest first."""
     with os.scandir(folder) as entries:
-        found = [_NAME.fullmatch(entry.name) for entry in entries if entry.is_symlink() or entry.is_dir()]
-    return sorted((int(match[1]) for match in found if match), reverse=True)
+        matches = [_NAME.fullmatch(entry.name) for entry in entries if entry.is_symlink() or entry.is_dir()]
+    return sorted((int(match[1]) for match in matches if match), reverse=True)
 
 
 def flaw(folder: str | os.PathLike[str], deep: bool = False) -> str:
@@ -47,28 +47,28 @@ def flaw(folder: str | os.PathLike[str], deep: bool = False) -> str:
         if not os.path.isfile(os.path.join(folder, STATE)):
             return f"it has no {STATE}"
         listing = status.manifest
-        found = _stock_flaws(folder) if listing is None else manifest.problems(folder, listing, deep=deep)
-        return "; ".join(manifest.first_of(found))
+        problems = _stock_flaws(folder) if listing is None else manifest.problems(folder, listing, deep=deep)
+        return "; ".join(manifest.first_of(problems))
     except OSError as error:
         return str(error)
 
 
 def _stock_flaws(folder: str) -> list[str]:
     names = sorted(os.listdir(folder))
-    found = ["the stock Trainer did not finish writing it"] if _UNFINISHED in names else []
-    found += unreadable(folder)
+    problems = ["the stock Trainer did not finish writing it"] if _UNFINISHED in names else []
+    problems += unreadable(folder)
     optimizer = any(name.startswith(("optimizer", "global_step")) or "-optimizer." in name for name in names)
     if optimizer != any(name.startswith("rng_state") for name in names):
-        found.append(f"the {'generators' if optimizer else 'optimizer'} are missing")
+        problems.append(f"the {'generators' if optimizer else 'optimizer'} are missing")
     # Of a sharded set this comes last.
     last = {name: os.path.join(name, ".metadata") for name in names if _SHARDS.fullmatch(name)}
     last |= {name: "latest" for name in names if name.startswith("global_step")}
-    found += [f"{end} is missing" for end in last.values() if not os.path.isfile(os.path.join(folder, end))]
+    problems += [f"{end} is missing" for end in last.values() if not os.path.isfile(os.path.join(folder, end))]
     others = re.compile(r"(training_args|optimizer.*|scheduler)\.bin")
     weights = [name for name in names if name.endswith((".safetensors", ".bin")) and not others.fullmatch(name)]
     if not weights and not any(os.path.isdir(os.path.join(folder, name)) for name in names):
-        found.append("it has no weights")
-    return found
+        problems.append("it has no weights")
+    return problems
 
 
 def newest(folder: str, deep: bool = False) -> tuple[int | None, list[str]]:

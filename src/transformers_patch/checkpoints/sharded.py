@@ -48,11 +48,11 @@ def readers(trainer: Any, wait: Callable[[Any], Any]) -> dict[str, Callable[...,
     load_model, load_rest = trainer._load_from_checkpoint, trainer._load_optimizer_and_scheduler
     load_best = trainer._load_best_model
 
-    def model(folder: str, *given: Any) -> Any:
+    def model(folder: str, *arguments: Any) -> Any:
         reader = _reader_of(trainer, folder, "model")
         if reader == "accelerate":
             return fsdp_utils.load_fsdp_model(None, trainer.accelerator, trainer.model, folder, adapter_only=True)
-        return _convert(trainer.model, folder) if reader == "transformers" else load_model(folder, *given)
+        return _convert(trainer.model, folder) if reader == "transformers" else load_model(folder, *arguments)
 
     def rest(folder: str | None) -> Any:
         if folder is None or _reader_of(trainer, folder, "optimizer") == "trainer":
@@ -79,20 +79,20 @@ def _reader_of(trainer: Any, folder: str, kind: layouts.Kind) -> str:
     Of some models, as those with experts, files have other names than the model: transformers converts them, but not in its Trainer.
     """
     model, leaves = trainer.model, trainer.is_deepspeed_enabled or not os.path.isdir(folder)
-    found = None if leaves else layouts.find(load.with_manifest(folder), kind)
-    if found is not None and found.layout == "zero":
+    stored_model = None if leaves else layouts.find(load.with_manifest(folder), kind)
+    if stored_model is not None and stored_model.layout == "zero":
         return "accelerate"
-    if found is None or trainer.is_fsdp_enabled:  # which calls accelerate's functions
+    if stored_model is None or trainer.is_fsdp_enabled:  # which calls accelerate's functions
         return "trainer"
-    is_shards = found.name.startswith(layouts.FSDP_MODEL_NAME)
+    is_shards = stored_model.name.startswith(layouts.FSDP_MODEL_NAME)
     if kind == "model" and not is_shards and hasattr(model, "from_pretrained"):
-        _, values, aliases = found.read()
+        _, values, aliases = stored_model.read()
         _, missing, strange = layouts.matched(
             model.state_dict(), values, partial(io_of(model).tied_names, model), aliases
         )
         if missing and strange:
             return "transformers"
-    stocks = not is_shards if kind == "model" else found.name == manifest.TRAINERS_OPTIMIZER
+    stocks = not is_shards if kind == "model" else stored_model.name == manifest.TRAINERS_OPTIMIZER
     return "trainer" if stocks and not is_split(trainer) else "accelerate"
 
 
@@ -100,8 +100,8 @@ def _convert(model: Any, folder: str) -> None:
     """Let transformers read weights into a model of this kind, split in the same way, and copy them: its Trainer would leave them out."""
     kind = next(kind for kind in type(model).__mro__ if not kind.__name__.startswith("FSDP"))
     split = {name: value for name in ("distributed_config",) if (value := getattr(model.config, name, None))}
-    read, about = kind.from_pretrained(folder, output_loading_info=True, **split)
-    values = {name: value for name, value in read.state_dict().items() if name not in about["missing_keys"]}
+    read, loading_info = kind.from_pretrained(folder, output_loading_info=True, **split)
+    values = {name: value for name, value in read.state_dict().items() if name not in loading_info["missing_keys"]}
     model.load_state_dict(values, strict=False)
 
 
