@@ -155,7 +155,9 @@ def save_custom_state(obj: Any, path: Folder, index: int = 0, save_on_each_node:
 
 
 def load_custom_state(obj: Any, path: Folder, index: int = 0) -> None:
-    """Give an object the state in ``custom_checkpoint_{index}.pkl``. Any rank, alone.
+    """Give an object the state in ``custom_checkpoint_{index}.pkl``.
+
+    Not a collective.
 
     Args:
         obj: An object with ``load_state_dict``.

@@ -116,11 +116,17 @@ class Processes:
                 self.wait_for_everyone()
 
     def main_process_first(self) -> AbstractContextManager[None]:
-        """Return a context that the main process goes through before the others enter. All ranks."""
+        """Return a context that the main process goes through before the others enter.
+
+        Collective: call on every rank.
+        """
         return self._goes_first(self.is_main_process)
 
     def local_main_process_first(self) -> AbstractContextManager[None]:
-        """Return a context that each machine's main process goes through before its others. All ranks."""
+        """Return a context that each machine's main process goes through before its others.
+
+        Collective: call on every rank.
+        """
         return self._goes_first(self.is_local_main_process)
 
     def print(self, *args: Any, **kwargs: Any) -> None:

@@ -317,7 +317,10 @@ _MIRRORED = "tRUE"
 
 
 def asked_for(plugin: str) -> bool:
-    """Say whether the environment asks for a plugin's engine, as the launcher and TrainingArguments do. Any rank."""
+    """Say whether the environment asks for a plugin's engine, as the launcher and TrainingArguments do.
+
+    Not a collective.
+    """
     switch = engines()[plugin].switch
     return os.environ.get(BY_NAME[switch].env) != _MIRRORED and env.value_of(switch)
 

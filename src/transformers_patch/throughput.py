@@ -15,7 +15,9 @@ class ThroughputCallback(TrainerCallback):
     The keys are those of the report's ``values()``: ``throughput/tokens_per_second`` and ``samples_per_second`` of all ranks
     together, ``mfu``, ``share_data``, ``share_forward`` and the other parts of a step, ``step_seconds``, ``slowest_rank`` (-1: none). The
     first step counts FLOPs, and is not measured; nor is a step that comes after a save or an evaluation. It needs this fork's
-    accelerate; with another one it warns, and adds nothing. All ranks.
+    accelerate; with another one it warns, and adds nothing.
+
+    Collective: call on every rank.
 
     Args:
         peak_flops: Of a device, per second, for the MFU; None takes a known GPU's dense bfloat16 figure.

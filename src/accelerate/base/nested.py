@@ -198,7 +198,9 @@ def send_to_device(
     non_blocking: bool = False,
     skip_keys: str | Sequence[str] | None = None,
 ) -> Any:
-    """Move everything in a nested structure that has a `to` method to a device. Any rank, alone.
+    """Move everything in a nested structure that has a `to` method to a device.
+
+    Not a collective.
 
     Args:
         tensor: nested tensors, or other objects with a method `to(device)`; the rest stays as it is.
@@ -370,7 +372,9 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
 
 
 def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
-    """Lengthen nested tensors with zeros until they can be cut into equal pieces. Any rank, alone.
+    """Lengthen nested tensors with zeros until they can be cut into equal pieces.
+
+    Not a collective.
 
     Args:
         tensor: nested tensors.

@@ -71,7 +71,10 @@ def checksum(value: Any) -> int:
 
 
 def same_on_all(value: Any, device: torch.device | str, group: Any = None) -> bool:
-    """Say whether all ranks of a group give values with the same `repr`, by one all-reduce on a device. All ranks of the group."""
+    """Say whether all ranks of a group give values with the same `repr`, by one all-reduce on a device.
+
+    Collective: call on every rank of the group.
+    """
     number = checksum(value)
     words = torch.tensor([number, ~number], device=device)
     dist.all_reduce(words, dist.ReduceOp.MAX, group=group)

@@ -114,7 +114,9 @@ class _Gathered(torch.autograd.Function):
 
 
 def gather(tensor: Any) -> Any:
-    """Collect nested tensors from all processes, concatenated along their first dimension. Every rank must call it.
+    """Collect nested tensors from all processes, concatenated along their first dimension.
+
+    Collective: call on every rank.
 
     Args:
         tensor: nested tensors, of the same structure, shapes and dtypes on every rank. Scalars become vectors.
@@ -197,7 +199,9 @@ def _merged(path: str, values: Sequence[Any], rank: int) -> Any:
 
 
 def gather_object(object: Any) -> Any:
-    """Collect lists of picklable objects from all processes into one list. Every rank must call it.
+    """Collect lists of picklable objects from all processes into one list.
+
+    Collective: call on every rank.
 
     Args:
         object: a list, or another iterable. In a dictionary, or in a tuple that contains lists, each value is collected:
@@ -227,7 +231,9 @@ def _filled(target: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
-    """Give all processes the nested tensors of one of them. Every rank must call it.
+    """Give all processes the nested tensors of one of them.
+
+    Collective: call on every rank.
 
     Args:
         tensor: nested tensors, of the same structure, shapes and dtypes on every rank. They are filled in place, except what
@@ -258,7 +264,9 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
-    """Give all processes the picklable objects of one of them. Every rank must call it.
+    """Give all processes the picklable objects of one of them.
+
+    Collective: call on every rank.
 
     Args:
         object_list: a list of the same length on every rank; its elements are replaced in place.
@@ -309,7 +317,9 @@ def _with_gradient(local: torch.Tensor, value: torch.Tensor, parts: int) -> torc
 
 
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
-    """Add up or average nested tensors over all processes. Every rank must call it.
+    """Add up or average nested tensors over all processes.
+
+    Collective: call on every rank.
 
     Args:
         tensor: nested tensors, of the same structure, shapes and dtypes on every rank. They are not changed.
@@ -379,7 +389,9 @@ def pad_with(
 
 
 def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-    """Lengthen nested tensors until they are as long as the longest among the processes. Every rank must call it.
+    """Lengthen nested tensors until they are as long as the longest among the processes.
+
+    Collective: call on every rank.
 
     Args:
         tensor: nested tensors; tensors without dimension `dim` stay as they are.
@@ -406,7 +418,9 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_firs
 
 
 def gather_tensor_shape(tensor: torch.Tensor | None) -> tuple[torch.Tensor, int]:
-    """Tell all processes the shape and dtype of a tensor that only some of them have. Every rank must call it.
+    """Tell all processes the shape and dtype of a tensor that only some of them have.
+
+    Collective: call on every rank.
 
     Args:
         tensor: the tensor, or None on a rank that does not have it.
@@ -431,7 +445,9 @@ def _owner(communicator: Communicator, tensor: torch.Tensor | None) -> tuple[int
 
 
 def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
-    """Give all processes a tensor that only some of them have. Every rank must call it.
+    """Give all processes a tensor that only some of them have.
+
+    Collective: call on every rank.
 
     Args:
         tensor: the tensor, or None on a rank that does not have it. If several ranks have one, the first one's counts.

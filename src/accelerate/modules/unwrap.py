@@ -37,7 +37,9 @@ INNER_ATTRIBUTES = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_mo
 def loaded_wrappers() -> tuple[type, ...]:
     """Return the classes of `config.strategies.wrappers` that are imported: what training wraps a model in.
 
-    A class that was not imported wraps nothing, and importing it (DeepSpeed's, say) would take seconds. Not a collective.
+    A class that was not imported wraps nothing, and importing it (DeepSpeed's, say) would take seconds.
+
+    Not a collective.
     """
     loaded = sys.modules.get
     return tuple([kind for path, name in wrappers() if isinstance(kind := getattr(loaded(path), name, None), type)])

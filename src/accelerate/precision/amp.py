@@ -59,10 +59,12 @@ FLAG = "ACCELERATE_DOWNCAST_BF16"
 
 
 def apply_downcast(device_type: str, mixed_precision: str) -> None:
-    """Give torch_xla what ACCELERATE_DOWNCAST_BF16 asks for, or warn that it has no effect. All ranks.
+    """Give torch_xla what ACCELERATE_DOWNCAST_BF16 asks for, or warn that it has no effect.
 
     For a worker started by hand: ``accelerate launch --downcast_bf16`` sets torch_xla's own variable before the worker
     starts.
+
+    Collective: call on every rank.
     """
     if not parse_flag_from_env(FLAG):
         return
@@ -194,7 +196,7 @@ def make_scaler(device_type: str, row: Precision, handler: GradScalerKwargs | No
 
 
 def remember(model: nn.Module) -> None:
-    """Note once, as ``model._accelerate_loaded``, which dtypes tensors came to ``prepare`` with. Any rank, alone."""
+    """Note once, as ``model._accelerate_loaded``, which dtypes tensors came to ``prepare`` with. Not a collective."""
     if "_accelerate_loaded" not in model.__dict__:
         tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
         model._accelerate_loaded = {name: tensor.dtype for name, tensor in tensors}  # type: ignore[assignment]

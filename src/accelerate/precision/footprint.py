@@ -45,7 +45,7 @@ class Piece:
 
 
 def pieces(model: nn.Module) -> list[Piece]:
-    """Return the parameters of a model, prepared or not, tied ones once. Any rank, alone."""
+    """Return the parameters of a model, prepared or not, tied ones once. Not a collective."""
     flat = list(_flat_pieces(model))
     members = {identity for _, identities in flat for identity in identities}
     sharded = {id(shard): details for shard, details, _ in torch_private.sharded_parameters(model)}
@@ -79,9 +79,11 @@ def engine_updates(engine: Any) -> list[torch.Tensor]:
 
 
 def tensors_here(model: nn.Module) -> dict[str, list[torch.Tensor]]:
-    """Return what this rank holds of a model, by kind, whichever strategy keeps it; some of it more than once. Any rank, alone.
+    """Return what this rank holds of a model, by kind, whichever strategy keeps it; some of it more than once.
 
     "optimizer" has what DeepSpeed updates in the place of the parameters; states of optimizers are not among it.
+
+    Not a collective.
     """
     parameters, updated = list(model.parameters()), []
     gradients = [parameter.grad for parameter in parameters]
@@ -123,7 +125,10 @@ def _flat_pieces(model: nn.Module) -> Iterator[tuple[Piece, set[int]]]:
 
 
 def no_sync_memory_note(model: nn.Module) -> str:
-    """Return what whole gradients between exchanges cost a model that FSDP shards, for reading; "" if nothing. Any rank, alone."""
+    """Return what whole gradients between exchanges cost a model that FSDP shards, for reading; "" if nothing.
+
+    Not a collective.
+    """
     trained = [piece for piece in pieces(model) if piece.trainable and piece.strategy]
     whole = sum(piece.whole * piece.unreduced.itemsize for piece in trained)
     shards = sum(piece.here * piece.gradient.itemsize for piece in trained)

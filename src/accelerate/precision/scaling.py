@@ -96,7 +96,10 @@ def _multiply(gradients: Iterable[torch.Tensor], factor: torch.Tensor) -> None:
 
 
 def note_step(scaler: Any, optimizer: Any) -> None:
-    """Note that an inner optimizer stepped, and update the scaler if all that share it did. All ranks."""
+    """Note that an inner optimizer stepped, and update the scaler if all that share it did.
+
+    Collective: call on every rank.
+    """
     progress = _progress(scaler)
     progress.stepped.add(id(optimizer))
     progress.ended.add(id(optimizer))
@@ -120,7 +123,10 @@ def flush_update(scaler: Any, stepped: Any = None) -> None:
 
 
 def before_backward(scaler: Any) -> None:
-    """Update a scaler, and scale again the gradients that were unscaled since the last backward pass. All ranks."""
+    """Update a scaler, and scale again the gradients that were unscaled since the last backward pass.
+
+    Collective: call on every rank.
+    """
     flush_update(scaler)
     progress = _PROGRESS.get(scaler)
     if progress is None or not progress.unscaled:
@@ -151,7 +157,10 @@ def _mark(gradient: torch.Tensor, overflows: Found) -> None:
 
 
 def unscale(scaler: Any, optimizer: Any) -> None:
-    """Unscale the gradients of an inner optimizer, unless they are unscaled already. All ranks."""
+    """Unscale the gradients of an inner optimizer, unless they are unscaled already.
+
+    Collective: call on every rank.
+    """
     if id(optimizer) not in _progress(scaler).unscaled:
         scaler.unscale_(optimizer)
         _note_unscaled(scaler, optimizer, scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"])

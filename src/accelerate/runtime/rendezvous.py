@@ -55,9 +55,11 @@ Waiting = Callable[[Any], contextlib.AbstractContextManager]
 
 
 def init_process_group(ranks: Ranks, backend: str, waiting: Waiting = contextlib.nullcontext, **settings: Any) -> None:
-    """Join the other processes, with settings of torch's function; None is torch's default. Every rank must call it.
+    """Join the other processes, with settings of torch's function; None is torch's default.
 
     Inside ``waiting(store)`` the ranks wait for each other.
+
+    Collective: call on every rank.
     """
     settings = {name: value for name, value in settings.items() if value is not None}
     if ranks == ALONE:

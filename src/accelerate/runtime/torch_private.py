@@ -332,7 +332,10 @@ def sharded_units(model: nn.Module) -> list[nn.Module]:
 
 @contextlib.contextmanager
 def unsharded(roots: Sequence[nn.Module]) -> Iterator[None]:
-    """Gather what `fully_shard` has sharded in modules, and keep it whole through forwards. All ranks."""
+    """Gather what `fully_shard` has sharded in modules, and keep it whole through forwards.
+
+    Collective: call on every rank.
+    """
     with contextlib.ExitStack() as last:
         for root in roots:
             root._get_fsdp_state()._lazy_init()  # which decides what the root does after a forward

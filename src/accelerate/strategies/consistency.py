@@ -77,7 +77,10 @@ def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
 def extremes(
     numbers: torch.Tensor, part: int = 0, parts: int = 1, communicator: Communicator | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the most and the least of whole numbers on the ranks with each of `parts` parts, by one all-reduce. All ranks."""
+    """Return the most and the least of whole numbers on the ranks with each of `parts` parts, by one all-reduce.
+
+    Collective: call on every rank.
+    """
     words = numbers.new_full((2, parts, len(numbers)), torch.iinfo(torch.int64).min)
     words[0, part], words[1, part] = numbers, ~numbers
     highest, lowest = (communicator or comm.current()).all_reduce(words, "max")
@@ -87,7 +90,10 @@ def extremes(
 def differing(
     numbers: torch.Tensor, part: int = 0, parts: int = 1, communicator: Communicator | None = None
 ) -> list[int]:
-    """Return where whole numbers differ between ranks with the same one of `parts` parts. All ranks."""
+    """Return where whole numbers differ between ranks with the same one of `parts` parts.
+
+    Collective: call on every rank.
+    """
     highest, lowest = extremes(numbers, part, parts, communicator)
     return (highest != lowest).any(0).nonzero().flatten().tolist()
 
@@ -123,7 +129,10 @@ def checksum(tensor: torch.Tensor, samples: int | None = None) -> torch.Tensor:
 
 
 def _first_difference(model: str, description: dict[str, tuple[str, bool]]) -> ValueError:
-    """Return the error of the first rank whose model is described otherwise than that of rank 0. All ranks."""
+    """Return the error of the first rank whose model is described otherwise than that of rank 0.
+
+    Collective: call on every rank.
+    """
     communicator = comm.current()
     main_description = communicator.broadcast_object_list([description], 0)[0]
     absent = ("missing", False)
@@ -153,14 +162,16 @@ def _first_difference(model: str, description: dict[str, tuple[str, bool]]) -> V
 
 
 def whole(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the trainable parameters of a sharded model that are no DTensors, by name. Any rank, alone."""
+    """Return the trainable parameters of a sharded model that are no DTensors, by name. Not a collective."""
     return {canonical_name(name): p for name, p in model.named_parameters() if p.requires_grad and local_part(p) is p}
 
 
 def register_whole_parameters(accelerator: Run, model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Let `backward` average the gradients of whole parameters that are equal on all ranks. All ranks.
+    """Let `backward` average the gradients of whole parameters that are equal on all ranks.
 
     Those that differ stay each rank's own: a program may keep parts of its own in modules that FSDP ignores.
+
+    Collective: call on every rank.
     """
     if dist.get_world_size() == 1 or any(
         replicated_model is model for replicated_model, _ in accelerator.prepared.replicated
@@ -193,9 +204,11 @@ def register_whole_parameters(accelerator: Run, model: nn.Module, parameters: Ma
 
 @torch.no_grad()
 def average(accelerator: Run, unsynced: Collection[int]) -> None:
-    """Average gradients over the ranks that have them, but those of models that `no_sync` holds, by id. All ranks.
+    """Average gradients over the ranks that have them, but those of models that `no_sync` holds, by id.
 
     Ranks that share layers or a batch have the same gradients, so that this is the mean over batches, bit for bit the same on all.
+
+    Collective: call on every rank.
     """
     for model, parameters in accelerator.prepared.replicated:
         if id(model) not in unsynced:
@@ -204,7 +217,10 @@ def average(accelerator: Run, unsynced: Collection[int]) -> None:
 
 @torch.no_grad()
 def average_gradients(parameters: Sequence[nn.Parameter], group: Any = None) -> None:
-    """Average the gradients of plain parameters over a group of ranks that have the same ones, in buckets. All ranks of the group."""
+    """Average the gradients of plain parameters over a group of ranks that have the same ones, in buckets.
+
+    Collective: call on every rank of the group.
+    """
     sent = []
     for bucket in _buckets([parameter for parameter in parameters if parameter.requires_grad]):
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]

@@ -222,7 +222,9 @@ def get_fsdp2_grad_scaler(**kwargs: Any) -> "torch.amp.GradScaler":
 def fsdp2_load_full_state_dict(
     accelerator: Any, model: nn.Module, full_sd: dict[str, Any], cpu_offload: bool = False
 ) -> None:
-    """Distribute rank 0's full state dict over a sharded model; no other rank holds more than its shards. Every rank calls it.
+    """Distribute rank 0's full state dict over a sharded model; no other rank holds more than its shards.
+
+    Collective: call on every rank.
 
     Args:
         accelerator: the Accelerator.

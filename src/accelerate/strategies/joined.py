@@ -51,7 +51,10 @@ class JoinedModels(Joinable):
 
     @contextlib.contextmanager
     def exchanging(self) -> Iterator[None]:
-        """Exchange gradients after each backward pass, in the place of the models' wrappers. All ranks."""
+        """Exchange gradients after each backward pass, in the place of the models' wrappers.
+
+        Collective: call on every rank.
+        """
         hooks = [p.register_hook(functools.partial(self._note, index)) for index, p in enumerate(self.parameters)]
         try:
             with contextlib.ExitStack() as contexts:
@@ -84,7 +87,10 @@ class JoinedModels(Joinable):
 
     @torch.no_grad()
     def exchange(self) -> None:
-        """Average the new gradients of the parameters that a backward pass has reached on any rank. All ranks."""
+        """Average the new gradients of the parameters that a backward pass has reached on any rank.
+
+        Collective: call on every rank.
+        """
         flags = torch.zeros(len(self.parameters), dtype=torch.uint8, device=self.join_device)
         flags[list(self.reached)] = 1
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.join_process_group)
@@ -142,7 +148,10 @@ class _EndedRank(JoinHook):
 
 @contextlib.contextmanager
 def join(joinables: Sequence[Any]) -> Iterator[None]:
-    """Return a context in which ranks may run out of batches at different steps, with any number of models. All ranks."""
+    """Return a context in which ranks may run out of batches at different steps, with any number of models.
+
+    Collective: call on every rank.
+    """
     bare = [getattr(item, "_orig_mod", item) for item in joinables]
     models = [item for item in bare if isinstance(item, DistributedDataParallel)]
     if len(models) < 2:

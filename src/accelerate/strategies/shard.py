@@ -29,12 +29,18 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Say whether `fully_shard` was applied to a module out of its compiled shell, or to one in it. Any rank, alone."""
+    """Say whether `fully_shard` was applied to a module out of its compiled shell, or to one in it.
+
+    Not a collective.
+    """
     return next(roots(model), None) is not None
 
 
 def roots(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the outermost modules that `fully_shard` was applied to: the model, or what adapters wrap. Any rank, alone."""
+    """Yield the outermost modules that `fully_shard` was applied to: the model, or what adapters wrap.
+
+    Not a collective.
+    """
     from torch.distributed.fsdp import FSDPModule
 
     if isinstance(model, FSDPModule):
@@ -45,7 +51,10 @@ def roots(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def mesh_of(accelerator: Run) -> "DeviceMesh":
-    """Return the mesh that parameters are sharded over; without a configuration, all ranks. All ranks."""
+    """Return the mesh that parameters are sharded over; without a configuration, all ranks.
+
+    Collective: call on every rank.
+    """
     layout, mesh = accelerator.parallelism_config, accelerator.torch_device_mesh
     if mesh is not None:
         return shard_mesh(layout, mesh)  # type: ignore[arg-type]  # the mesh is built from a layout
@@ -106,10 +115,12 @@ def shard(
     is_unit: Callable[[nn.Module], bool] | None,
     ignored: set[nn.Parameter] | None = None,
 ) -> nn.Module:
-    """Shard a model in place, let its optimizers follow, and return it. All ranks.
+    """Shard a model in place, let its optimizers follow, and return it.
 
     With `cpu_ram_efficient_loading` only rank 0's weights count, and the others' may be on the meta device. Raises
     ValueError if weights are on the meta device and nothing says where they come from, or if the ranks' models differ.
+
+    Collective: call on every rank.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -226,7 +237,10 @@ def _free_replaced(original: list[tuple[tuple[nn.Module, str], nn.Parameter]]) -
 
 
 def allocate(model: nn.Module, device: torch.device, offloads: bool) -> None:
-    """Give a sharded model memory, off the meta device; with `offloads` its shards in host memory. Any rank."""
+    """Give a sharded model memory, off the meta device; with `offloads` its shards in host memory.
+
+    Not a collective.
+    """
     from torch.distributed.tensor import DTensor
 
     def filled(tensor: torch.Tensor) -> torch.Tensor:
@@ -259,7 +273,10 @@ def _take_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 def distribute(
     accelerator: Run, model: nn.Module, weights: Mapping[str, torch.Tensor], optional: Collection[str] = ()
 ) -> None:
-    """Give a sharded model the tensors that rank 0 has, each rank its shard alone; else RuntimeError. All ranks."""
+    """Give a sharded model the tensors that rank 0 has, each rank its shard alone; else RuntimeError.
+
+    Collective: call on every rank.
+    """
     main = torch.distributed.get_rank() == 0
     targets = consistency.tensors_of(model)
     absent = {name for name in optional if name not in weights}
@@ -296,7 +313,10 @@ def _misfits(targets: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Te
 
 
 def misfit(name: str, whole: torch.Tensor, local: torch.Tensor) -> list[str]:
-    """Say how a gathered tensor contradicts what this rank has of it: another size, or zeros in its place. Any rank, alone."""
+    """Say how a gathered tensor contradicts what this rank has of it: another size, or zeros in its place.
+
+    Not a collective.
+    """
     shape = getattr(local, "ds_shape", local.shape)
     if whole.shape != shape:
         return [f"{name} has the shape {tuple(whole.shape)} instead of {tuple(shape)}"]

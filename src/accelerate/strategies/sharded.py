@@ -33,7 +33,10 @@ class Sharded(Strategy):
     # -- prepare -------------------------------------------------------------------------------------------------
 
     def check(self, accelerator: Run, objects: Sequence[Any]) -> None:
-        """Give a process that is alone a group of its own; ValueError where torch cannot shard. All ranks."""
+        """Give a process that is alone a group of its own; ValueError where torch cannot shard.
+
+        Collective: call on every rank.
+        """
         if accelerator.device.type in _WITHOUT_COLLECTIVES:
             raise ValueError(
                 f"FSDP was asked for on {accelerator.device}, where torch has no collectives. Train there without an FSDP "
@@ -64,7 +67,10 @@ class Sharded(Strategy):
     def clip_grad_norm(
         self, accelerator: Run, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float
     ) -> torch.Tensor:
-        """Clip gradients to the total norm of the whole tensors, which all ranks learn. All ranks."""
+        """Clip gradients to the total norm of the whole tensors, which all ranks learn.
+
+        Collective: call on every rank.
+        """
         return norms.clip_grad_norm(parameters, max_norm, norm_type)
 
 
@@ -101,7 +107,7 @@ class FSDP2(Sharded):
 
     @contextlib.contextmanager
     def whole_parameters(self, accelerator: Run, model: nn.Module) -> Iterator[nn.Module]:
-        """Gather all units at once, and keep them through forwards. All ranks."""
+        """Gather all units at once, and keep them through forwards. Collective: call on every rank."""
         with torch_private.unsharded(list(shard.roots(model))):
             yield self.unwrap_model(model)
 

@@ -42,7 +42,7 @@ class ShardedModel:
         return self.model.buffers()
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True, adapter_only: bool = False) -> Any:
-        """Load shards, by the names of the user's model. All ranks."""
+        """Load shards, by the names of the user's model. Collective: call on every rank."""
         if self.finish is not None:
             return self.finish()
         options: dict[str, Any] = {}
@@ -62,18 +62,21 @@ class ShardedIO(StateIO):
         return layouts.layout_of(accelerator.state.fsdp_plugin, use_dcp)
 
     def whole_tensors(self, accelerator: Run, model: nn.Module, is_selected: Wanted = bool) -> Entries:
-        """Gather a tensor at a time, on each rank. All ranks, in step."""
+        """Gather a tensor at a time, on each rank. Collective: call on every rank."""
         again = model_io.tied_again(model)
         for name, value in io_of(model).model_state(model).values.items():
             if is_selected(name) and name not in again:
                 yield name, state.full(value)
 
     def model_state(self, accelerator: Run, model: nn.Module, unwrap: bool) -> dict[str, Any]:
-        """Return the whole state dict in host memory on rank 0, and an empty one elsewhere. All ranks."""
+        """Return the whole state dict in host memory on rank 0, and an empty one elsewhere.
+
+        Collective: call on every rank.
+        """
         return model_io.collected(self.whole_tensors(accelerator, model), model)
 
     def save_model(self, accelerator: Run, state: dict[str, Any], plan: SavePlan, index: int, **options: Any) -> None:
-        """Write the shards of a model. All ranks."""
+        """Write the shards of a model. Collective: call on every rank."""
         outer = accelerator._models[index]
         values = io_of(outer).model_state(outer, _getter(options.get("adapter_only", False))).values
         layouts.write(values, plan, "model", index, self.layout(accelerator, options.get("use_dcp", True)))
@@ -81,7 +84,10 @@ class ShardedIO(StateIO):
     def load_model(
         self, accelerator: Run, model: nn.Module, folder: str, index: int, **options: Any
     ) -> tuple[ShardedModel, dict[str, Any]]:
-        """Read this rank's shards of a model, whichever ranks wrote it, and return what takes them, and them. All ranks."""
+        """Read this rank's shards of a model, whichever ranks wrote it, and return what takes them, and them.
+
+        Collective: call on every rank.
+        """
         adapter_only = options.get("adapter_only", False)
         prefer, strict = self.layout(accelerator), options.get("strict", True)
         by_name = not adapter_only and loads_by_name(model)
@@ -91,13 +97,16 @@ class ShardedIO(StateIO):
         return ShardedModel(model, local_state, adapter_only, by_name, finish), state
 
     def save_optimizer(self, accelerator: Run, optimizer: Any, plan: SavePlan, index: int, **options: Any) -> None:
-        """Write the shards of an optimizer's state, by the names of parameters. All ranks."""
+        """Write the shards of an optimizer's state, by the names of parameters. Collective: call on every rank."""
         model, _ = model_of(optimizer, accelerator._models)
         state = io_of(model).optimizer_state(optimizer, model)
         layouts.write(state, plan, "optimizer", index, self.layout(accelerator))
 
     def load_optimizer(self, accelerator: Run, optimizer: Any, folder: str, index: int, **options: Any) -> Deferred:
-        """Read this rank's shards of an optimizer's state, whichever ranks wrote it. All ranks."""
+        """Read this rank's shards of an optimizer's state, whichever ranks wrote it.
+
+        Collective: call on every rank.
+        """
         model, groups = model_of(optimizer, accelerator._models)
         over = uses_torch_load(model_io.inner_optimizer(optimizer))
         return optimizers.read_for_optimizer(

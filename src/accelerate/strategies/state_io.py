@@ -33,9 +33,11 @@ class StateIO:
         return False
 
     def whole_tensors(self, accelerator: Run, model: nn.Module, is_selected: Wanted = bool) -> Entries:
-        """Yield the wanted entries of the user's model's state dict, each whole, of tied ones the first. All ranks, in step.
+        """Yield the wanted entries of the user's model's state dict, each whole, of tied ones the first.
 
         A value is to be read before the next one is asked for: it may be the model's memory, or freed then.
+
+        Collective: call on every rank.
         """
         inner = accelerator._strategy.unwrap_model(model, keep_torch_compile=False)
         state, again = inner.state_dict(), tied_again(model)
@@ -44,32 +46,39 @@ class StateIO:
                 yield name, value
 
     def model_state(self, accelerator: Run, model: nn.Module, unwrap: bool) -> dict[str, Any]:
-        """Return the full state dict, with `unwrap` under the names of the user's model. All ranks."""
+        """Return the full state dict, with `unwrap` under the names of the user's model.
+
+        Collective: call on every rank.
+        """
         inner = accelerator._strategy.unwrap_model(model, keep_torch_compile=False) if unwrap else model
         return inner.state_dict()
 
     def save_model(self, accelerator: Run, state: dict[str, Any], plan: SavePlan, index: int, **options: Any) -> None:
-        """Write a state from `model_state` (empty with `saves_shards`) into a plan. All ranks.
+        """Write a state from `model_state` (empty with `saves_shards`) into a plan.
 
         `options` are `safe_serialization`, `save_on_each_node`, and those in `save_options` that the user gave.
+
+        Collective: call on every rank.
         """
         save.write_model(state, plan, index, **options)
 
     def load_model(self, accelerator: Run, model: nn.Module, folder: str, index: int, **options: Any) -> Any:
-        """Read a model's state from a checkpoint folder. All ranks.
+        """Read a model's state from a checkpoint folder.
 
         Returns a state dict for the user's module; or a pair of what takes a state in its place, with ``parameters``,
         ``buffers`` and ``load_state_dict``, and the state; or None where the weights are loaded already.
+
+        Collective: call on every rank.
         """
         inner = accelerator._strategy.unwrap_model(model, keep_torch_compile=False)
         return layouts.read_full_model(inner, folder, index, **options)
 
     def save_optimizer(self, accelerator: Run, optimizer: Any, plan: SavePlan, index: int, **options: Any) -> None:
-        """Write an optimizer's state into a plan. All ranks."""
+        """Write an optimizer's state into a plan. Collective: call on every rank."""
         save.write_optimizer(plain_state(inner_optimizer(optimizer)), plan, index, **options)
 
     def load_optimizer(self, accelerator: Run, optimizer: Any, folder: str, index: int, **options: Any) -> Any:
-        """Read an optimizer's state from a checkpoint folder. All ranks."""
+        """Read an optimizer's state from a checkpoint folder. Collective: call on every rank."""
         return optimizers.read_full_optimizer(optimizer, accelerator._models, folder, index, **options)
 
     def checkpointed_schedulers(self, accelerator: Run) -> list[Any]:

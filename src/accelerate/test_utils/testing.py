@@ -280,6 +280,9 @@ class MockingTestCase(unittest.TestCase):
 
 
 def are_the_same_tensors(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor, of the same shape everywhere, is the same on all ranks. Every rank calls it."""
+    """Tell whether a tensor, of the same shape everywhere, is the same on all ranks.
+
+    Collective: call on every rank.
+    """
     local = tensor[None].clone().to(PartialState().device)
     return all(torch.equal(received, local[0]) for received in gather(local))

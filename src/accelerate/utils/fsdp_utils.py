@@ -51,7 +51,9 @@ def save_fsdp_model(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> None:
-    """Save a sharded model. Every rank calls it.
+    """Save a sharded model.
+
+    Collective: call on every rank.
 
     Args:
         fsdp_plugin: its `state_dict_type` chooses what is written. FULL_STATE_DICT: one file,
@@ -82,10 +84,12 @@ def load_fsdp_model(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> Any:
-    """Load a sharded model. Every rank calls it.
+    """Load a sharded model.
 
     It need not have been saved by the same number of ranks, or sharded in the same way, or sharded at all. Everything is read
     before anything is changed.
+
+    Collective: call on every rank.
 
     Args:
         fsdp_plugin: its `state_dict_type` chooses what is read if the folder has several layouts of the model; None: shards.
@@ -133,7 +137,9 @@ def fsdp2_apply_ac(accelerator: Any, model: nn.Module) -> nn.Module:
 
 
 def fsdp2_prepare_model(accelerator: Any, model: nn.Module) -> nn.Module:
-    """Shard a model with `fully_shard`, in place, as the FSDP plugin says. Every rank calls it.
+    """Shard a model with `fully_shard`, in place, as the FSDP plugin says.
+
+    Collective: call on every rank.
 
     Args:
         accelerator: the Accelerator; optimizers that it prepares update the shards.

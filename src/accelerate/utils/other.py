@@ -32,7 +32,9 @@ logger = logging.getLogger(__name__)
 
 
 def wait_for_everyone() -> None:
-    """Wait until every rank has reached this call. All ranks must call it.
+    """Wait until every rank has reached this call.
+
+    Collective: call on every rank.
 
     Example:
         >>> from accelerate.utils import wait_for_everyone

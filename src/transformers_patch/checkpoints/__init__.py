@@ -19,13 +19,19 @@ __all__ = ["CheckpointMixin", "available", "get_last_checkpoint"]
 
 
 def available() -> bool:
-    """Return whether the installed accelerate has what the checkpoints are staged and published with. Any rank, alone."""
+    """Return whether the installed accelerate has what the checkpoints are staged and published with.
+
+    Not a collective.
+    """
     # Upstream's has no such folder.
     return bool(importlib.util.find_spec("accelerate") and importlib.util.find_spec("accelerate.checkpoint"))
 
 
 def usable(depth: int = 3) -> bool:
-    """Return what `available` does, and warn where that is not so: the caller's caller, or who is further up. Any rank, alone."""
+    """Return what `available` does, and warn where that is not so: the caller's caller, or who is further up.
+
+    Not a collective.
+    """
     if available():
         return True
     warnings.warn(
@@ -50,7 +56,10 @@ def build(run: Callable[..., Any], trainer: Any, *args: Any, **options: Any) -> 
 def train(
     run: Callable[..., Any], trainer: Any, resume_from_checkpoint: Any = None, *args: Any, **options: Any
 ) -> Any:
-    """Let a Trainer train by `run`, from a whole checkpoint, and publish the ones that it saves. All ranks."""
+    """Let a Trainer train by `run`, from a whole checkpoint, and publish the ones that it saves.
+
+    Collective: call on every rank.
+    """
     if not usable(depth=4):
         return run(resume_from_checkpoint, *args, **options)
     from transformers_patch import engine
@@ -62,7 +71,7 @@ def train(
 
 
 def save_checkpoint(run: Callable[..., Any], trainer: Any, model: Any, trial: Any, *args: Any, **options: Any) -> Any:
-    """Let a Trainer save by `run` into a staged folder, which is published. All ranks."""
+    """Let a Trainer save by `run` into a staged folder, which is published. Collective: call on every rank."""
     if not available():  # `train` has said so
         return run(model, trial, *args, **options)
     from transformers_patch.checkpoints import save
@@ -92,7 +101,9 @@ def get_last_checkpoint(folder: str | os.PathLike[str]) -> str | None:
     """Return the newest whole checkpoint of a run, as transformers' function of that name does for any folder.
 
     Those that are unfinished or damaged are passed over, and a warning names each with what is wrong. Names and sizes of files
-    are compared here; their bytes when `train` resumes. Any rank, alone.
+    are compared here; their bytes when `train` resumes.
+
+    Not a collective.
 
     Args:
         folder: The `output_dir` of the run.
@@ -125,7 +136,9 @@ class CheckpointMixin:
 
     `train` takes the newest whole checkpoint for ``resume_from_checkpoint=True``, and refuses a damaged one. The files that the Trainer's
     own `_save_checkpoint` writes are staged and published in one step. `on_save` and the rest of an overriding `_save_checkpoint` follow, and
-    find the final folder. All ranks.
+    find the final folder.
+
+    Collective: call on every rank.
 
     Attributes:
         checkpoints: "async" saves in the background, unless other code may read or change the files; True waits for the disk.

@@ -28,7 +28,10 @@ _PUBLISHED = "_published_checkpoint"
 
 
 def expect(trainer: Any, save: Save, remove_older: Callable[[], None], leave: Callable[[], None]) -> None:
-    """Run the steps after `on_save` when the Trainer has called it; at once if the Trainer will not call it. All ranks."""
+    """Run the steps after `on_save` when the Trainer has called it; at once if the Trainer will not call it.
+
+    Collective: call on every rank.
+    """
     folder, handler = save.storage.location, trainer.callback_handler
     vars(trainer)[_PUBLISHED] = _Published(folder, save.barrier.name, save.group.rank, save.leads, remove_older)
     if not trainer.control.should_save:
@@ -59,9 +62,11 @@ def expect(trainer: Any, save: Save, remove_older: Callable[[], None], leave: Ca
 
 
 def settle(trainer: Any) -> None:
-    """Update the manifest of the last published checkpoint, and then remove older checkpoints, once. Not a collective.
+    """Update the manifest of the last published checkpoint, and then remove older checkpoints, once.
 
     Called after `on_save`, and again before the next save and at the end of the training: threads of callbacks may still write.
+
+    Not a collective.
     """
     vars(trainer.callback_handler).pop("on_save", None)
     if (published := vars(trainer).get(_PUBLISHED)) is not None:

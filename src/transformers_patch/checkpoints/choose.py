@@ -39,7 +39,10 @@ def numbers(folder: str) -> list[int]:
 
 
 def flaw(folder: str | os.PathLike[str], deep: bool = False) -> str:
-    """Return why the Trainer cannot resume from a folder, or nothing; `deep` reads all bytes that a manifest lists. Any rank, alone."""
+    """Return why the Trainer cannot resume from a folder, or nothing; `deep` reads all bytes that a manifest lists.
+
+    Not a collective.
+    """
     try:
         status = LocalStorage(folder).state()
         if not status.loads:
@@ -72,7 +75,10 @@ def _stock_flaws(folder: str) -> list[str]:
 
 
 def newest(folder: str, deep: bool = False) -> tuple[int | None, list[str]]:
-    """Return the step of the newest whole checkpoint, None without one, and a line for each that was passed over, of which it warns. Any rank, alone."""
+    """Return the step of the newest whole checkpoint, None without one, and a line for each that was passed over, of which it warns.
+
+    Not a collective.
+    """
     passed: list[str] = []
     for number in numbers(folder):
         place = place_of(folder, number)
@@ -90,9 +96,11 @@ def group_of(args: Any) -> Group:
 
 
 def resolved(trainer: Any, asked: Any) -> Any:
-    """Return what the Trainer resumes from: the newest whole checkpoint for True, or the one asked for, verified. All ranks.
+    """Return what the Trainer resumes from: the newest whole checkpoint for True, or the one asked for, verified.
 
     One rank per file system looks and hashes; the others make sure that they see the same folder.
+
+    Collective: call on every rank.
 
     Raises:
         DamagedCheckpoint: The one asked for is not whole.

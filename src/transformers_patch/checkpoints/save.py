@@ -55,7 +55,9 @@ def train(trainer: Any, asked: Any, run: Callable[[Any], Any], in_background: bo
 
 
 def wait(trainer: Any) -> None:
-    """Wait until the checkpoint that is being saved in the background has its place, and push it if it shall be. All ranks.
+    """Wait until the checkpoint that is being saved in the background has its place, and push it if it shall be.
+
+    Collective: call on every rank.
 
     Raises:
         RuntimeError: It could not be saved.
@@ -67,11 +69,13 @@ def wait(trainer: Any) -> None:
 
 
 def save_checkpoint(trainer: Any, trial: Any, write: Callable[[], Any]) -> None:
-    """Save a Trainer's checkpoint as `write` writes it, whole or not at all. All ranks.
+    """Save a Trainer's checkpoint as `write` writes it, whole or not at all.
 
     While it writes, the Trainer's own output folder is a hidden one. There is no other checkpoint in there, so that the Trainer
     removes none. Pushes to the hub follow the rename, and so do `on_save` and the removal of older checkpoints: callbacks find the
     final folder. In the background a thread writes what was copied (see `capture`), brings all to the disk and publishes.
+
+    Collective: call on every rank.
 
     Args:
         trainer: The Trainer.

@@ -22,7 +22,10 @@ def is_split(trainer: Any) -> bool:
 
 
 def writers(trainer: Any, plan: SavePlan) -> dict[str, Callable[..., None]]:
-    """Return the Trainer's methods, by name, that let a plan take what ranks have parts of. All ranks call them."""
+    """Return the Trainer's methods, by name, that let a plan take what ranks have parts of.
+
+    Collective: call on every rank.
+    """
     write = trainer._save_optimizer_and_scheduler
     if trainer.is_fsdp_enabled:  # it calls accelerate's functions, which take a plan for a folder
         return {"_save_optimizer_and_scheduler": lambda folder: write(plan)}
@@ -44,7 +47,10 @@ def writers(trainer: Any, plan: SavePlan) -> dict[str, Callable[..., None]]:
 
 
 def readers(trainer: Any, wait: Callable[[Any], Any]) -> dict[str, Callable[..., Any]]:
-    """Return the Trainer's methods, by name, that read what it does not read by itself; the best model after a `wait`. All ranks call them."""
+    """Return the Trainer's methods, by name, that read what it does not read by itself; the best model after a `wait`.
+
+    Collective: call on every rank.
+    """
     load_model, load_rest = trainer._load_from_checkpoint, trainer._load_optimizer_and_scheduler
     load_best = trainer._load_best_model
 

@@ -55,9 +55,11 @@ class Passes:
 
 
 def loader_of(trainer: Any, folder: Any, begun: Any, together: Callable[[Any], int]) -> Callable[[], Any]:
-    """Return what makes the Trainer's loader, so that a stream goes on where the checkpoint in `folder` was. All ranks.
+    """Return what makes the Trainer's loader, so that a stream goes on where the checkpoint in `folder` was.
 
     `begun` is a pass and the samples of it, if they are known. `together` tells how many samples the ranks have at a time, once the Trainer has chosen its batch size.
+
+    Collective: call on every rank.
     """
     make, (number, samples) = trainer.get_train_dataloader, begun or (None, 0)
     if samples and trainer.args.ignore_data_skip and trainer.args.process_index == 0:

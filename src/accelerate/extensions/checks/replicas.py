@@ -133,7 +133,7 @@ class ReplicaCheck(Extension):
         self._outputs.clear()
 
     def _differences(self, names: list[str], numbers: int, values: torch.Tensor, differing: list[int]) -> str:
-        """Return the first of each kind that differs, with its values and ranks. All ranks."""
+        """Return the first of each kind that differs, with its values and ranks. Collective: call on every rank."""
         places = [*{names[place].split()[0]: place for place in reversed(differing)}.values()][::-1]
         local_values = torch.cat([values.new_tensor([self._part()[0]]), values[places]])
         rows = self.run._communicator.all_gather(local_values).view(-1, len(local_values)).tolist()
@@ -187,7 +187,7 @@ class ReplicaCheck(Extension):
         return part, parts
 
     def _not_finite(self, first: int, rank: int) -> FloatingPointError:
-        """Return the error for the first rank with a loss that is not finite. All ranks."""
+        """Return the error for the first rank with a loss that is not finite. Collective: call on every rank."""
         place = self._places[first - self._passes] if rank == self.run.process_index else ""
         seen = [name for name, noted in self._outputs.items() if noted.item() == first]
         where = place + (f"; the first module with such an output: {seen[0]}" if seen else "")

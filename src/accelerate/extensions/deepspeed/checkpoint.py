@@ -33,7 +33,10 @@ _GATHER = "stage3_gather_16bit_weights_on_model_save"
 
 
 def save(engine: Any, plan: SavePlan, index: int, **options: Any) -> None:
-    """Let the engine put everything it has into a plan; `latest` and its scripts are written at once. All ranks."""
+    """Let the engine put everything it has into a plan; `latest` and its scripts are written at once.
+
+    Collective: call on every rank.
+    """
     _check_disk_optimizer(engine)
     with _files_of(engine, plan):
         engine.save_checkpoint(plan.folder, zero.engine_folder(index), **options)
@@ -107,7 +110,7 @@ def _check_disk_optimizer(engine: Any) -> None:
 
 
 def _plan(engine: Any, folder: str, index: int, optimizer: int, strict: bool, weights_only: bool) -> Any:
-    """Return what loads a checkpoint into an engine, or raise. Any rank, alone."""
+    """Return what loads a checkpoint into an engine, or raise. Not a collective."""
     _check_disk_optimizer(engine)
     stored_files = layouts.required(folder, "model", index, None)
     written = None
@@ -199,7 +202,7 @@ def _same_layout(engine: Any, written: zero.Folder | None, place: str) -> bool:
 
 
 def _native(engine: Any, folder: str, tag: str, weights_only: bool, strict: bool) -> None:
-    """Let an engine load what it has written. All ranks."""
+    """Let an engine load what it has written. Collective: call on every rank."""
     with _files_of(engine) if weights_only else contextlib.nullcontext():
         engine.load_checkpoint(folder, tag, load_module_strict=strict)
 
@@ -290,7 +293,10 @@ def _put(
     optimizer: _Optimizer | None,
     written: zero.Folder | None,
 ) -> None:
-    """Put weights, and the state of an optimizer, into an engine; a tensor at a time is read. All ranks."""
+    """Put weights, and the state of an optimizer, into an engine; a tensor at a time is read.
+
+    Collective: call on every rank.
+    """
     inner, stage = engine.optimizer, engine.zero_optimization_stage()
     if stage == 3:
         inner.checkpoint_event_prologue() if optimizer else inner.partition_all_parameters()
@@ -398,7 +404,10 @@ def require_gathering(engine: Any, config: dict[str, Any]) -> None:
 
 
 def entries(engine: Any, is_selected: Wanted) -> Entries:
-    """Yield the wanted entries of the state dict of a stage-3 engine's module, gathered a module at a time. All ranks, in step."""
+    """Yield the wanted entries of the state dict of a stage-3 engine's module, gathered a module at a time.
+
+    Collective: call on every rank.
+    """
     import deepspeed
 
     again = tied_again(engine)

@@ -227,11 +227,17 @@ class DeepSpeed(Strategy):
     # -- prepare -------------------------------------------------------------------------------------------------
 
     def prepare_together(self, accelerator: Any, objects: Sequence[Any]) -> tuple[Any, ...]:
-        """Prepare loaders, and then a new model with its optimizer and scheduler as one engine. All ranks."""
+        """Prepare loaders, and then a new model with its optimizer and scheduler as one engine.
+
+        Collective: call on every rank.
+        """
         return together.prepare(accelerator, objects)
 
     def share_loader(self, accelerator: Any, loader: Any) -> Any:
-        """Return what hands out parts of a loader's batches to the ranks that share a sequence. All ranks."""
+        """Return what hands out parts of a loader's batches to the ranks that share a sequence.
+
+        Collective: call on every rank.
+        """
         return together.share_loader(accelerator, loader)
 
     def needs_wrapper(self, accelerator: Run, model: nn.Module) -> bool:
@@ -254,7 +260,9 @@ class DeepSpeed(Strategy):
     def engine(
         self, accelerator: Run, model: nn.Module, optimizer: Any, scheduler: Any, loaders: Sequence[Any]
     ) -> tuple[Any, Any, Any]:
-        """Build the engine of a model; return it with its optimizer and its scheduler, each None where there is none. All ranks.
+        """Build the engine of a model; return it with its optimizer and its scheduler, each None where there is none.
+
+        Collective: call on every rank.
 
         Raises:
             ValueError: the objects and the configuration contradict each other.
@@ -309,7 +317,10 @@ class DeepSpeed(Strategy):
         return None
 
     def whole_parameters(self, accelerator: Run, model: nn.Module) -> contextlib.AbstractContextManager[nn.Module]:
-        """Refuse stage 3, which frees parameters after each forward; at other stages all ranks have them. All ranks."""
+        """Refuse stage 3, which frees parameters after each forward; at other stages all ranks have them.
+
+        Collective: call on every rank.
+        """
         if is_engine(model) and model.zero_optimization_stage() == 3:
             raise NotImplementedError(
                 "whole_parameters at ZeRO stage 3: the engine frees each module's parameters after its forward. Call "
@@ -320,7 +331,9 @@ class DeepSpeed(Strategy):
     # -- step ----------------------------------------------------------------------------------------------------
 
     def backward(self, accelerator: Run, loss: torch.Tensor, model: Any = None, **kwargs: Any) -> None:
-        """Run the engine's backward pass, and its step where the accumulation step ends. All ranks.
+        """Run the engine's backward pass, and its step where the accumulation step ends.
+
+        Collective: call on every rank.
 
         Args:
             accelerator: The Accelerator.
@@ -357,7 +370,10 @@ class DeepSpeed(Strategy):
     def clip_grad_norm(
         self, accelerator: Run, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float
     ) -> torch.Tensor:
-        """Return the norm of the last step's gradients, which the engine has clipped as its configuration says. All ranks."""
+        """Return the norm of the last step's gradients, which the engine has clipped as its configuration says.
+
+        Collective: call on every rank.
+        """
         engines = accelerator.prepared.engines
         if len(engines) > 1:
             clipped_ids = {id(item) for item in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)}

@@ -22,7 +22,9 @@ def kind_of(obj: Any) -> str | None:
 
 
 def prepare(accelerator: TrainingRun, objects: Sequence[Any]) -> tuple[Any, ...]:
-    """Prepare loaders, and then a new model with its optimizer and scheduler as one engine. All ranks.
+    """Prepare loaders, and then a new model with its optimizer and scheduler as one engine.
+
+    Collective: call on every rank.
 
     Raises:
         AssertionError: There are two new models, optimizers or schedulers.

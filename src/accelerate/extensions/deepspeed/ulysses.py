@@ -22,7 +22,9 @@ _MARK = "_sequence_shared_by"
 
 
 def share(accelerator: Run, model: nn.Module, micro_batch: int) -> Any:
-    """Let the attention of a transformers model work on shared sequences; return the groups for `deepspeed.initialize`. All ranks.
+    """Let the attention of a transformers model work on shared sequences; return the groups for `deepspeed.initialize`.
+
+    Collective: call on every rank.
 
     Raises:
         ValueError: this model, its attention, its heads or the common length cannot be shared.
@@ -209,7 +211,10 @@ class UlyssesSPDataLoaderAdapter:
         return type(self)(loader, *shared, skip)
 
     def _exchanged(self, batch: Any) -> list[dict[str, Any]] | None:
-        """Give each rank its part of this rank's batch, and return this rank's parts of all; None at the end. All ranks."""
+        """Give each rank its part of this rank's batch, and return this rank's parts of all; None at the end.
+
+        Collective: call on every rank.
+        """
         problem, header = None, None
         sent: list[torch.Tensor] = []
         if batch is not None:
@@ -238,7 +243,10 @@ class UlyssesSPDataLoaderAdapter:
         return [_unpacked(layout, part) for layout, part in zip(layouts, received.split(sizes), strict=True)]
 
     def _headers(self, problem: str | None, header: Mapping[str, tuple[Any, bool]] | None) -> list[Any]:
-        """Return what each rank says about its batch; objects are exchanged where that is not what all said last. All ranks."""
+        """Return what each rank says about its batch; objects are exchanged where that is not what all said last.
+
+        Collective: call on every rank.
+        """
         before = self._layout
         self._layout = header if header is not None and all(cut for _, cut in header.values()) else None
         same = self._layout is not None and self._layout == before

@@ -82,7 +82,10 @@ class DeepSpeedEngineWrapper:
         self._held = 0
 
     def backward(self, loss: torch.Tensor, sync_gradients: bool = True, **kwargs: Any) -> None:
-        """Run backward, and step where `sync_gradients` says that an accumulation step ends. Every rank calls it."""
+        """Run backward, and step where `sync_gradients` says that an accumulation step ends.
+
+        Collective: call on every rank.
+        """
         sync_gradients = sync_gradients and not self._held
         # The accumulation step is counted here rather than in the engine, because a data loader's end closes it early.
         self.engine.set_gradient_accumulation_boundary(is_boundary=sync_gradients)

@@ -114,7 +114,10 @@ class ZeroLayout:
         return dict(enumerate(sorted(engine_folders, key=lambda name: (len(name), name)))).get(index)
 
     def open(self, path: str, kind: Kind, checkpoint: load.CheckpointFolder | None = None) -> "CheckpointReader":
-        """Return the model or the optimizer in an engine's folder, which is in that of a checkpoint. Not a collective."""
+        """Return the model or the optimizer in an engine's folder, which is in that of a checkpoint.
+
+        Not a collective.
+        """
         engine = Folder(path, checkpoint=checkpoint)
         return engine.model() if kind == "model" else engine.optimizer()
 
@@ -133,7 +136,9 @@ class _Files(Sequence[dict[str, Any]]):
 
 
 class Folder:
-    """An engine's folder, of which each rank opens the files that it needs. Any rank, alone.
+    """An engine's folder, of which each rank opens the files that it needs.
+
+    Not a collective.
 
     Attributes:
         head: what the first rank wrote of the model: counts of steps and, below stage 3, weights.

@@ -95,7 +95,9 @@ class Ema(Extension):
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """Let the model have the averages for its weights inside, to evaluate or to save it. All ranks.
+        """Let the model have the averages for its weights inside, to evaluate or to save it.
+
+        Collective: call on every rank.
 
         Example:
             >>> from accelerate import Accelerator
@@ -140,7 +142,9 @@ def _reshard(model: nn.Module) -> None:
 
 
 def ema(accelerator: Any, model: nn.Module, decay: float = 0.999) -> Ema:
-    """Keep a moving average of a model's weights from now on, as shards where the weights are shards. All ranks.
+    """Keep a moving average of a model's weights from now on, as shards where the weights are shards.
+
+    Collective: call on every rank.
 
     Args:
         model: A prepared model, whose optimizer is prepared too.

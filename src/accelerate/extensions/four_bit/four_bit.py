@@ -43,7 +43,10 @@ def keep_unpacked(model: nn.Module) -> None:
 
 
 def require_shardable(model: nn.Module, ignored: Collection[nn.Parameter], cast_to: torch.dtype | None) -> None:
-    """Refuse quantised weights that FSDP2 would change or whose scales it would lose, by a ValueError. Any rank, alone."""
+    """Refuse quantised weights that FSDP2 would change or whose scales it would lose, by a ValueError.
+
+    Not a collective.
+    """
     for name, parameter in model.named_parameters():
         if parameter in ignored:
             continue

@@ -74,7 +74,9 @@ def is_parts(value: Any) -> bool:
 def rebuilt(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a state, as `load_state_dict` takes it, with values of few bits where an optimizer keeps such, and none elsewhere.
 
-    Scales are whole, all else has the optimizer's own shards. An optimizer of few bits rounds the state of another. Any rank, alone.
+    Scales are whole, all else has the optimizer's own shards. An optimizer of few bits rounds the state of another.
+
+    Not a collective.
     """
     if not isinstance(state, Mapping) or not isinstance(state.get("state"), Mapping):
         return state  # of an optimizer that has a form of its own

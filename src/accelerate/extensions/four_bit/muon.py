@@ -27,7 +27,7 @@ class ShardedMuon(torch.optim.Muon):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take a step; return what the closure returns. All ranks."""
+        """Take a step; return what the closure returns. Collective: call on every rank."""
         loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
@@ -46,7 +46,7 @@ class ShardedMuon(torch.optim.Muon):
 
 
 def share(optimizer: torch.optim.Muon) -> None:
-    """Let torch's Muon share its work from now on. Any rank, alone."""
+    """Let torch's Muon share its work from now on. Not a collective."""
     optimizer.__class__ = ShardedMuon
     torch_private.hook_steps(optimizer)
 
@@ -80,7 +80,10 @@ def _rows_divided(matrix: torch.Tensor) -> Any | None:
 
 
 def _by_owners(matrices: Sequence[DTensor], group: Any, settings: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    """Exchange parts so that each matrix is whole on its owner, orthogonalise there, and yield this rank's parts. All ranks of the group."""
+    """Exchange parts so that each matrix is whole on its owner, orthogonalise there, and yield this rank's parts.
+
+    Collective: call on every rank of the group.
+    """
     ranks, me = dist.get_world_size(group), dist.get_rank(group)
     owned, rows, to_owners, from_ranks = _plan(tuple(matrix.shape for matrix in matrices), ranks, me)
     local_parts = [local_part(matrix).bfloat16().flatten() for matrix in matrices]

@@ -36,9 +36,11 @@ class Rule:
 
 
 def resolve(model: nn.Module, patterns: Mapping[str, Any], around: Any) -> dict[nn.Module, Rule]:
-    """Return which rule holds for which module; those of `Rule.modules` have to be sharded by themselves. Any rank, alone.
+    """Return which rule holds for which module; those of `Rule.modules` have to be sharded by themselves.
 
     `around` is the policy of the rest of the model. ValueError: a pattern decides about no module.
+
+    Not a collective.
     """
     stored = next((tensor.dtype for tensor in model.parameters() if tensor.is_floating_point()), None)
     word = partial(type(around), output_dtype=around.param_dtype or stored)

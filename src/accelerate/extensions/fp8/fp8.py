@@ -273,7 +273,7 @@ def _prepare_ao(accelerator: Any, *objects: Any) -> tuple[Any, ...]:
 
 
 def prepare_ao(accelerator: Any, objects: Sequence[Any], converter: Callable) -> tuple[Any, ...]:
-    """Convert models to float8 with `converter`, and let their optimizers follow. All ranks."""
+    """Convert models to float8 with `converter`, and let their optimizers follow. Collective: call on every rank."""
     engine, recipe = ENGINES[FP8BackendType.AO], accelerator.ao_recipe_handler
     config = ao_config(recipe.config, accelerator.device, accelerator.is_fsdp2)
     rule = "module_filter_func took none of them" if recipe.module_filter_func else "the first and the last stay"
@@ -310,7 +310,10 @@ def _prepare_te(accelerator: Any, *objects: Any) -> tuple[Any, ...]:
 
 
 def prepare_te(accelerator: Any, objects: Sequence[Any]) -> tuple[Any, ...]:
-    """Convert the models among some objects to Transformer Engine, and let their optimizers follow. All ranks."""
+    """Convert the models among some objects to Transformer Engine, and let their optimizers follow.
+
+    Collective: call on every rank.
+    """
     engine = ENGINES[FP8BackendType.TE]
     recipe = accelerator.te_recipe_handler or accelerator.fp8_recipe_handler
     rule = "no layer norm has weight and bias. Widen the layers"

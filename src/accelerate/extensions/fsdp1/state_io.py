@@ -76,7 +76,10 @@ class FSDP1Models(ModelIO):
 
     @quietly()
     def optimizer_state(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
-        """Return an optimizer's state keyed by the names of parameters, each rank with its shards. Collective: call on every rank."""
+        """Return an optimizer's state keyed by the names of parameters, each rank with its shards.
+
+        Collective: call on every rank.
+        """
         from torch.distributed.fsdp import FullyShardedDataParallel
 
         inner = inner_optimizer(optimizer)
@@ -92,7 +95,10 @@ class FSDP1Models(ModelIO):
     def optimizer_tensors(
         self, optimizer: torch.optim.Optimizer, model: nn.Module, groups: list[list[str]]
     ) -> tuple[Mapping[str, Any], Mapping[str, Mapping[str, Any]], bool]:
-        """Return the model's state, no states of parameters, and whether parameters are flat. Collective: call on every rank."""
+        """Return the model's state, no states of parameters, and whether parameters are flat.
+
+        Collective: call on every rank.
+        """
         parameters = [parameter for group in inner_optimizer(optimizer).param_groups for parameter in group["params"]]
         flat = any(torch_private.member_names(parameter) is not None for parameter in parameters)
         return self.model_state(model).values, {}, flat
@@ -101,7 +107,10 @@ class FSDP1Models(ModelIO):
     def optimizer_to_load(
         self, optimizer: torch.optim.Optimizer, model: nn.Module, state: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Return a state, keyed by names, as the optimizer's `load_state_dict` takes it. Collective: call on every rank."""
+        """Return a state, keyed by names, as the optimizer's `load_state_dict` takes it.
+
+        Collective: call on every rank.
+        """
         from torch.distributed.fsdp import FullyShardedDataParallel
 
         # FSDP1's names keep what torch.compile put into them.
@@ -117,7 +126,10 @@ class FSDP1IO(ShardedIO):
     """The states of a run with FSDP1, whose units are gathered as in a forward."""
 
     def whole_tensors(self, accelerator: Run, model: nn.Module, is_selected: Wanted = bool) -> Entries:
-        """Gather a unit at a time, as a forward does, of those that have something that is wanted. All ranks, in step."""
+        """Gather a unit at a time, as a forward does, of those that have something that is wanted.
+
+        Collective: call on every rank.
+        """
         from torch.distributed.fsdp import FullyShardedDataParallel
 
         again, kinds = tied_again(model), torch_private.buffer_dtypes(model)
@@ -158,7 +170,10 @@ def _group(model: nn.Module) -> Any:
 
 
 def _names(modules: Iterable[tuple[str, nn.Module]]) -> list[str]:
-    """Return the names of what modules, by their own names, have in a state dict; of flat parameters what is in them. Any rank, alone."""
+    """Return the names of what modules, by their own names, have in a state dict; of flat parameters what is in them.
+
+    Not a collective.
+    """
     names: list[str] = []
     for prefix, module in modules:
         for key in torch_private.own_state(module, prefix):

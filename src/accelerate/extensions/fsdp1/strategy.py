@@ -97,7 +97,10 @@ class FSDP1(Sharded):
 
     @contextlib.contextmanager
     def whole_parameters(self, accelerator: Run, model: nn.Module) -> Iterator[nn.Module]:
-        """Gather all units at once. They refuse a forward meanwhile, so what they wrap stands in their places. All ranks."""
+        """Gather all units at once. They refuse a forward meanwhile, so what they wrap stands in their places.
+
+        Collective: call on every rank.
+        """
         from torch.distributed.fsdp import FullyShardedDataParallel
 
         summoned = FullyShardedDataParallel.summon_full_params(model, writeback=False)
@@ -118,7 +121,10 @@ class FSDP1(Sharded):
     def clip_grad_norm(
         self, accelerator: Run, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float
     ) -> torch.Tensor:
-        """Clip to the norm of the whole tensors; ValueError for a part of a model's. All ranks."""
+        """Clip to the norm of the whole tensors; ValueError for a part of a model's.
+
+        Collective: call on every rank.
+        """
         remaining = {id(p): p for p in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)}
         roots: list[Any] = []
         for model in accelerator._models:

@@ -81,7 +81,9 @@ def build_pipeline(
     kwargs: Mapping[str, Any] | None,
     num_chunks: int,
 ) -> Any:
-    """Cut a model into stages and return the schedule that runs this process's stage. Every rank must call.
+    """Cut a model into stages and return the schedule that runs this process's stage.
+
+    Collective: call on every rank.
 
     Args:
         model: The model, whose weights have values, the same on every rank.
@@ -128,7 +130,10 @@ def build_pipeline(
 
 
 def _check_same_arguments(settings: Mapping[str, Any], error: Exception | None) -> None:
-    """Raise on every rank if one of them failed, or was given something else than the first. All ranks."""
+    """Raise on every rank if one of them failed, or was given something else than the first.
+
+    Collective: call on every rank.
+    """
     everything = comm.current().gather_object(settings if error is None else f"{type(error).__name__}: {error}")
     if error is not None:
         raise error
@@ -178,10 +183,12 @@ def prepare_pippy(
     num_chunks: int | None = None,
     gather_output: bool = False,
 ) -> nn.Module:
-    """Make a model run as a pipeline over all processes, for inference. Every rank must call.
+    """Make a model run as a pipeline over all processes, for inference.
 
     The first rank gives a batch to the model, the last one gets what the model returns. A batch is cut into micro-batches of
     as many samples as the example has, which are on their way at the same time.
+
+    Collective: call on every rank.
 
     Args:
         model: The model, with the same weights on every rank; its forward has to be one graph that ``torch.export`` can trace.

@@ -39,9 +39,11 @@ class PipelineSchedule(ScheduleGPipe):
         self._samples = 0
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a batch of any number of samples; the last rank gets the output, others None. All ranks.
+        """Run a batch of any number of samples; the last rank gets the output, others None.
 
         The first rank's arguments count; ValueError on all ranks if they differ from the example in more than samples.
+
+        Collective: call on every rank.
         """
         tensors, rows, pieces = self._admitted(args, kwargs), self._inputs.rows, []
         with torch.no_grad():
@@ -72,6 +74,6 @@ class PipelineSchedule(ScheduleGPipe):
         return tensors
 
     def to_all(self, output: Any) -> Any:
-        """Return on every rank what the last one's `step` returned. All ranks."""
+        """Return on every rank what the last one's `step` returned. Collective: call on every rank."""
         tensors = self._outputs.tensors(output, self._samples, self._device)
         return self._outputs.built(comm.current().broadcast(tensors, self._ranks - 1))

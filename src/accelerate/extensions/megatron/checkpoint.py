@@ -31,7 +31,7 @@ class MegatronIO(StateIO):
         return isinstance(model, MegatronEngine)
 
     def whole_tensors(self, accelerator: Run, model: nn.Module, is_selected: Wanted = bool) -> Entries:
-        """Gather a parameter at a time, and send it to the other stages. All ranks, in step."""
+        """Gather a parameter at a time, and send it to the other stages. Collective: call on every rank."""
         return (
             model.entries(is_selected)
             if isinstance(model, MegatronEngine)
@@ -39,14 +39,17 @@ class MegatronIO(StateIO):
         )
 
     def model_state(self, accelerator: Run, model: nn.Module, unwrap: bool) -> dict[str, Any]:
-        """Return the whole state dict under the names of transformers. All ranks."""
+        """Return the whole state dict under the names of transformers. Collective: call on every rank."""
         if not isinstance(model, MegatronEngine):
             return super().model_state(accelerator, model, unwrap)
         state = collected(model.entries(bool), model.source, everywhere=True)
         return {name: state[name] for name in model.source.state_dict()}
 
     def save_model(self, accelerator: Run, state: dict[str, Any], plan: SavePlan, index: int, **options: Any) -> None:
-        """Let core write the engine's part into the staged folder, its optimizer included. All ranks."""
+        """Let core write the engine's part into the staged folder, its optimizer included.
+
+        Collective: call on every rank.
+        """
         from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
         place = os.path.join(plan.folder, _folder(index))
@@ -102,7 +105,10 @@ def _folder(index: int) -> str:
 
 
 def _refuse_code(place: str) -> None:
-    """Raise for metadata and objects whose pickles name anything but plain records and tensors: core reads them without a look. Any rank."""
+    """Raise for metadata and objects whose pickles name anything but plain records and tensors: core reads them without a look.
+
+    Not a collective.
+    """
     metadata = read_metadata(place)
     for index, where in metadata.storage_data.items():
         if isinstance(metadata.state_dict_metadata[index.fqn], BytesStorageMetadata):
@@ -112,7 +118,7 @@ def _refuse_code(place: str) -> None:
 
 
 def _load(engine: MegatronEngine, place: str, rank: int, strict: bool) -> None:
-    """Let core load what it has written. All ranks."""
+    """Let core load what it has written. Collective: call on every rank."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     engine.load(place, strict)

@@ -82,7 +82,10 @@ class MegatronEngine(nn.Module):
 
     @torch.no_grad()
     def _load_weights(self, parameters: Mapping[str, torch.Tensor], trained: Mapping[str, int | None]) -> None:
-        """Take this rank's parts of the weights that rank 0 has, and note who trains them. All ranks."""
+        """Take this rank's parts of the weights that rank 0 has, and note who trains them.
+
+        Collective: call on every rank.
+        """
         core_parameters = self._own
         ranks: int = self.plugin.tp_degree  # type: ignore[assignment]  # no degree is None
         for row in self.translation.rows:
@@ -138,14 +141,20 @@ class MegatronEngine(nn.Module):
     # -- running -------------------------------------------------------------------------------------------------
 
     def forward(self, **batch: Any) -> Any:
-        """Take a step in training mode, else evaluate; return transformers' output with the loss. All ranks."""
+        """Take a step in training mode, else evaluate; return transformers' output with the loss.
+
+        Collective: call on every rank.
+        """
         from transformers.modeling_outputs import CausalLMOutput
 
         figures = self.train_step(**batch) if self.training and torch.is_grad_enabled() else self.eval_step(**batch)
         return CausalLMOutput(loss=figures.get("lm loss", next(iter(figures.values()))))
 
     def train_step(self, **batch: Any) -> dict[str, torch.Tensor]:
-        """Take a whole step on a batch, and return the figures of the step's loss function. All ranks."""
+        """Take a whole step on a batch, and return the figures of the step's loss function.
+
+        Collective: call on every rank.
+        """
         if self.optimizer is None:
             raise ValueError(
                 "This model was prepared without an optimizer. Prepare both in one call, or call model.eval()."
@@ -161,7 +170,7 @@ class MegatronEngine(nn.Module):
 
     @torch.no_grad()
     def eval_step(self, **batch: Any) -> dict[str, torch.Tensor]:
-        """Evaluate a batch, and return the figures of the step's loss function. All ranks."""
+        """Evaluate a batch, and return the figures of the step's loss function. Collective: call on every rank."""
         return self._run(batch, forward_only=True)
 
     def _run(self, batch: Mapping[str, torch.Tensor], forward_only: bool) -> dict[str, torch.Tensor]:
@@ -191,7 +200,10 @@ class MegatronEngine(nn.Module):
         return self._reduced(micro_results)
 
     def _reduced(self, micro_results: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """Return the mean of each figure over micro-batches and replicas: of sums and counts, or of means. All ranks."""
+        """Return the mean of each figure over micro-batches and replicas: of sums and counts, or of means.
+
+        Collective: call on every rank.
+        """
         figures = {}
         for name in micro_results[0] if micro_results else ():
             values = [result[name].float() for result in micro_results]
@@ -206,7 +218,9 @@ class MegatronEngine(nn.Module):
         return {name: torch.tensor(value, device=self.device) for name, value in sent[0].items()}
 
     def megatron_generate(self, *inputs: Any, **options: Any) -> Any:
-        """Refuse: core generates by engines of its own, for GPUs. Any rank.
+        """Refuse: core generates by engines of its own, for GPUs.
+
+        Not a collective.
 
         Raises:
             NotImplementedError: always; the message says how to generate.
@@ -219,7 +233,10 @@ class MegatronEngine(nn.Module):
     # -- weights and checkpoints ---------------------------------------------------------------------------------
 
     def entries(self, is_selected: Wanted) -> Entries:
-        """Yield the wanted entries of the transformers model's state dict, each whole. All ranks, in step."""
+        """Yield the wanted entries of the transformers model's state dict, each whole.
+
+        Collective: call on every rank.
+        """
         self._settle()
         core_parameters, again = self._own, tied_again(self.source)
         stages: int = self.plugin.pp_degree  # type: ignore[assignment]  # no degree is None
@@ -241,7 +258,10 @@ class MegatronEngine(nn.Module):
                     yield name, value
 
     def _settle(self) -> None:
-        """Gather the parameters that core would gather in the next forward pass, by `overlap_param_gather`. All ranks."""
+        """Gather the parameters that core would gather in the next forward pass, by `overlap_param_gather`.
+
+        Collective: call on every rank.
+        """
         if self.optimizer is not None and self.module.ddp_config.overlap_param_gather:
             self.module.start_param_sync(force_sync=True)
 
@@ -256,7 +276,10 @@ class MegatronEngine(nn.Module):
         return torch.cat(parts, cut)
 
     def _sharded_state(self, optimizer: bool, loading: bool) -> dict[str, Any]:
-        """Return what core saves and loads: weights, and with `optimizer` its state and that of the scheduler. All ranks."""
+        """Return what core saves and loads: weights, and with `optimizer` its state and that of the scheduler.
+
+        Collective: call on every rank.
+        """
         state: dict[str, Any] = {"model": self.core.sharded_state_dict()}
         if optimizer and self.optimizer is not None:
             # What any division reads, core loads into Apex's and Transformer Engine's Adam alone.
@@ -272,14 +295,17 @@ class MegatronEngine(nn.Module):
         return state
 
     def save(self, place: str) -> None:
-        """Let core write what this rank has into a folder. All ranks."""
+        """Let core write what this rank has into a folder. Collective: call on every rank."""
         from megatron.core import dist_checkpointing
 
         self._settle()
         dist_checkpointing.save(self._sharded_state(not self.plugin.no_save_optim, loading=False), place)
 
     def misfits(self, place: str) -> list[str]:
-        """Return a line for each of this rank's parameters that differs from what core wrote into a folder. Any rank."""
+        """Return a line for each of this rank's parameters that differs from what core wrote into a folder.
+
+        Not a collective.
+        """
         from megatron.core import dist_checkpointing
         from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
@@ -296,7 +322,7 @@ class MegatronEngine(nn.Module):
 
     @torch.no_grad()
     def load(self, place: str, strict: bool = True) -> None:
-        """Take what core has written into a folder. All ranks."""
+        """Take what core has written into a folder. Collective: call on every rank."""
         from megatron.core import dist_checkpointing
 
         optimizer = not self.plugin.no_load_optim

@@ -35,7 +35,10 @@ class MegatronLM(Strategy):
     # -- prepare -------------------------------------------------------------------------------------------------
 
     def prepare_together(self, accelerator: Any, objects: Sequence[Any]) -> tuple[Any, ...]:
-        """Prepare loaders, and then a new model with its optimizer and scheduler as one engine. All ranks."""
+        """Prepare loaders, and then a new model with its optimizer and scheduler as one engine.
+
+        Collective: call on every rank.
+        """
         return tuple(engines.prepare(accelerator, objects, "Megatron-LM")[0])
 
     def make_scaler(self, accelerator: Run, handler: GradScalerKwargs | None) -> None:
@@ -80,7 +83,10 @@ class MegatronLM(Strategy):
         state.device_mesh = layout.get_device_mesh(accelerator.device.type)
 
     def check(self, accelerator: Run, objects: Sequence[Any]) -> None:
-        """Refuse accumulation, which the number of micro-batches is, and data sets of Megatron's own script. All ranks."""
+        """Refuse accumulation, which the number of micro-batches is, and data sets of Megatron's own script.
+
+        Collective: call on every rank.
+        """
         if accelerator.gradient_accumulation_steps != 1:
             raise ValueError(
                 f"gradient_accumulation_steps={accelerator.gradient_accumulation_steps} with Megatron-LM, whose step takes num_micro_batches at once. "
@@ -122,7 +128,10 @@ class MegatronLM(Strategy):
     def engine(
         self, accelerator: Run, model: nn.Module, optimizer: Any, scheduler: Any, loaders: Sequence[Any]
     ) -> tuple[Any, Any, Any]:
-        """Build the engine of a model; return it with its optimizer and its scheduler, each None where there is none. All ranks."""
+        """Build the engine of a model; return it with its optimizer and its scheduler, each None where there is none.
+
+        Collective: call on every rank.
+        """
         plugin = accelerator.state.megatron_lm_plugin
         if optimizer is not None:
             run_on_all_ranks(lambda: plugin.set_optimizer_type(optimizer))
@@ -141,7 +150,7 @@ class MegatronLM(Strategy):
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> nn.Module:
-        """Return the transformers model, which has no weights while its engine trains. Any rank, alone."""
+        """Return the transformers model, which has no weights while its engine trains. Not a collective."""
         if isinstance(model, MegatronEngine):
             return model.source
         return super().unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
@@ -154,7 +163,10 @@ class MegatronLM(Strategy):
     def clip_grad_norm(
         self, accelerator: Run, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float
     ) -> torch.Tensor:
-        """Return the norm of the last step's gradients, which core has clipped to the plugin's `gradient_clipping`. Any rank."""
+        """Return the norm of the last step's gradients, which core has clipped to the plugin's `gradient_clipping`.
+
+        Not a collective.
+        """
         clipped_ids = {
             id(parameter) for parameter in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)
         }

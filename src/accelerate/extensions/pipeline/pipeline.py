@@ -164,7 +164,9 @@ class Pipeline(nn.Module):
         return self.no_sync(held=False)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a whole batch through the pipeline. All ranks.
+        """Run a whole batch through the pipeline.
+
+        Collective: call on every rank.
 
         Args:
             *args: Arguments of the model, as the example had them, with any number of samples up to that of all micro-batches.
@@ -283,7 +285,10 @@ class Pipeline(nn.Module):
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        """Sum the gradients of what several stages use, and average those of replicas. All ranks."""
+        """Sum the gradients of what several stages use, and average those of replicas.
+
+        Collective: call on every rank.
+        """
         for parameter, _, group in self.holdings.shared(self, self._groups):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -307,11 +312,13 @@ def prepare_pipeline(
     example_kwargs: dict[str, Any] | None = None,
     loss: Callable[[Any, Any], torch.Tensor] | None = None,
 ) -> nn.Module:
-    """Divide a model over the ranks of ``ParallelismConfig(pp_size=...)``, to train it as a pipeline. All ranks.
+    """Divide a model over the ranks of ``ParallelismConfig(pp_size=...)``, to train it as a pipeline.
 
     Make the optimizer from ``pipeline.parameters()``, and prepare that. A call of the pipeline takes a whole batch of this
     data-parallel rank, the same on all ranks of the pipeline, as a prepared loader gives it; it runs forward and backward, so `backward`
     is not called. Under FSDP each stage is one unit. The model stays as it is; each rank moves the weights of its own stages to the device.
+
+    Collective: call on every rank.
 
     Args:
         model: The model, with its weights; its forward has to be one graph that ``torch.export`` can trace.
@@ -476,7 +483,10 @@ def _fill(pipeline: Pipeline, model: nn.Module, local_stages: Mapping[int, stage
 
 
 def _shard(accelerator: TrainingRun, local_stages: Mapping[int, stages.Stage]) -> None:
-    """Shard each stage as one unit, which stays whole from its first forward of a batch to its last backward. All ranks."""
+    """Shard each stage as one unit, which stays whole from its first forward of a batch to its last backward.
+
+    Collective: call on every rank.
+    """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     use_counts = Counter(

@@ -54,7 +54,10 @@ class PipelineParallel(Sharded):
             )
 
     def check(self, accelerator: Run, objects: Sequence[Any]) -> None:
-        """Refuse models that were not divided, optimizers of other parameters, and settings that stages do not have. All ranks."""
+        """Refuse models that were not divided, optimizers of other parameters, and settings that stages do not have.
+
+        Collective: call on every rank.
+        """
         layout: ParallelismConfig = accelerator.parallelism_config  # type: ignore[assignment]  # pp_size is set
         if accelerator.is_fsdp2:
             FSDP2().check(accelerator, ())
@@ -101,7 +104,7 @@ class PipelineParallel(Sharded):
     def clip_grad_norm(
         self, accelerator: Run, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float
     ) -> torch.Tensor:
-        """Clip to the norm over all stages, what several have counted once. All ranks."""
+        """Clip to the norm over all stages, what several have counted once. Collective: call on every rank."""
         parameters, pipelines = list(parameters), _pipelines(accelerator)
         if not pipelines:
             return super().clip_grad_norm(accelerator, parameters, max_norm, norm_type)
@@ -116,7 +119,7 @@ class PipelineParallel(Sharded):
         )
 
     def clip_grad_value(self, accelerator: Run, parameters: Iterable[nn.Parameter], clip_value: float) -> None:
-        """Clip each element of the gradients that this rank has. All ranks."""
+        """Clip each element of the gradients that this rank has. Collective: call on every rank."""
         norms.clip_grad_value(parameters, clip_value)
 
 
@@ -144,7 +147,10 @@ class PipelineIO(ShardedIO):
         return "sharded"
 
     def whole_tensors(self, accelerator: Run, model: nn.Module, is_selected: Wanted = bool) -> Entries:
-        """Send each tensor from the first rank of the pipeline that has it to the others. All ranks, in step."""
+        """Send each tensor from the first rank of the pipeline that has it to the others.
+
+        Collective: call on every rank.
+        """
         if not is_pipeline(model):
             yield from super().whole_tensors(accelerator, model, is_selected)
             return
@@ -162,7 +168,10 @@ class PipelineIO(ShardedIO):
             yield name, value
 
     def save_optimizer(self, accelerator: Run, optimizer: Any, plan: SavePlan, index: int, **options: Any) -> None:
-        """Write what this rank has of an optimizer's state, and the groups with the parameters of all stages. All ranks."""
+        """Write what this rank has of an optimizer's state, and the groups with the parameters of all stages.
+
+        Collective: call on every rank.
+        """
         model, _ = model_of(optimizer, accelerator._models)
         values = io_of(model).optimizer_state(optimizer, model)
         if is_pipeline(model):

@@ -19,7 +19,9 @@ _TIMES = 10
 
 
 def measured(spec: DeviceSpec, device: torch.device, side: int = SIDE, copied: int = COPIED) -> DeviceSpec:
-    """Return a row of the table with rates that a device of this machine reaches, in a second or two. Any rank, alone.
+    """Return a row of the table with rates that a device of this machine reaches, in a second or two.
+
+    Not a collective.
 
     Args:
         spec: of a device of its kind; precisions that it lacks are not measured.

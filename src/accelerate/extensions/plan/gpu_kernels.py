@@ -30,7 +30,10 @@ _IN_FLOAT32 = (
 
 @contextlib.contextmanager
 def as_on_gpus(*attention: tuple[Any, str]) -> Iterator[None]:
-    """Let fake tensors of the CPU take the memory of a GPU's for a block, also where attention has other names, such as these. Any rank, alone."""
+    """Let fake tensors of the CPU take the memory of a GPU's for a block, also where attention has other names, such as these.
+
+    Not a collective.
+    """
     fused = _attention(functional.scaled_dot_product_attention)
     names = [(functional, "scaled_dot_product_attention"), *attention]
     wider = [(place, name, _in_float32(getattr(place, name))) for place, name in _IN_FLOAT32]

@@ -104,19 +104,23 @@ class Preemption(Extension):
 
 
 def should_stop(accelerator: Any) -> bool:
-    """Whether a signal of ``ProjectConfiguration.save_on_signal`` came to some rank. Any rank, alone.
+    """Whether a signal of ``ProjectConfiguration.save_on_signal`` came to some rank.
 
     It changes when a prepared optimizer steps, on every rank at the same step. A loop over a prepared loader need not
     look at it: asked for the next batch, the loader saves a checkpoint and leaves.
+
+    Not a collective.
     """
     return _installed is not None and _installed.accelerator() is not None and _installed.stops
 
 
 def check_stop(accelerator: Any) -> bool:
-    """Ask all ranks whether a signal of ``ProjectConfiguration.save_on_signal`` came, and wait for the answer. All ranks.
+    """Ask all ranks whether a signal of ``ProjectConfiguration.save_on_signal`` came, and wait for the answer.
 
     For code without optimizer steps, such as a long evaluation; ``should_stop`` is the same afterwards. Without
     ``save_on_signal`` it is False, and nothing is exchanged.
+
+    Collective: call on every rank.
 
     Example:
         >>> from accelerate import Accelerator
@@ -235,7 +239,7 @@ class Watch:
     # -- steps -------------------------------------------------------------------------------------------------------
 
     def stepped(self) -> None:
-        """Take note that a prepared optimizer ends an accumulation step. All ranks."""
+        """Take note that a prepared optimizer ends an accumulation step. Collective: call on every rank."""
         accelerator = self.accelerator()
         if accelerator is None or self.closed or ends_are_uneven():
             return
@@ -257,7 +261,7 @@ class Watch:
         return StopStep(watcher, next(_agreements))
 
     def ask(self) -> bool:
-        """Exchange which ranks got a signal. All ranks."""
+        """Exchange which ranks got a signal. Collective: call on every rank."""
         if not (self.closed or self._alone or self.number):
             self.number = int(comm.current().all_reduce(torch.tensor([self.received]), "max"))
         return self.stops
@@ -265,10 +269,12 @@ class Watch:
     # -- loaders -----------------------------------------------------------------------------------------------------
 
     def leave_if_due(self, loader: Any) -> None:
-        """Leave right after a step, where a loader of the loop that took it goes on, or begins its next epoch. All ranks.
+        """Leave right after a step, where a loader of the loop that took it goes on, or begins its next epoch.
 
         So an evaluation in the middle of a training loop, or after it, is never cut off, and what a program does
         between two epochs is done.
+
+        Collective: call on every rank.
         """
         if not self._stepped or all(progress() is not loader._progress for progress in self._loops):
             return
@@ -295,7 +301,10 @@ class Watch:
 
 
 def _save(accelerator: TrainingRun) -> Any:
-    """Save under the next free number of the project, and wait until the checkpoint is in its place. All ranks."""
+    """Save under the next free number of the project, and wait until the checkpoint is in its place.
+
+    Collective: call on every rank.
+    """
     accelerator._background.wait()  # one that failed has been logged, and is no reason not to save now
     project = accelerator.project_configuration
     storage = storage_of(project.project_dir).child(CHECKPOINTS_FOLDER)  # type: ignore[arg-type]  # `install` has looked

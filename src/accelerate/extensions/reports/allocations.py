@@ -32,9 +32,11 @@ class _Held:
 
 
 class AllocationTracker:
-    """Follows the memory of tensors from the operators that make them; `see` gets what each returns. Any rank, alone.
+    """Follows the memory of tensors from the operators that make them; `see` gets what each returns.
 
     It counts what tensors take: not what an allocator rounds up or keeps, nor what kernels need for themselves.
+
+    Not a collective.
     """
 
     def __init__(self) -> None:

@@ -47,10 +47,12 @@ class Collective:
 
 
 class CollectiveRecorder(torch_private.TorchDispatchMode):
-    """A context in which each collective of this thread, and of backward passes that it starts, is counted. Any rank, alone.
+    """A context in which each collective of this thread, and of backward passes that it starts, is counted.
 
     It does not distinguish ranks that share a mesh, so a count of one rank of a run with `gloo` or `nccl` is the count of the same rank
     on torch's fake process group.
+
+    Not a collective.
 
     Example:
         >>> with CollectiveRecorder() as recorder:

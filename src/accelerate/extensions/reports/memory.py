@@ -58,9 +58,11 @@ def memory_report(
     gather: Callable[[torch.Tensor], torch.Tensor] | None,
     rank: int = 0,
 ) -> Report:
-    """Return what each rank holds, the same report on every rank; most after a first backward. All ranks.
+    """Return what each rank holds, the same report on every rank; most after a first backward.
 
     Without a `gather`, the report is of this rank alone, with this number, and needs no memory of the device.
+
+    Collective: call on every rank.
     """
     counted: dict[Any, None] = {}
     states = pytree.tree_leaves([dict(optimizer.state) for optimizer in optimizers])

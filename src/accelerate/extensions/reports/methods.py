@@ -11,9 +11,11 @@ from accelerate.extensions.reports.throughput import Meter, report
 
 
 def precision_report(accelerator: Any, model: nn.Module) -> Report:
-    """Return which copy of a model is in which dtype: weights, computation, gradients, reduction, optimizer. Any rank, alone.
+    """Return which copy of a model is in which dtype: weights, computation, gradients, reduction, optimizer.
 
     Gradients and optimizer state are there after the first step.
+
+    Not a collective.
 
     Args:
         model: A prepared model.
@@ -34,7 +36,9 @@ def precision_report(accelerator: Any, model: nn.Module) -> Report:
 
 
 def memory_report(accelerator: Any) -> Report:
-    """Return how much memory each rank's parameters, gradients and optimizer states take, and its peak. All ranks.
+    """Return how much memory each rank's parameters, gradients and optimizer states take, and its peak.
+
+    Collective: call on every rank.
 
     Returns:
         A report with a row per rank; its text is a table.
@@ -86,7 +90,9 @@ def throughput(
 
 
 def throughput_report(accelerator: Any, peak_flops: float | None = None) -> Report:
-    """Return each rank's rates, MFU and shares of its time since the last report, and which rank is slow. All ranks.
+    """Return each rank's rates, MFU and shares of its time since the last report, and which rank is slow.
+
+    Collective: call on every rank.
 
     Args:
         peak_flops: Of a device, per second; None takes a known GPU's dense bfloat16 figure.

@@ -27,7 +27,10 @@ def newest() -> Run | None:
 
 
 def explain(error: BaseException) -> str:
-    """Return what to add to an error that ends the program; an empty text for one of another kind. Not a collective."""
+    """Return what to add to an error that ends the program; an empty text for one of another kind.
+
+    Not a collective.
+    """
     runs = list(_LIVE)
     if not runs or not isinstance(error, Exception) or not should_reduce_batch_size(error):
         return ""

@@ -68,7 +68,7 @@ def precision_report(
     fp8_backend: FP8BackendType = FP8BackendType.NO,
     comm_hook: Any = None,
 ) -> PrecisionReport:
-    """Return in which dtype each copy of a model's numbers is; most after the first step. Any rank, alone."""
+    """Return in which dtype each copy of a model's numbers is; most after the first step. Not a collective."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"precision_report() got {model!r} ({type(model).__name__}); pass a prepared model.")
     inner = extract_model_from_parallel(model, keep_torch_compile=False)

@@ -272,7 +272,10 @@ def _median_of_others(ordered: Sequence[float], number_left_out: float) -> float
 def report(
     meter: Meter | None, gather: Callable[[Any], list[Any]], rank: int, peak_flops: float | None
 ) -> ThroughputReport:
-    """Return what all ranks measured since the last report; RuntimeError on all where one measured nothing. All ranks."""
+    """Return what all ranks measured since the last report; RuntimeError on all where one measured nothing.
+
+    Collective: call on every rank.
+    """
     cuda = meter is not None and meter.device.type == "cuda"
     table_flops = device_specs.peak_flops(torch.cuda.get_device_name(meter.device)) if cuda else None
     peak = peak_flops or table_flops or math.nan

@@ -42,11 +42,13 @@ class Documents:
         return max(int(np.diff(row).max()) for row in self.bounds)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, causal: bool, **options: Any) -> Tensor:
-        """Return what attention returns if a query sees the keys of its document alone. Any rank, alone.
+        """Return what attention returns if a query sees the keys of its document alone.
 
         A document costs as much as it would in a row of its own. There is no mask of rows and columns but for a document within which the
         queries begin. Tensors are [batch, heads, queries or length, width]; `options` are those of
         `scaled_dot_product_attention` but for masks.
+
+        Not a collective.
         """
         if self.order is not None:
             key, value = (tensor.index_select(-2, self.order) for tensor in (key, value))

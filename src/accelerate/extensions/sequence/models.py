@@ -29,7 +29,7 @@ def outermost(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def check(model: nn.Module, axis: str) -> None:
-    """Refuse (ValueError) a model that would compute something else on parts of a sequence. Any rank, alone."""
+    """Refuse (ValueError) a model that would compute something else on parts of a sequence. Not a collective."""
     what = WHAT[axis]
     for name, module in model.named_modules():
         if isinstance(module, nn.MultiheadAttention):
@@ -74,7 +74,10 @@ def join(model: nn.Module, region: Any) -> None:
 
 
 def is_causal(model: nn.Module) -> bool:
-    """Say whether all attention of a model is causal, as its modules say by `is_causal`; without a word it is. Any rank, alone."""
+    """Say whether all attention of a model is causal, as its modules say by `is_causal`; without a word it is.
+
+    Not a collective.
+    """
     return all(getattr(module, "is_causal", True) for module in model.modules())
 
 
@@ -106,7 +109,10 @@ def _causal_without_mask(module: nn.Module, args: tuple, kwargs: dict[str, Any])
 
 
 def _refuse_recurrent_layers_under_sequence_parallelism(model: nn.Module) -> None:
-    """Refuse (ValueError) a model whose configuration lists layers with a state along the sequence. Any rank, alone."""
+    """Refuse (ValueError) a model whose configuration lists layers with a state along the sequence.
+
+    Not a collective.
+    """
     kinds = getattr(getattr(model, "config", None), "layer_types", None) or ()
     if recurrent := sorted({kind for kind in kinds if kind == "linear_attention"}):
         raise ValueError(

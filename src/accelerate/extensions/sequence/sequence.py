@@ -27,10 +27,12 @@ _HEADS, _LENGTH = 1, 2  # dimensions of query, key and value
 
 
 def prepare(accelerator: Any, axis: str, objects: Sequence[Any]) -> tuple[Any, ...]:
-    """Get models and the Accelerator ready for sequences cut over the mesh's `axis`, "cp" or "sp". All ranks.
+    """Get models and the Accelerator ready for sequences cut over the mesh's `axis`, "cp" or "sp".
 
     Raises ValueError for a model that cannot be exact on parts, for heads that cannot be dealt out, and for settings
     that only DeepSpeed has a use for; ImportError if this torch has no context parallelism for the device.
+
+    Collective: call on every rank.
 
     Source: https://pytorch.org/tutorials/prototype/context_parallel.html, DeepSpeed Ulysses (arXiv 2309.14509)
     """
@@ -273,12 +275,14 @@ def shift_labels(labels: Tensor, ignore_index: int = -100) -> Tensor:
 
 
 def aggregate_loss(loss: Tensor, num_tokens: Tensor | int, group: Any = None) -> Tensor:
-    """Make the mean over one's own tokens the mean over the tokens of all ranks, differentiably. All ranks of the group call it.
+    """Make the mean over one's own tokens the mean over the tokens of all ranks, differentiably.
 
     Where shards hold different numbers of tokens that count (padding, prompts that are masked), the plain mean over ranks weighs
     a token of a short shard more. The result has the value of the whole mean on every rank. Its gradient is made for strategies
     that *average* gradients over ranks, as DDP and FSDP do: it is this rank's share times the number of ranks of the group, so
     that the average over them is the gradient of the whole mean. Do not use it where gradients are summed.
+
+    Collective: call on every rank of the group.
 
     Args:
         loss: scalar, the mean over this rank's tokens; what it is where there is none (nan) does not matter.

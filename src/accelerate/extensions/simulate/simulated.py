@@ -42,7 +42,7 @@ _current: SimulatedRun | None = None
 
 
 def current() -> SimulatedRun | None:
-    """Return the simulated run of this process; None in a run whose ranks exist. Any rank, alone."""
+    """Return the simulated run of this process; None in a run whose ranks exist. Not a collective."""
     return _current
 
 

@@ -34,7 +34,9 @@ _ROLES |= dict.fromkeys(("dp_shard", "dp_shard_cp", "shard", "fsdp", "dp"), "dp_
 
 
 def adopt(accelerator: Run, models: Sequence[nn.Module]) -> None:
-    """Let the run follow models whose parameters are DTensors. All ranks.
+    """Let the run follow models whose parameters are DTensors.
+
+    Collective: call on every rank.
 
     Raises:
         ValueError: a layout is not known, contradicts the Accelerator's, or is not one that trains; nothing is changed.

@@ -53,7 +53,10 @@ def prepare(accelerator: Run, objects: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def splitting(model: nn.Module, ep: int, shards: int, replicas: int = 1) -> tuple[Any, Callable[[], Any]]:
-    """Return the meshes of a model's experts, and what leaves this rank's of them in it, by the model's own plan. All ranks."""
+    """Return the meshes of a model's experts, and what leaves this rank's of them in it, by the model's own plan.
+
+    Collective: call on every rank.
+    """
     from transformers.distributed import DistributedConfig
     from transformers.distributed.expert_parallel import apply_expert_parallelism
 
@@ -64,5 +67,5 @@ def splitting(model: nn.Module, ep: int, shards: int, replicas: int = 1) -> tupl
 
 
 def modules(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules whose experts are spread over ranks. Any rank, alone."""
+    """Yield the modules whose experts are spread over ranks. Not a collective."""
     yield from filter(ranks_of_experts, model.modules())

@@ -11,7 +11,7 @@ from accelerate.strategies.base import Strategy
 
 
 def reduce_gradients(optimizer: Any) -> None:
-    """Average the gradients of a prepared optimizer over all processes. All ranks."""
+    """Average the gradients of a prepared optimizer over all processes. Collective: call on every rank."""
     import torch_xla.core.xla_model as xm
 
     gradients = xm._fetch_gradients(optimizer.optimizer)
