@@ -50,9 +50,10 @@ def require_torch(oldest: tuple[int, int]) -> None:
 
 
 def aliases(module: str, computed: Mapping[str, Callable[[], Any]] | None = None) -> Callable[[str], Any]:
-    """Return the ``__getattr__`` of a module that also gives names of other homes: those that `_namespace` lists for it.
+    """Return the ``__getattr__`` of a module that also gives the names of other homes listed in `_namespace`.
 
-    `computed` has values that are asked for at each look-up. Nothing is stored in the module, so a name that was replaced in its home is found replaced.
+    `computed` has functions whose values are computed at each look-up. The module stores nothing, so it returns a name that
+    was replaced in its home as replaced.
     """
 
     def get(name: str) -> Any:

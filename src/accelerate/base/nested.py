@@ -104,9 +104,9 @@ def recursively_apply(
 def over_leaves(
     function: Callable[..., Any], data: Any, *others: Any, is_leaf: Callable[[Any], bool] | None = None
 ) -> Any:
-    """Apply a function to the corresponding leaves of equally built structures (else ValueError); the containers are built anew.
+    """Apply a function to the corresponding leaves of equal structures, and build the containers anew; else ValueError.
 
-    A leaf is what is no list, tuple or mapping, and a list or tuple that `is_leaf` takes for one.
+    A leaf is anything except a list, tuple or mapping, or a list or tuple that `is_leaf` accepts.
     """
     if isinstance(data, torch.Tensor):  # the usual leaf, spared the questions below
         return function(data, *others)
@@ -122,7 +122,7 @@ def over_leaves(
 
 
 def leaves(data: Any, is_leaf: Callable[[Any], bool] | None = None) -> Iterator[Any]:
-    """Yield the leaves of a structure, from left to right; what is one is said by `is_leaf`, as in `over_leaves`."""
+    """Yield the leaves of a structure, from left to right; `is_leaf` works as in `over_leaves`."""
     if isinstance(data, (tuple, list)) and not (is_leaf and is_leaf(data)):
         for item in data:
             yield from leaves(item, is_leaf)
@@ -203,13 +203,13 @@ def send_to_device(
     Not a collective.
 
     Args:
-        tensor: nested tensors, or other objects with a method `to(device)`; the rest stays as it is.
-        device: where to.
+        tensor: nested tensors, or other objects with a method `to(device)`. Other objects stay as they are.
+        device: the target.
         non_blocking: return before copies from pinned memory have finished.
         skip_keys: keys of mappings, at any depth, whose values stay where they are.
 
     Returns:
-        The structure with its types kept; what is on the device already is not copied.
+        The structure with its types kept. Tensors that are on the device already are not copied.
 
     Example:
         >>> send_to_device({"x": torch.ones(2), "text": "kept"}, "cpu")
