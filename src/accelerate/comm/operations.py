@@ -50,7 +50,7 @@ from accelerate.runtime import storage
 
 _PUBLIC_PATH = "accelerate.utils.operations"  # in messages, and in pickles
 
-# Element types as numbers, so that one process can tell the others what it is about to send.
+# Element types as numbers, so that one process can announce the type of the next tensor to the others.
 _DTYPES = ["float32", "float64", "float16", "bfloat16", "uint8", "int8", "int16", "int32", "int64", "bool"]
 TENSOR_TYPE_TO_INT = {getattr(torch, name): code for code, name in enumerate(_DTYPES, 1)}
 TENSOR_INT_TO_DTYPE = {code: dtype for dtype, code in TENSOR_TYPE_TO_INT.items()}
@@ -71,7 +71,7 @@ def is_torch_xpu_tensor(tensor: Any) -> bool:
 
 
 def _prepare(communicator: Communicator, operation: str, data: Any, module: str = _PUBLIC_PATH) -> None:
-    """Compare what the ranks pass to a collective, in debug mode."""
+    """Compare the arguments of a collective between the ranks, in debug mode."""
     process = storage.process.current
     if not process.get("debug") or communicator.world_size == 1:
         return
@@ -100,7 +100,7 @@ def gather_with(communicator: Communicator, tensor: Any, differentiable: bool = 
 
 
 class _Gathered(torch.autograd.Function):
-    """The tensors of all ranks; each rank's gradient is the sum of those that the losses of all ranks have for its tensor."""
+    """Gather the tensors of all ranks. Each rank's gradient is the sum of the gradients of all ranks' losses for its tensor."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, communicator: Communicator) -> torch.Tensor:
@@ -122,8 +122,8 @@ def gather(tensor: Any) -> Any:
         tensor: nested tensors, of the same structure, shapes and dtypes on every rank. Scalars become vectors.
 
     Returns:
-        The same structure with the tensors of all ranks, in the order of the ranks, on every rank; no gradients flow through
-        it. A process that is alone gets its argument back.
+        The same structure with the tensors of all ranks, in the order of the ranks, on every rank. No gradients flow through
+        it. A single process gets its argument back.
 
     Raises:
         DistributedOperationException: structure, shapes or dtypes differ between ranks; raised on all of them.
@@ -163,7 +163,7 @@ def _is_single(value: Any) -> bool:
 
 
 def _merged(path: str, values: Sequence[Any], rank: int) -> Any:
-    """Merge what each rank has at one place of a structure; a single value becomes a tuple with one value per rank."""
+    """Merge the ranks' values at one position of a structure; a single value becomes a tuple with one value per rank."""
     first = values[0]
     if all(isinstance(value, Mapping) for value in values):
         items = {}
@@ -208,7 +208,7 @@ def gather_object(object: Any) -> Any:
             lists are joined, tensors and arrays are concatenated, and any other value becomes a tuple of one value per rank.
 
     Returns:
-        The elements of all ranks, in the order of the ranks, on every rank. One process alone gets its argument back.
+        The elements of all ranks, in the order of the ranks, on every rank. A single process gets its argument back.
 
     Raises:
         TypeError: the argument is a string or not iterable, its structure differs between ranks, or tensors cannot be
@@ -224,7 +224,7 @@ def gather_object(object: Any) -> Any:
 def _filled(target: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Write a value into a rank's own tensor, unseen by autograd, and return the tensor that has it."""
     if any(stride == 0 and size > 1 for stride, size in zip(target.stride(), target.shape, strict=True)):
-        return value  # of `expand`: its elements share memory, so they cannot take values of their own
+        return value  # from `expand`: its elements share memory, so they cannot take different values
     with torch.inference_mode(target.is_inference()):
         target.data.copy_(value)
     return target
@@ -236,13 +236,13 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
     Collective: call on every rank.
 
     Args:
-        tensor: nested tensors, of the same structure, shapes and dtypes on every rank. They are filled in place, except what
-            `expand` returned.
-        from_process: whose.
+        tensor: nested tensors, of the same structure, shapes and dtypes on every rank. They are filled in place, except
+            results of `expand`.
+        from_process: the rank that sends.
 
     Returns:
         The same structure with the rank's own tensors, which have the values of `from_process` and keep their gradient
-        functions. A process that is alone gets its argument back.
+        functions. A single process gets its argument back.
 
     Raises:
         DistributedOperationException: structure, shapes or dtypes differ between ranks; raised on all of them.
@@ -293,14 +293,14 @@ _REDUCTIONS = {"mean": "mean", "sum": "sum", "none": "sum", "max": "max"}
 def reduce_with(communicator: Communicator, tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
     """Do what `reduce` does, with a given communicator."""
     if reduction not in _REDUCTIONS:
-        raise ValueError(f"Unknown reduction {reduction!r}; choose 'mean', 'sum', 'max' or 'none' (a sum, too).")
+        raise ValueError(f"Unknown reduction {reduction!r}; choose 'mean', 'sum', 'max' or 'none' (also a sum).")
     scales = scale != 1.0 and storage.process.current.get("backend") == "xla"
     if scale != 1.0 and not scales:
         warnings.warn(
             f"scale={scale} is applied on XLA devices only; multiply the result here.", UserWarning, stacklevel=3
         )
     _prepare(communicator, "reduce", tensor)
-    # A process that is alone keeps the dtype of integers.
+    # A single process keeps the dtype of integers.
     values = communicator.all_reduce(tensor, _REDUCTIONS[reduction] if communicator.world_size > 1 else "sum")
     parts = communicator.world_size if reduction == "mean" else 1
     results = over_leaves(lambda local, value: _with_gradient(local, value, parts), tensor, values)
@@ -308,7 +308,7 @@ def reduce_with(communicator: Communicator, tensor: Any, reduction: str = "mean"
 
 
 def _with_gradient(local: torch.Tensor, value: torch.Tensor, parts: int) -> torch.Tensor:
-    """Return a reduced value whose gradient goes to the rank's own part alone; nothing is exchanged in backward."""
+    """Return a reduced value whose gradient goes only to the rank's own part; backward exchanges nothing."""
     if not (local.requires_grad and torch.is_grad_enabled()):
         return value
     result = local / parts
@@ -327,8 +327,8 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
         scale: factor for the result, on XLA devices only.
 
     Returns:
-        The same structure with new tensors, the results, on every rank. `backward` reaches the rank's own part alone: its
-        gradient is that of the result, for a mean divided by the number of processes.
+        The same structure with new tensors, the results, on every rank. `backward` reaches only the rank's own part: its
+        gradient is the result's gradient, divided by the number of processes for a mean.
 
     Raises:
         DistributedOperationException: structure, shapes or dtypes differ between ranks; raised on all of them.
@@ -367,14 +367,14 @@ def pad_with(
     structure = outline(tensor, tensors, "pad_across_processes")
     if any(item.is_nested for item in tensors):
         warnings.warn(
-            "pad_across_processes leaves torch.nested tensors as they are: their rows have sizes of their own.",
+            "pad_across_processes leaves torch.nested tensors as they are: their rows differ in size.",
             CannotPadNestedTensorWarning,
             stacklevel=3,
         )
     lengthened = [not item.is_nested and -item.ndim <= dim < item.ndim for item in tensors]
     if communicator.world_size == 1 or not tensors:
         return rebuild(tensor, tensors)
-    # One exchange for all tensors. The ranks must agree on what is padded, not on dtypes or sizes.
+    # One exchange for all tensors. The ranks must agree on which tensors are padded, not on dtypes or sizes.
     sizes = torch.tensor(
         [item.shape[dim] if lengthen else 0 for item, lengthen in zip(tensors, lengthened, strict=True)]
     )
@@ -485,7 +485,7 @@ def verify_operation(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def chained_operation(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a function made of several collectives so that a disagreement within names the function, too."""
+    """Decorate a function made of several collectives so that a disagreement within names this function."""
 
     @functools.wraps(function)
     def chained(*args: Any, **kwargs: Any) -> Any:
@@ -577,12 +577,12 @@ def GatheredParameters(
     fwd_module: torch.nn.Module | None = None,
     enabled: bool = True,
 ) -> Any:
-    """Make parameters that DeepSpeed ZeRO stage 3 has split whole inside a `with` block; else do nothing.
+    """Gather parameters that DeepSpeed ZeRO stage 3 has sharded inside a `with` block; do nothing otherwise.
 
-    Every rank must enter it under ZeRO stage 3.
+    Collective under ZeRO stage 3: enter on every rank.
 
     Args:
-        params: the parameters; None is none of them.
+        params: the parameters; None means no parameters.
         modifier_rank: the rank whose changes are kept; None discards changes.
         fwd_module: the module that the parameters belong to.
         enabled: False makes the block do nothing.

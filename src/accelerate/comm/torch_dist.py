@@ -30,7 +30,7 @@ class TorchCommunicator(Communicator):
         self._backends = dict(pair.split(":", 1) for pair in pairs if ":" in pair)
         self._checker = CallChecker(self.rank)
 
-    # Where data travels
+    # The device of the exchanged data
 
     def _transport(self, device: torch.device) -> torch.device:
         """Return where tensors of a device must be to travel; host backends take the way over host memory."""
@@ -52,7 +52,7 @@ class TorchCommunicator(Communicator):
         return output
 
     def _carry_out(self, call: Call, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Do what all ranks were found to be called for."""
+        """Do the operation that all ranks were found to call."""
         if call.size <= PACKED:
             return self._carry_out_packed(call, tensors)[0]
         device = _device_of(call.device)
@@ -69,9 +69,9 @@ class TorchCommunicator(Communicator):
     def _carry_out_packed(
         self, call: Call, tensors: Sequence[torch.Tensor], follows: bool = True
     ) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """Do a small call in one collective, with flags beside the data: is a rank called for something else, is one for this."""
+        """Do a small call in one collective, with two flags next to the data: some rank has another call, some rank has this one."""
         device = _device_of(call.device)
-        # Where the first is waited for, the second need not travel: gloo takes longer for each word.
+        # If the first flag is waited for, the second need not be sent: gloo takes longer for each word.
         flags = torch.arange(1 if device.type == "cpu" else 2, device=device)
         flags = flags if follows else 1 - flags
         if isinstance(call.argument, str):
@@ -80,7 +80,7 @@ class TorchCommunicator(Communicator):
         row = torch.cat([flags.to(torch.uint8), *parts])
         if call.argument is None:
             rows = self._gather(row).view(self.world_size, -1)
-        else:  # of bytes that are zero on all ranks but one, the largest are that rank's
+        else:  # one rank's bytes are not zero, so the largest are that rank's
             if self.rank != call.argument:
                 row[len(flags) :] = 0
             dist.all_reduce(row, dist.ReduceOp.MAX, group=self.group)
@@ -111,7 +111,7 @@ class TorchCommunicator(Communicator):
     # Tensors
 
     def _as_expected(self, call: Call, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-        """Carry out the call that all ranks expect; None if there is none, or not all were called for it."""
+        """Carry out the call that all ranks expect; None without one, or if some rank calls another operation."""
         expected = self._checker.expected()
         if expected is None:
             return None
@@ -124,7 +124,7 @@ class TorchCommunicator(Communicator):
     def _exchange(
         self, operation: str, argument: str | int | None, structure: str, tensors: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Do one operation with all tensors, on their devices: as expected, or after the ranks compared what they call."""
+        """Do one operation with all tensors, on their devices: as expected, or after comparing the ranks' calls."""
         for tensor in tensors:
             if tensor.is_nested:
                 raise TypeError(
@@ -143,7 +143,7 @@ class TorchCommunicator(Communicator):
         return [result.to(tensor.device) for result, tensor in zip(results, tensors, strict=True)]
 
     def is_same(self, value: Any) -> bool:
-        """Say whether all ranks give values with the same `repr`, by one all-reduce."""
+        """Say whether all ranks pass values with the same `repr`, by one all-reduce."""
         self._checker.flush()
         return same_on_all(value, self._default_device(), self.group)
 
