@@ -26,7 +26,7 @@ __getattr__ = _lazy.aliases(__name__)
 
 
 # How the processes share the model: the word of `distributed_type`, None for that of the kind, and the line of the menu.
-_PLAIN = ((None, "Plain data parallelism: a whole model in every process"),)
+_PLAIN = ((None, "Plain data parallelism: a full model in every process"),)
 _SHARDED = (*_PLAIN, ("FSDP", "FSDP: the model is sharded over the processes"), ("DEEPSPEED", "DeepSpeed"))
 
 
@@ -35,10 +35,10 @@ class Kind:
     """A kind of run.
 
     Attributes:
-        word: what the file says as `distributed_type`, unless an engine says it.
-        device: torch's name of the devices that it needs; None for a run that any machine can do.
-        unit: what one of them is called.
-        engines: what can run on it.
+        word: the value of `distributed_type` in the file, unless an engine determines it.
+        device: torch's name of the required devices; None for a run that any machine can do.
+        unit: the name of one device.
+        engines: the engines that run on it.
     """
 
     title: str
@@ -88,7 +88,7 @@ def ask_cluster(
     kind = _ask_kind(talk, was)
     talk.facts.update(kind=kind.word, distributed_type=kind.word)
     talk.values["compute_environment"] = "LOCAL_MACHINE"
-    # Where the kind leaves no choice, it is the answer.
+    # If the kind leaves one choice, it is the answer.
     if kind is _ALONE:
         talk.values.update(num_machines=1, num_processes=1, debug=False)
     else:
@@ -139,7 +139,7 @@ def _ask_processes(talk: Interview, kind: Kind) -> None:
         count = talk.ask("num_processes", offered)
         if not (device_count and machines == 1 and count > device_count and not talk.machine.shareable):
             break
-        has = f"This machine has {device_count} {kind.unit}{'' if device_count == 1 else 's'}, and each process needs one of its own"
+        has = f"This machine has {device_count} {kind.unit}{'' if device_count == 1 else 's'}, and each process needs a separate one"
         talk.asker.say(f"  {has}: `accelerate launch` will refuse {count} processes here.")
         # Sizes of the parallelism that ask for more were answered before: only another machine can have them.
         if device_count % share or talk.asker.yes("Is the file for another machine?"):

@@ -1,6 +1,6 @@
-"""The interview: questions of the option table, their answers, and these as the content of a configuration file.
+"""The interview: the questions of the option table, their answers, and the configuration file that holds the answers.
 
-What makes an answer wrong beside the others makes a file wrong, too: `check` says so for `accelerate config validate`.
+`check` finds answers that contradict each other; `accelerate config validate` uses it for files.
 """
 
 import math
@@ -22,7 +22,7 @@ T = TypeVar("T")
 class Asker:
     """Asks one question until the answer can be used: with `questionary` in a terminal that has it, else line by line.
 
-    Enter alone takes the default, which is shown. All methods raise EOFError when the input ends.
+    Enter without input takes the default, which is shown. All methods raise EOFError when the input ends.
     """
 
     def say(self, text: str) -> None:
@@ -85,7 +85,7 @@ class Asker:
 
     def _line(self, prompt: str) -> str:
         if _questionary() is not None:
-            # What is typed ahead of a menu is with its library, which `input` does not ask.
+            # Characters typed before the menu are in its library's buffer, which `input` does not read.
             from prompt_toolkit import prompt as ask
 
             return ask(prompt)
@@ -120,10 +120,10 @@ class Interview:
     """The answers of one person so far.
 
     Attributes:
-        previous: option name to value, of the file that is replaced: the defaults.
+        previous: option name to value, of the file that is replaced; these are the defaults.
         options: the rows whose questions are asked.
-        values: option name to answer; an option that is in here already is not asked about.
-        facts: what else the conditions of questions may ask for, such as the answers about whole chapters.
+        values: option name to answer; options that have a value are not asked about.
+        facts: further answers that conditions of questions refer to, such as the answers about full chapters.
     """
 
     asker: Asker
@@ -193,7 +193,7 @@ class Interview:
         return self.asker.text(option.help, parse, default, optional=option.optional)
 
     def _fault(self, option: Option, value: Any) -> str | None:
-        """Say why a value cannot be used beside the answers so far; None if it can."""
+        """Say why a value contradicts the answers so far; None if it does not."""
         try:
             if option.check is not None and (fault := option.check(value)):
                 return f"The answer is {repr(value)[:80]}; {fault}."
@@ -221,7 +221,7 @@ def _as_written(name: str, value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-# -- what is wrong with values beside each other ----------------------------------------------------------------------
+# -- contradictions between values ------------------------------------------------------------------------------------
 
 
 def check(settings: FileSettings) -> tuple[list[Problem], list[str]]:
