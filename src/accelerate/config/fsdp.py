@@ -25,10 +25,10 @@ _PRECISIONS = {"fp8": "bfloat16", "fp16": "float16", "bf16": "bfloat16", "fp32":
 
 
 def get_module_class_from_name(module: "nn.Module", name: str) -> "type[nn.Module] | None":
-    """Return the class of that name among a module and everything below it.
+    """Return the class of that name among a module and all its submodules.
 
     Args:
-        module: where to look.
+        module: the module to search.
         name: the bare class name, such as `"GPT2Block"`.
 
     Returns:
@@ -58,7 +58,7 @@ def layer_classes(plugin: "FullyShardedDataParallelPlugin", model: "nn.Module") 
 
 
 def classes_named(model: "nn.Module", names: Iterable[str], field: str) -> "list[type[nn.Module]]":
-    """Return the classes of these names in a model; a ValueError lists those that it lacks, and those that it has."""
+    """Return the classes of these names in a model; a ValueError lists the missing names and the model's classes."""
     classes = {name: get_module_class_from_name(model, name) for name in names}
     if missing := [name for name, cls in classes.items() if cls is None]:
         present = sorted({type(part).__name__ for part in model.modules()})
@@ -101,7 +101,7 @@ class FullyShardedDataParallelPlugin:
 
     Args:
         fsdp_version: 1 for the `FullyShardedDataParallel` wrapper, 2 for `fully_shard` (FSDP_VERSION).
-        sharding_strategy: version 1, what is sharded: FULL_SHARD (default), SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD or
+        sharding_strategy: version 1, the sharded tensors: FULL_SHARD (default), SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD or
             HYBRID_SHARD_ZERO2 (FSDP_SHARDING_STRATEGY).
         reshard_after_forward: version 2, whether parameters are sharded again between forward and backward, True by
             default (FSDP_RESHARD_AFTER_FORWARD); or over how many ranks, such as those of a machine, so that backward gathers
@@ -122,8 +122,8 @@ class FullyShardedDataParallelPlugin:
         sync_module_states: version 1, broadcast the weights of rank 0 while wrapping (FSDP_SYNC_MODULE_STATES).
         forward_prefetch: version 1, gather the next parameters during forward; version 2: how many units forward gathers ahead,
             by default none before it comes to them (FSDP_FORWARD_PREFETCH).
-        activation_checkpointing: recompute activations in backward (FSDP_ACTIVATION_CHECKPOINTING); "selective": but for the
-            results of matrix products and attention, which are kept.
+        activation_checkpointing: recompute activations in backward (FSDP_ACTIVATION_CHECKPOINTING). "selective" keeps the
+            results of matrix products and attention.
         activation_checkpointing_offload: keep checkpointed activations on the host
             (FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD).
         cpu_ram_efficient_loading: only rank 0 reads the weights of a transformers model, the others receive them
@@ -132,9 +132,9 @@ class FullyShardedDataParallelPlugin:
             (FSDP_TRANSFORMER_CLS_TO_WRAP); by default the model's `_no_split_modules`.
         min_num_params: smallest number of parameters that size_based_wrap makes a shard of (FSDP_MIN_NUM_PARAMS).
         module_precision: version 2, the precision of modules, by patterns of their names (those of `fnmatch`, where `*` also
-            stands for dots): a mapping, or its JSON text (FSDP_MODULE_PRECISION). The first pattern that matches a module holds
-            for it and for what is in it. A value is a precision or a dtype, in which parameters are computed with and gradients
-            reduced, while outputs get the dtype of what is around; or a dictionary or torch's policy object, taken as it is.
+            matches dots): a mapping, or its JSON text (FSDP_MODULE_PRECISION). The first matching pattern applies to a module
+            and its submodules. A value is a precision or a dtype, a dictionary, or torch's policy object, used as it is. A
+            dtype is that of parameters in computation and of reduced gradients; outputs get the dtype of the modules around.
 
     Raises:
         ValueError: a value is unknown, or does not exist in this version of FSDP.
@@ -197,7 +197,7 @@ class FullyShardedDataParallelPlugin:
     # -- one step of construction each ---------------------------------------------------------------------------
 
     def _read_setting(self, field: str, default: Any = None) -> Any:
-        """Return a field's argument, else what the environment says about its option."""
+        """Return a field's argument, else the environment's value of its option."""
         return env.setting(getattr(self, field), f"fsdp_{field}", default, field)
 
     def _resolve_sharding(self) -> None:

@@ -130,7 +130,7 @@ class DeepSpeedSequenceParallelConfig:
         chosen, supported = self.sp_attn_implementation, ("flash_attention_2", "flash_attention_3", "sdpa")
         if chosen is None or chosen in supported or ("/" in chosen and "flash-attn" in chosen):
             return
-        why = " It builds its mask from the whole sequence." if chosen in ("eager", "flex_attention") else ""
+        why = " It builds its mask from the full sequence." if chosen in ("eager", "flex_attention") else ""
         usable = (
             f"{', '.join(supported)} or a flash attention kernel of the hub, such as 'kernels-community/flash-attn2'"
         )
