@@ -43,7 +43,7 @@ def release_memory(*objects: Any) -> list[None]:
     Not a collective.
 
     Args:
-        *objects: What to let go of. Assign the result to the same names, so that no reference is left.
+        *objects: The objects to release. Assign the result to the same names, so that no reference remains.
 
     Returns:
         One None for each object.
