@@ -1,8 +1,7 @@
 """Parameters that preparing replaced, and the optimizers that must follow them.
 
-Sharding puts new parameters in the place of those that an optimizer was made with, and so does moving a model to some
-devices. A prepared optimizer follows by name: what a model called a parameter before, it calls its replacement
-afterwards.
+Sharding replaces the parameters that an optimizer was made with, and so does moving a model to some devices. A prepared
+optimizer follows by name: the name of a parameter before is the name of its replacement afterwards.
 """
 
 import contextlib
@@ -22,7 +21,7 @@ _REPLACED = WeakTensorKeyDictionary()
 
 
 class MovedParameters:
-    """What became of the parameters that were replaced, whoever still holds the old ones."""
+    """The replacements of parameters, by the replaced parameter."""
 
     def __init__(self) -> None:
         self.clear()
@@ -32,18 +31,18 @@ class MovedParameters:
         self._new = WeakTensorKeyDictionary()  # the parameter in its place, and whether it has the same elements
 
     def record(self, name: str, old: nn.Parameter, new: nn.Parameter, same_elements: bool = False) -> None:
-        """Remember a replacement; `same_elements`, so that what an optimizer knows holds for it."""
+        """Remember a replacement; `same_elements` means that an optimizer's state still fits."""
         self._new[old], _REPLACED[old] = (new, same_elements), name
-        # For how many it stands: FSDP1 flattens those of a unit into one. Kept on it, because another parameter may have its id
-        # later, and because torch does not move a parallel model that weak references point to.
+        # The number of parameters it replaces: FSDP1 flattens those of a unit into one. An attribute, because another parameter
+        # may have its id later, and because torch does not move a parallel model that weak references point to.
         new._accelerate_members = getattr(new, "_accelerate_members", 0) + 1  # type: ignore[attr-defined]
 
     def resolve(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return what a parameter has become, through any number of replacements; itself if it was never replaced."""
+        """Return the replacement of a parameter, through any number of replacements; itself if it was never replaced."""
         return self._resolve(parameter)[0]
 
     def _resolve(self, parameter: torch.Tensor) -> tuple[torch.Tensor, bool]:
-        """What a parameter has become, and whether it has the same elements after all its replacements."""
+        """Return the replacement of a parameter, and whether all its replacements have the same elements."""
         same_elements = True
         while (replaced := self._new.get(parameter)) is not None:
             parameter, same_elements = replaced[0], same_elements and replaced[1]
@@ -75,7 +74,7 @@ class MovedParameters:
         return True
 
     def _check_flat(self, groups: list[list[tuple[torch.Tensor, torch.Tensor]]]) -> None:
-        """Refuse a flat parameter of which a group has a part only: it has one learning rate."""
+        """Refuse a flat parameter of which a group has only a part: it has one learning rate."""
         for number, pairs in enumerate(groups):
             member_counts = Counter(id(new) for old, new in pairs if new is not old)
             for old, new in pairs:
@@ -91,7 +90,7 @@ class MovedParameters:
 def remap_optimizer(optimizer: torch.optim.Optimizer, histories: Sequence[MovedParameters]) -> None:
     """Let torch's own optimizer follow, whichever Accelerator replaced its parameters; ValueError if none knows."""
     while any(history.follow(optimizer) for history in histories):
-        pass  # one Accelerator may have replaced what another one had put there
+        pass  # one Accelerator may have replaced the replacement of another one
     for group in optimizer.param_groups:
         spread = {torch_private.local_part(parameter) is not parameter for parameter in group["params"]}
         if len(spread) > 1 and "foreach" in group and group["foreach"] is None and not group.get("fused"):
@@ -100,8 +99,8 @@ def remap_optimizer(optimizer: torch.optim.Optimizer, histories: Sequence[MovedP
     if lost := [_REPLACED[parameter] for parameter in parameters if parameter in _REPLACED]:
         raise ValueError(
             f"The optimizer ({type(optimizer).__name__}) has {len(lost)} parameters as they were before a model was prepared, "
-            f"{lost[0]!r} for one, and what took their place is unknown: the model has nothing of that name any more, or the "
-            "Accelerator has let go of it (`free_memory`), so a step would change nothing. Make the optimizer from "
+            f"{lost[0]!r} for one, and their replacements are unknown: the model has no parameter of that name any more, or the "
+            "Accelerator has released it (`free_memory`), so a step would change nothing. Make the optimizer from "
             "`model.parameters()` of the model as it is now."
         )
 
@@ -146,9 +145,10 @@ def tie(model: nn.Module, before: list[tuple[nn.Parameter, list[str]]]) -> None:
 def remap_optimizers(
     accelerator: Any, model: nn.Module, before: Mapping[str, nn.Parameter], same_elements: bool = False
 ) -> None:
-    """Let optimizers follow the parameters of a model that were replaced: those prepared already, and those that come.
+    """Let prepared and future optimizers follow the replaced parameters of a model.
 
-    `before` is `named` of the model as it was; `same_elements` as in `record`. ValueError: as `MovedParameters.follow`.
+    `before` is the result of `named` for the former model; `same_elements` as in `record`. ValueError: as
+    `MovedParameters.follow`.
     """
     moved: MovedParameters = accelerator.prepared.moved
     after = named(model)

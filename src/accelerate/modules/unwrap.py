@@ -1,8 +1,7 @@
-"""Models and what is around them: compiled wholly or by regions, wrapped for parallel training; their names and
-tensors.
+"""Compilation of models, the wrappers around them, and the names of their tensors.
 
-A model of many equal blocks compiles much faster when one block is compiled and its code reused for the others: that
-is regional compilation, see https://docs.pytorch.org/tutorials/recipes/regional_compilation.html.
+A model of many equal blocks compiles much faster if one block is compiled and its code reused for the others. See
+https://docs.pytorch.org/tutorials/recipes/regional_compilation.html.
 """
 
 import functools
@@ -23,10 +22,10 @@ from accelerate.runtime import torch_private
 
 logger = logging.getLogger(__name__)
 
-# Attribute of a module in which mixed precision keeps what a pickle needs of its forward.
+# Attribute of a module in which mixed precision keeps the pickled description of its forward.
 AUTOCAST = "_accelerate_autocast"
 
-# Where a module compiled by regions keeps the module it was made from. Kept out of the registered submodules, so that
+# Attribute of a module compiled by regions that holds the original module. It is not a registered submodule, so that
 # parameters are not listed twice.
 ORIGINAL = "_orig_mod"
 
@@ -65,16 +64,16 @@ def is_compiled_module(module: nn.Module) -> bool:
 def extract_model_from_parallel(
     model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
 ) -> nn.Module:
-    """Return the user's model out of the wrappers that training put around it; the model itself when there are none.
+    """Return the user's model without the wrappers that training put around it; the model itself if there are none.
 
-    Any rank may call it alone.
+    Not a collective.
 
     Args:
         model: A model, wrapped or not.
-        keep_fp32_wrapper: Keep the forward that mixed precision put in place (autocast, float32 outputs). False gives
-            the module its own forward back, in place.
-        keep_torch_compile: Return the model compiled, where it was; False returns the module that was compiled.
-        recursive: Also take the wrappers off the model's submodules, in place.
+        keep_fp32_wrapper: Keep the forward of mixed precision (autocast, float32 outputs). False restores the module's
+            own forward, in place.
+        keep_torch_compile: Return the compiled model, if it is compiled; False returns the module that was compiled.
+        recursive: Also remove the wrappers of the model's submodules, in place.
 
     Example:
         >>> import torch
@@ -112,8 +111,8 @@ def _compiled_like(compiled: Any, inner: nn.Module) -> nn.Module:
         return inner
     if compiled._orig_mod is inner:
         return compiled
-    # A parallel wrapper was compiled together with the model. The wrapper in use must stay what it is, so the inner
-    # module gets a compiled module of its own, with the same compiler context.
+    # A parallel wrapper was compiled together with the model. The wrapper in use must not change, so the inner
+    # module gets a separate compiled module, with the same compiler context.
     return type(compiled)(inner, compiled.dynamo_ctx)
 
 
@@ -218,7 +217,7 @@ def _twin(module: nn.Module) -> nn.Module:
     return twin
 
 
-# The tables of every module. What is in them belongs to a twin as well, or gets the twin as its argument.
+# The tables of every module. A twin gets their entries, or is the argument of the entries.
 _TABLES = vars(nn.Module()).keys()
 
 
@@ -244,7 +243,7 @@ def _needs_identity(module: nn.Module) -> bool:
 
 
 def references(value: Any) -> Iterable[Any]:
-    """Return what a container or a callable reaches in one step."""
+    """Return the objects that a container or a callable refers to directly."""
     if isinstance(value, Mapping):
         return value.values()
     if isinstance(value, (list, tuple, Set)):
@@ -313,7 +312,7 @@ def compile_regions_deepspeed(module: nn.Module, **compile_kwargs: Any) -> None:
     """Compile a module's regions in place, as DeepSpeed needs it: its engine holds the modules themselves.
 
     Args:
-        module: The module to compile; see ``compile_regions`` for what a region is.
+        module: The module to compile; see ``compile_regions`` for the regions.
         **compile_kwargs: Passed to ``Module.compile``.
     """
     _compile_regions(module, lambda part: part.compile(**compile_kwargs))
@@ -343,7 +342,7 @@ def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: Any) -> nn.Module
     """Compile a module's regions in place and return it, as fully_shard needs it: its hooks are on the modules.
 
     Args:
-        module: The module to compile; see ``compile_regions`` for what a region is. An innermost unit of ``fully_shard`` is one, too.
+        module: The module to compile; see ``compile_regions`` for the regions. An innermost unit of ``fully_shard`` is also one.
         **compile_kwargs: Passed to ``Module.compile``.
     """
     if units := torch_private.sharded_units(module):
@@ -362,7 +361,7 @@ def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: Any) -> nn.Module
 def _compile_forward(options: dict[str, Any], module: nn.Module) -> None:
     """Compile a module's forward without the hooks of `fully_shard`: it is one graph then, and `fullgraph` holds."""
     module_name = torch_private.shards_own_class(module).__module__
-    # A single layer of torch's gains nothing, and all of them share one function, of which few versions are kept.
+    # A single layer of torch gains nothing, and all such layers share one function, of which torch keeps few versions.
     if next(module.children(), None) is not None or not module_name.startswith("torch.nn."):
         module.forward = torch.compile(module.forward, **options)
 
@@ -460,8 +459,8 @@ def same_tensors(state: Mapping[str, Any]) -> dict[str, str]:
 def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Return a state dict that safetensors can write: each tensor once, contiguous, and sharing memory with no other.
 
-    Of several names for one and the same tensor (tied weights) the first in the dict stays; loading a model ties the
-    others again. Tensors that only overlap in memory are different data, so each of them is kept, as a copy.
+    Of several names for one tensor (tied weights) the first in the dict stays; loading a model ties the others again.
+    Tensors that only overlap in memory are different data, so each of them is copied.
 
     Args:
         state_dict: Names and tensors. It stays as it is.
@@ -486,7 +485,7 @@ def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str,
             )
     tied = same_tensors(state_dict)
     if tied:
-        logger.debug("Tied tensors are saved under their first name only; left out: %s.", ", ".join(tied))
+        logger.debug("Tied tensors are saved under their first name only; skipped: %s.", ", ".join(tied))
     cleaned = {name: value for name, value in state_dict.items() if name not in tied}
     for names in shared_tensor_names(cleaned):
         for name in names[1:]:
@@ -538,6 +537,6 @@ def is_peft_model(model: nn.Module) -> bool:
         >>> is_peft_model(torch.nn.Linear(1, 1))
         False
     """
-    # Where peft was never imported nobody can have made a PeftModel.
+    # If peft was never imported, there is no PeftModel.
     peft = sys.modules.get("peft")
     return peft is not None and isinstance(extract_model_from_parallel(model), peft.PeftModel)
