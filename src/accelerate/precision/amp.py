@@ -22,7 +22,7 @@ from accelerate.precision.scaling import GradScaler
 
 @dataclass(frozen=True)
 class Precision:
-    """What one ``mixed_precision`` value asks for.
+    """The settings of one ``mixed_precision`` value.
 
     Attributes:
         autocast_dtype: The dtype that forward passes are autocast to; None when they are not.
@@ -59,9 +59,9 @@ FLAG = "ACCELERATE_DOWNCAST_BF16"
 
 
 def apply_downcast(device_type: str, mixed_precision: str) -> None:
-    """Give torch_xla what ACCELERATE_DOWNCAST_BF16 asks for, or warn that it has no effect.
+    """Set the variable of torch_xla that ACCELERATE_DOWNCAST_BF16 stands for, or warn that it has no effect.
 
-    For a worker started by hand: ``accelerate launch --downcast_bf16`` sets torch_xla's own variable before the worker
+    It is for a worker started manually: ``accelerate launch --downcast_bf16`` sets torch_xla's own variable before the worker
     starts.
 
     Collective: call on every rank.
@@ -137,13 +137,13 @@ _CODE = _function(nn.Module.forward, Autocast("cpu", precision("no"))).__code__
 
 
 def autocast_of(forward: Any) -> Autocast | None:
-    """Return what a forward runs in, if ``wrap_forward`` made it; else None."""
+    """Return the autocast of a forward that ``wrap_forward`` made; else None."""
     ours = isinstance(forward, AutocastForward) or getattr(forward, "__code__", None) is _CODE
     return forward.autocast if ours else None
 
 
 class _Again:
-    """What a pickle keeps of a model's autocast: pickle reads a bound method back as the method of that name of the class."""
+    """The pickled form of a model's autocast: pickle reads a bound method back as the method of that name of the class."""
 
     def __init__(self, model: nn.Module, autocast: Autocast) -> None:
         self.model = model

@@ -1,4 +1,4 @@
-"""What a prepared model's parameters are on this rank: dtypes at rest and in use, whole and local sizes, per strategy."""
+"""The parameters of a prepared model on this rank: dtypes at rest and in use, full and local sizes, per strategy."""
 
 import itertools
 import sys
@@ -17,16 +17,16 @@ from accelerate.runtime.torch_private import local_part
 
 @dataclass(frozen=True)
 class Piece:
-    """One parameter as a strategy keeps it.
+    """One parameter in the form of its strategy.
 
     Attributes:
         dtype: Of the copy at rest, which optimizers update.
-        numel: Elements of the whole tensor.
+        numel: Elements of the full tensor.
         here: Elements that this rank keeps.
         whole: Elements here while the strategy has gathered the tensor (a slice of it under tensor parallelism).
         compute: Dtype in which the strategy hands it to forward.
         reduce: Dtype in which its gradient is exchanged, before a communication hook.
-        unreduced: Dtype of the gradient that this rank keeps while nothing is exchanged.
+        unreduced: Dtype of the gradient on this rank while nothing is exchanged.
         gradient: Dtype of the gradient at rest.
         strategy: ``"fsdp1"``, ``"fsdp2"``, ``"zero3"``, or ``""`` for a parameter that is not sharded over data-parallel ranks.
     """
@@ -71,17 +71,17 @@ def zero_stage(model: nn.Module) -> int | None:
 
 
 def engine_updates(engine: Any) -> list[torch.Tensor]:
-    """Return what the optimizer of a DeepSpeed engine updates on this rank: from stage 1 on, a flat part of the weights' copies."""
-    # Stage 3 shows torch its parts while it steps alone.
+    """Return the tensors that a DeepSpeed engine's optimizer updates on this rank: from stage 1 on, a flat part of the copies."""
+    # Stage 3 shows torch its parts only while it steps.
     flat = getattr(engine.optimizer, "fp32_partitioned_groups_flat", None)
     groups = getattr(engine.optimizer, "param_groups", ())
     return [parameter for group in groups for parameter in group["params"]] if flat is None else list(flat)
 
 
 def tensors_here(model: nn.Module) -> dict[str, list[torch.Tensor]]:
-    """Return what this rank holds of a model, by kind, whichever strategy keeps it; some of it more than once.
+    """Return this rank's tensors of a model by kind, for any strategy; some appear more than once.
 
-    "optimizer" has what DeepSpeed updates in the place of the parameters; states of optimizers are not among it.
+    "optimizer" has the tensors that DeepSpeed updates instead of the parameters, without states of optimizers.
 
     Not a collective.
     """
@@ -93,7 +93,7 @@ def tensors_here(model: nn.Module) -> dict[str, list[torch.Tensor]]:
         gradients += [part.grad for part in updated]
         gradients += [getattr(zero, "grad_partitions_flat_buffer", None)]
         gradients += itertools.chain.from_iterable(filter(None, getattr(zero, "averaged_gradients", {}).values()))
-    # While nothing is exchanged, whole gradients lie beside the parameters.
+    # While nothing is exchanged, the full gradients exist next to the parameters.
     gradients += itertools.chain.from_iterable(whole for *_, whole in torch_private.sharded_parameters(model))
     gradients += itertools.chain.from_iterable(map(torch_private.flat_gradients, model.modules()))
     tensors_of_kind = {
@@ -125,7 +125,7 @@ def _flat_pieces(model: nn.Module) -> Iterator[tuple[Piece, set[int]]]:
 
 
 def no_sync_memory_note(model: nn.Module) -> str:
-    """Return what whole gradients between exchanges cost a model that FSDP shards, for reading; "" if nothing.
+    """Return a note on the cost of full gradients between exchanges under FSDP; "" if there is none.
 
     Not a collective.
     """
@@ -137,7 +137,7 @@ def no_sync_memory_note(model: nn.Module) -> str:
     count = sum(piece.whole for piece in trained)
     kinds = " and ".join(sorted({short(piece.unreduced) for piece in trained}))
     return (
-        f"Accumulating without synchronisation (no_sync) adds up whole gradients in {kinds} on each rank: those of {count} "
+        f"Accumulating without synchronisation (no_sync) adds up unsharded gradients in {kinds} on each rank: those of {count} "
         f"trainable parameters are {size(whole)}, where this rank's shards are {size(shards)} ({size(whole - shards)} more). "
-        "GradientAccumulationPlugin(sync_each_batch=True) keeps the shards alone, for a reduce-scatter in each micro-batch."
+        "GradientAccumulationPlugin(sync_each_batch=True) keeps only the shards, for a reduce-scatter in each micro-batch."
     )

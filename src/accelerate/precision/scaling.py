@@ -22,18 +22,18 @@ from torch.amp.grad_scaler import OptState
 
 from accelerate.runtime.torch_private import flat_gradients, flat_parameters, local_part, sharded_parameters
 
-# What `scaler.unscale_` found in the gradients of an optimizer: above zero for inf or NaN, by device.
+# The overflow flags that `scaler.unscale_` returned for an optimizer: above zero for inf or NaN, by device.
 Found = dict[torch.device, torch.Tensor]
 
 
 @dataclass
 class Progress:
-    """What the optimizers of one scaler have done with their gradients. Optimizers are kept by the id of the inner one.
+    """The states of the gradients of one scaler's optimizers, by the id of the inner optimizer.
 
     Attributes:
-        stepped: Those that stepped since the last update.
-        ended: Those that stepped since the last backward pass, whose gradients are used up.
-        unscaled: Those that unscaled their gradients since the last backward pass, and what they found.
+        stepped: Optimizers that stepped since the last update.
+        ended: Optimizers that stepped since the last backward pass, whose gradients are used up.
+        unscaled: Optimizers that unscaled their gradients since the last backward pass, and their overflow flags.
         sharded: Models that hold gradients outside the parameters while they do not synchronise.
     """
 
@@ -114,7 +114,7 @@ def flush_update(scaler: Any, stepped: Any = None) -> None:
 
     Args:
         scaler: The gradient scaler.
-        stepped: Only if this inner optimizer is among those that stepped; None for any.
+        stepped: Only if this inner optimizer stepped; None for any.
     """
     progress = _PROGRESS.get(scaler)
     if progress is not None and (progress.stepped if stepped is None else id(stepped) in progress.stepped):
@@ -134,7 +134,7 @@ def before_backward(scaler: Any) -> None:
     users = {id(user): user for user in _users(scaler)}
     waiting = {id(p) for key, user in users.items() if key not in progress.ended for p in _parameters(user)}
     states, scale, done = scaler._per_optimizer_states, scaler._get_scale_async(), set()
-    # The last one has seen what the others found in gradients that it shares with them.
+    # The last one knows the overflows that the others found in gradients that it shares with them.
     for key, overflows in reversed(progress.unscaled.items()):
         with_gradient = [p for p in _parameters(users[key]) if p.grad is not None] if key in users else []
         with_gradient = [p for p in with_gradient if id(p) not in done]
@@ -173,7 +173,7 @@ def _note_unscaled(scaler: Any, optimizer: Any, overflows: Found) -> None:
 
 @contextmanager
 def _rescaled(scaler: Any) -> Iterator[None]:
-    """Let the scale change, and rescale the scaled gradients of all optimizers; those that are unscaled stay so."""
+    """Let the scale change, and rescale the scaled gradients of all optimizers; unscaled gradients do not change."""
     states, unscaled = scaler._per_optimizer_states, _progress(scaler).unscaled
     kept = {key: states.pop(key) for key in unscaled if key in states and states[key]["stage"] is OptState.UNSCALED}
     users, scale, sharded = _users(scaler), scaler._get_scale_async(), _progress(scaler).sharded
@@ -202,7 +202,7 @@ def _held_gradients(model: nn.Module, parameters: Set[int]) -> Iterator[torch.Te
 
 
 class GradScaler(torch.amp.GradScaler):
-    """torch's scaler, of which all ranks find the same, and which optimizers may share while gradients accumulate."""
+    """torch's scaler with equal overflow flags on all ranks. Optimizers may share it while gradients accumulate."""
 
     # Whether gradients are shards that do not look like ones, as FSDP1 sets it.
     spread = False
@@ -236,7 +236,7 @@ class GradScaler(torch.amp.GradScaler):
         return super().step(optimizer, *args, **kwargs)
 
     def update(self, new_scale: Any = None) -> None:
-        """Update the scale from what the optimizers found that stepped."""
+        """Update the scale from the overflow flags of the optimizers that stepped."""
         if self.is_enabled():
             with _rescaled(self):
                 super().update(new_scale)
@@ -253,7 +253,7 @@ class GradScaler(torch.amp.GradScaler):
             super().load_state_dict(state_dict)
 
     def _shared(self, optimizer: Any) -> tuple[list[nn.Parameter], list[Found]]:
-        """Return the parameters of an optimizer with scaled gradients, and what was found in those that are unscaled."""
+        """Return an optimizer's parameters with scaled gradients, and the overflow flags of its unscaled ones."""
         parameters, unscaled = _parameters(optimizer), _progress(self).unscaled
         if not unscaled:
             return parameters, []
