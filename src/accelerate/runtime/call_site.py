@@ -20,7 +20,7 @@ def call_site(frame: FrameType | None = None) -> str:
 
 
 def describe(frame: FrameType) -> tuple[str, str]:
-    """Return the call site of a stack, and what was called there."""
+    """Return the call site of a stack, and the function called there."""
     inside: list[FrameType] = []
     site: FrameType | None = frame
     while site is not None and not is_users(site):

@@ -26,9 +26,9 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     Args:
         seed: from 0 to 2**32 - 1.
         device_specific: add the process index, so that processes draw different numbers. Ranks that share each layer
-            (tensor parallelism, once an Accelerator is there) draw the same, as their dropout has to zero the same elements:
-            there it is the number of the group.
-        deterministic: also make torch use algorithms that always give the same result, or raise where it has none.
+            (tensor parallelism, once an Accelerator exists) draw the same, as their dropout must zero the same elements:
+            there the number of the group is added.
+        deterministic: also make torch use algorithms that always give the same result, or raise if there is none.
 
     Raises:
         TypeError: the seed is no integer.

@@ -1,10 +1,9 @@
-"""Who is who, as launchers say it in environment variables. It needs no torch, so the launcher can read it too.
+"""The ranks of a process, as launchers say them in environment variables. It needs no torch, so the launcher can read it.
 
-Launchers say it in different words. They are read in this order; the first one that speaks of more than one
-process is believed:
+Launchers use different variables. They are read in this order; the first one that names more than one process counts:
 
 1. torchrun and compatible launchers: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE. Setting RANK=0 and WORLD_SIZE=1
-   by hand keeps a process alone, whatever the others say.
+   manually makes a single process, whatever the others say.
 2. jsrun: JSM_NAMESPACE_*.
 3. Open MPI: OMPI_COMM_WORLD_*.
 4. MPICH and Intel MPI: PMI_RANK, PMI_SIZE, MPI_LOCALRANKID, MPI_LOCALNRANKS.
@@ -29,11 +28,11 @@ DEFAULT_PORT = 29500
 
 @dataclass(frozen=True)
 class Ranks:
-    """Where a process stands among the processes of a run.
+    """The position of a process among the processes of a run.
 
     Args:
-        local_world_size: how many processes this machine has; None where no launcher says.
-        source: who said so: "torchrun", "jsrun", "Open MPI", "MPI", "MVAPICH", a scheduler, "process group" or "single".
+        local_world_size: how many processes this machine has; None if no launcher says.
+        source: the launcher: "torchrun", "jsrun", "Open MPI", "MPI", "MVAPICH", a scheduler, "process group" or "single".
     """
 
     rank: int
@@ -127,7 +126,7 @@ def resolve(environ: Mapping[str, str] | None = None) -> Ranks | None:
 
 
 def checked(source: str, names: tuple[str, ...], numbers: list[int | None]) -> Ranks:
-    """Return what the variables `names` say, with what they leave open; ValueError for a contradiction."""
+    """Return the ranks of the variables `names`, and fill in unset local ones; ValueError for a contradiction."""
     rank, size, local_rank, local_size = numbers
     if size is None or size < 1:
         raise ValueError(f"{names[1]} is {size}; it must be the number of processes, at least 1.")
@@ -146,11 +145,11 @@ def checked(source: str, names: tuple[str, ...], numbers: list[int | None]) -> R
 
 
 def schedulers(environ: Mapping[str, str]) -> list[ModuleType]:
-    """Return the modules of extensions that read the variables of schedulers, of those that are set.
+    """Return the modules of extensions that read the variables of schedulers, if the variables are set.
 
     Such a module has its `NAME`, and these functions of the variables:
 
-    - `ranks` returns who this process is, or None.
+    - `ranks` returns the ranks of this process, or None.
     - `address` returns the host and the port at which the processes of the run meet, or None.
     - `find` returns the machines of the run for the launcher as a `launch.plan.Cluster`, or None.
     """
@@ -192,7 +191,7 @@ def _hydra() -> str | None:
 
     Its helper, from which the processes of a machine descend, has it in its arguments.
     """
-    import psutil  # slow, and needed here alone
+    import psutil  # slow, and only needed here
 
     with contextlib.suppress(psutil.Error, OSError):
         for ancestor in psutil.Process().parents():
