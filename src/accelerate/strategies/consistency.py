@@ -1,8 +1,9 @@
-"""What is equal on ranks that shard a model: its weights before, and the parameters that every rank has whole beside shards.
+"""Equality of models between ranks: weights before sharding, and parameters that every rank has unsharded.
 
-Torch takes each rank's part from that rank, and compares nothing. FSDP exchanges the gradients of what it shards alone: those of whole
-parameters (adapters of a sharded model, and modules that FSDP ignores) are averaged after each backward pass that exchanges gradients.
-Averaging twice changes nothing, so it does not matter how passes, micro-batches and models share an accumulation step.
+torch takes each rank's part from that rank, and compares nothing. FSDP exchanges only the gradients of its shards.
+Gradients of unsharded parameters (adapters of a sharded model, and modules that FSDP ignores) are averaged after each
+backward pass that exchanges gradients. Averaging twice changes nothing, so passes, micro-batches and models may share an
+accumulation step in any way.
 """
 
 import logging
@@ -25,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 # Weights that were drawn or loaded differently differ in almost every element, so a few of each tensor show it.
 _SAMPLES = 64
-# Elements that are summed at a time on a CPU, as its cache holds them, and the whole numbers as wide as an element.
+# Elements summed at a time on a CPU, so that they fit its cache, and the integer type as wide as an element.
 _PIECE = 1 << 18
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ODD = 0x1E3779B97F4A7C15  # spreads places over 64 bits
@@ -68,7 +69,7 @@ def require_same_model(
 
 
 def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return all parameters, scales of quantised ones and buffers, also those that a state dict leaves out, each once."""
+    """Return each parameter, scale of a quantised one and buffer once, also those that a state dict omits."""
     scales = tensor_kinds.of_model(model)
     named = *model.named_parameters(), *scales.items(), *model.named_buffers()
     return {canonical_name(name): tensor for name, tensor in named}
@@ -77,7 +78,7 @@ def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
 def extremes(
     numbers: torch.Tensor, part: int = 0, parts: int = 1, communicator: Communicator | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the most and the least of whole numbers on the ranks with each of `parts` parts, by one all-reduce.
+    """Return the maximum and minimum of whole numbers over the ranks with each of `parts` parts, by one all-reduce.
 
     Collective: call on every rank.
     """
@@ -90,7 +91,7 @@ def extremes(
 def differing(
     numbers: torch.Tensor, part: int = 0, parts: int = 1, communicator: Communicator | None = None
 ) -> list[int]:
-    """Return where whole numbers differ between ranks with the same one of `parts` parts.
+    """Return the indices where whole numbers differ between ranks with the same one of `parts` parts.
 
     Collective: call on every rank.
     """
@@ -114,7 +115,7 @@ def _sampled(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def checksum(tensor: torch.Tensor, samples: int | None = None) -> torch.Tensor:
-    """Return a 64-bit checksum of what this rank has of a tensor, or of some of its elements, on its device."""
+    """Return a 64-bit checksum of this rank's part of a tensor, or of some of its elements, on its device."""
     tensor = local_part(tensor.detach())
     if type(tensor) not in (torch.Tensor, nn.Parameter) or not tensor.numel() or tensor.layout is not torch.strided:
         # A library's own kind of tensor need not know how to be cut.
@@ -122,7 +123,7 @@ def checksum(tensor: torch.Tensor, samples: int | None = None) -> torch.Tensor:
     flat = torch.view_as_real(tensor).flatten() if tensor.is_complex() else tensor.flatten()
     if samples is not None:
         flat = flat[:: max(1, len(flat) // samples)][: 2 * samples]
-    # x * (2 * x + 1) maps words onto words, so that no single change is lost, and small ones of opposite signs do not cancel.
+    # x * (2 * x + 1) is a bijection of words: no single change is lost, and small ones of opposite signs do not cancel.
     pieces = (piece.view(_BITS[piece.element_size()]) for piece in flat.split(_PIECE if flat.is_cpu else 64 * _PIECE))
     total: torch.Tensor = sum((piece * (2 * piece + 1)).sum(dtype=torch.int64) for piece in pieces)
     return total
@@ -158,7 +159,7 @@ def _first_difference(model: str, description: dict[str, tuple[str, bool]]) -> V
     return ValueError(communicator.broadcast_object_list([text], int(communicator.all_reduce(differs, "min")))[0])
 
 
-# Parameters that every rank has whole --------------------------------------------------------------------------------
+# Parameters that every rank has unsharded ----------------------------------------------------------------------------
 
 
 def whole(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -167,9 +168,9 @@ def whole(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def register_whole_parameters(accelerator: Run, model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Let `backward` average the gradients of whole parameters that are equal on all ranks.
+    """Let `backward` average the gradients of unsharded parameters that are equal on all ranks.
 
-    Those that differ stay each rank's own: a program may keep parts of its own in modules that FSDP ignores.
+    Parameters that differ stay per-rank: a program may keep per-rank parts in modules that FSDP ignores.
 
     Collective: call on every rank.
     """
@@ -192,7 +193,7 @@ def register_whole_parameters(accelerator: Run, model: nn.Module, parameters: Ma
         accelerator.prepared.replicated.append((model, list(replicated.values())))
     if replicated and dist.get_rank() == 0:
         logger.warning(
-            f"{len(replicated)} trainable parameters of {type(model).__name__} are whole on each rank, {next(iter(replicated))!r} for one: "
+            f"{len(replicated)} trainable parameters of {type(model).__name__} are unsharded on each rank, {next(iter(replicated))!r} for one: "
             "`accelerator.backward` averages their gradients."
         )
     if differing and dist.get_rank() == 0:
@@ -204,9 +205,9 @@ def register_whole_parameters(accelerator: Run, model: nn.Module, parameters: Ma
 
 @torch.no_grad()
 def average(accelerator: Run, unsynced: Collection[int]) -> None:
-    """Average gradients over the ranks that have them, but those of models that `no_sync` holds, by id.
+    """Average gradients over the ranks that have them, except those of models that `no_sync` holds, by id.
 
-    Ranks that share layers or a batch have the same gradients, so that this is the mean over batches, bit for bit the same on all.
+    Ranks that share layers or a batch have the same gradients, so this is the mean over batches, with the same bits on all.
 
     Collective: call on every rank.
     """
@@ -224,7 +225,7 @@ def average_gradients(parameters: Sequence[nn.Parameter], group: Any = None) -> 
     sent = []
     for bucket in _buckets([parameter for parameter in parameters if parameter.requires_grad]):
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
-        # Beside them goes whether there are any: one that no rank has stays away, as on one process.
+        # The flags say whether any rank has a gradient: if none has, the gradient stays None, as on one process.
         has_gradient = gradients[0].new_tensor([parameter.grad is not None for parameter in bucket])
         flat = torch.cat([*(gradient.flatten() for gradient in gradients), has_gradient]).div_(
             dist.get_world_size(group)

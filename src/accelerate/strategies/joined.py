@@ -46,7 +46,7 @@ class JoinedModels(Joinable):
         return self.models[0].join_process_group
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Return what a rank does that has ended."""
+        """Return the actions of a rank that has ended."""
         return _EndedRank(self, [model.join_hook(**kwargs) for model in self.models])
 
     @contextlib.contextmanager
@@ -122,7 +122,7 @@ class JoinedModels(Joinable):
                 parameter.grad += average.view_as(parameter) - gradient
 
     def _new(self, index: int) -> torch.Tensor:
-        """Return what the backward pass has added to the gradient of a parameter on this rank."""
+        """Return the gradient that the backward pass has added to a parameter on this rank."""
         parameter = self.parameters[index]
         if index not in self.reached:
             return torch.zeros_like(parameter)
@@ -131,7 +131,7 @@ class JoinedModels(Joinable):
 
 
 class _EndedRank(JoinHook):
-    """What a rank does that has no batches left, while others train."""
+    """The actions of a rank without batches, while others train."""
 
     def __init__(self, joined: JoinedModels, hooks: Sequence[JoinHook]) -> None:
         self.joined, self.hooks = joined, hooks

@@ -1,4 +1,4 @@
-"""The device mesh of a run, and questions to it: which ranks belong together, and where this rank stands among them."""
+"""The device mesh of a run, its groups of ranks, and this rank's position in them."""
 
 import math
 from collections.abc import Iterable
@@ -29,15 +29,15 @@ def check_layout(accelerator: Run) -> None:
 
 
 def check_backend(device: torch.device) -> None:
-    """Refuse (ValueError) meshes of accelerators that meet over gloo, whose gathers of their shards end in a segmentation fault.
+    """Refuse (ValueError) meshes of accelerators that use gloo: gathering their shards ends in a segmentation fault.
 
-    Seen on one H200 with torch 2.11: replicas (DDP), sequence parallelism beside them and flat shards of FSDP1 work.
+    Seen on one H200 with torch 2.11. Replicas (DDP), sequence parallelism with replicas and flat shards of FSDP1 work.
 
     Not a collective.
     """
     if device.type != "cpu" and f"{device.type}:gloo" in torch.distributed.get_backend_config().split(","):
         raise ValueError(
-            f"backend='gloo' cannot gather what is sharded on {device.type}: torch crashes in its functional collectives. Start one process per "
+            f"backend='gloo' cannot gather shards on {device.type}: torch crashes in its functional collectives. Start one process per "
             "device and leave the backend to its default, train replicas (DDP), or pass cpu=True to Accelerator."
         )
 

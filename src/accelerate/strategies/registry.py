@@ -21,7 +21,7 @@ def load(name: str) -> Strategy:
 
 @cache
 def load_state_io(name: str) -> "StateIO":
-    """Return what a checkpoint has of a strategy, by its name, imported on first use; ValueError if unknown."""
+    """Return a strategy's `StateIO`, by its name, imported on first use; ValueError if unknown."""
     state_io: StateIO = _imported(_spec(name).state_io)()
     return state_io
 

@@ -68,11 +68,11 @@ def mesh_of(accelerator: Run) -> "DeviceMesh":
 def units(
     model: nn.Module, is_unit: Callable[[nn.Module], bool] | None, ruled: Collection[nn.Module] = ()
 ) -> list[nn.Module]:
-    """Return the modules that are sharded on their own, inner ones first, without the model itself.
+    """Return the modules that are sharded separately, inner ones first, without the model itself.
 
-    A module that shares a parameter with one outside it is no unit: its shards would be two, and the tie lost. Neither
-    is one whose parameters are all in units inside it. Those that are `ruled` have a precision of their own, and are units
-    always; ValueError where one shares a parameter.
+    A module that shares a parameter with a module outside it is no unit: the parameter would be sharded twice, and the tie
+    lost. A module whose parameters are all in inner units is no unit either. Modules in `ruled` have a separate precision, and
+    are always units; ValueError if one shares a parameter.
     """
     if is_unit is None and not ruled:
         return []
@@ -81,7 +81,7 @@ def units(
     chosen_units: list[nn.Module] = []
     covered: set[int] = set()
     for name, module in reversed(list(model.named_modules())):
-        # What recomputes activations is around a unit, and none itself.
+        # A wrapper that recomputes activations is around a unit, and is no unit itself.
         around = isinstance(module, torch_private.ActivationWrapper)
         chosen = module in ruled or (is_unit is not None and is_unit(module))
         if not name or around or isinstance(module, CONTAINERS) or not chosen:
@@ -135,7 +135,7 @@ def shard(
     if plugin.module_precision and not policies:
         raise ValueError("module_precision needs an extension that is not in this installation of accelerate.")
     experts: list[Any] = _experts(accelerator, model)  # `fully_shard` adds methods
-    if not experts:  # whole models were compared before their experts were split
+    if not experts:  # full models were compared before their experts were sharded
         consistency.require_same_model(accelerator, model, ignored or (), from_main=plugin.cpu_ram_efficient_loading)
     around = plugin.mixed_precision_policy or MixedPrecisionPolicy()
     parts = units(model, is_unit, ruled - {*experts})
@@ -147,7 +147,7 @@ def shard(
         "offload_policy": plugin.cpu_offload if offloads else OffloadPolicy(),
     }
     if plugin.reshard_after_forward is not True:
-        # Left out otherwise: torch's default keeps what backward needs first, the model's own part, gathered.
+        # Otherwise torch's default holds: the model's own part, which backward needs first, stays gathered.
         options["reshard_after_forward"] = plugin.reshard_after_forward
     if ignored:
         # By name: weights that only rank 0 keeps have left new parameters behind.
@@ -155,7 +155,7 @@ def shard(
         options["ignored_params"] = {parameter for name, parameter in named(model).items() if name in kept}
     if is_unit is not None and not parts:
         logger.warning(
-            f"The auto_wrap_policy chooses no module of {type(model).__name__}, so the whole model is one unit, gathered at "
+            f"The auto_wrap_policy chooses no module of {type(model).__name__}, so the full model is one unit, gathered at "
             "once. Name the class of its repeated layer in transformer_cls_names_to_wrap."
         )
     layout: Any = accelerator.parallelism_config  # with an `expert_mesh`, where there are experts
@@ -189,7 +189,7 @@ def _gather_ahead(model: nn.Module, plugin: Any) -> None:
     if not plugin.forward_prefetch and not plugin.backward_prefetch:
         return
     sharded = torch_private.sharded_units(model)
-    # Backward comes to a unit before those in it, of which the last is first.
+    # Backward reaches a unit before its inner units, and the last inner unit first.
     last_first = [part for part in dict.fromkeys(reversed(get_module_children_bottom_up(model))) if part in sharded]
     ways = ("forward", plugin.forward_prefetch, sharded), ("backward", plugin.backward_prefetch, last_first)
     for way, depth, order in ways:
@@ -227,7 +227,7 @@ def _list_parameters(module: nn.Module) -> list[tuple[tuple[nn.Module, str], nn.
 
 
 def _free_replaced(original: list[tuple[tuple[nn.Module, str], nn.Parameter]]) -> None:
-    """Free the whole tensors that shards took the place of: optimizers made before still hold them."""
+    """Free the unsharded tensors that shards replaced: optimizers made before still refer to them."""
     for (module, name), old in original:
         if module._parameters.get(name) is not old:
             torch_private.free(old)
@@ -273,7 +273,7 @@ def _take_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 def distribute(
     accelerator: Run, model: nn.Module, weights: Mapping[str, torch.Tensor], optional: Collection[str] = ()
 ) -> None:
-    """Give a sharded model the tensors that rank 0 has, each rank its shard alone; else RuntimeError.
+    """Give a sharded model the tensors of rank 0, each rank only its shards; else RuntimeError.
 
     Collective: call on every rank.
     """
@@ -313,7 +313,7 @@ def _misfits(targets: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Te
 
 
 def misfit(name: str, whole: torch.Tensor, local: torch.Tensor) -> list[str]:
-    """Say how a gathered tensor contradicts what this rank has of it: another size, or zeros in its place.
+    """Say how a gathered tensor contradicts this rank's part of it: another size, or zeros in its place.
 
     Not a collective.
     """

@@ -1,4 +1,4 @@
-"""What strategies share whose ranks hold shards of the parameters; and tensor parallelism and FSDP2. Their states are in `sharded_io`."""
+"""The common base of strategies with shards; tensor parallelism and FSDP2. Their checkpoints are in `sharded_io`."""
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -33,7 +33,7 @@ class Sharded(Strategy):
     # -- prepare -------------------------------------------------------------------------------------------------
 
     def check(self, accelerator: Run, objects: Sequence[Any]) -> None:
-        """Give a process that is alone a group of its own; ValueError where torch cannot shard.
+        """Give a single process a process group; ValueError if torch cannot shard.
 
         Collective: call on every rank.
         """
@@ -67,7 +67,7 @@ class Sharded(Strategy):
     def clip_grad_norm(
         self, accelerator: Run, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float
     ) -> torch.Tensor:
-        """Clip gradients to the total norm of the whole tensors, which all ranks learn.
+        """Clip gradients to the total norm of the full tensors, which all ranks compute.
 
         Collective: call on every rank.
         """
@@ -75,7 +75,7 @@ class Sharded(Strategy):
 
 
 def note_memory(accelerator: Run, model: nn.Module) -> None:
-    """Say once what it costs that each rank holds whole gradients while it does not synchronise."""
+    """Log once the memory that unsharded gradients take on each rank while it does not synchronise."""
     # The note counts all parameters, which is too slow for every micro-batch.
     if "no_sync" not in accelerator.prepared.logged:
         accelerator.prepared.logged.add("no_sync")
@@ -113,9 +113,9 @@ class FSDP2(Sharded):
 
     @contextlib.contextmanager
     def no_sync(self, accelerator: Run, model: nn.Module) -> Iterator[None]:
-        """Keep whole gradients on each rank meanwhile, by `set_requires_gradient_sync`."""
+        """Keep unsharded gradients on each rank inside the context, by `set_requires_gradient_sync`."""
         inner: Any = model._orig_mod if is_compiled_module(model) else model
-        # None in a model that was prepared for evaluation; of those that are held already the outer context lets go.
+        # None for a model prepared for evaluation. The outer context releases the roots that are held already.
         held_roots: list[Any] = [root for root in shard.roots(inner) if not getattr(root, "_accelerate_held", False)]
         if held_roots:
             note_memory(accelerator, model)

@@ -1,4 +1,4 @@
-"""What a checkpoint has of strategies whose ranks hold shards: each rank writes and reads its own, by the names of parameters."""
+"""Checkpoints of strategies with shards: each rank writes and reads its own shards, by the names of parameters."""
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -34,7 +34,7 @@ class ShardedModel:
     finish: Callable[[], None] | None = None
 
     def parameters(self) -> Iterable[nn.Parameter]:
-        """Return what this rank has of the parameters."""
+        """Return this rank's parts of the parameters."""
         return self.model.parameters()
 
     def buffers(self) -> Iterable[torch.Tensor]:
@@ -69,7 +69,7 @@ class ShardedIO(StateIO):
                 yield name, state.full(value)
 
     def model_state(self, accelerator: Run, model: nn.Module, unwrap: bool) -> dict[str, Any]:
-        """Return the whole state dict in host memory on rank 0, and an empty one elsewhere.
+        """Return the full state dict in host memory on rank 0, and an empty one elsewhere.
 
         Collective: call on every rank.
         """
@@ -121,7 +121,7 @@ class FSDP2IO(ShardedIO):
 
 
 def _getter(adapter_only: bool) -> Callable[..., dict[str, Any]] | None:
-    """Return what takes the state of an active adapter alone; None for the whole model."""
+    """Return the getter of only the active adapter's state; None for the full model."""
     return functools.partial(public_module()._get_model_state_dict, adapter_only=True) if adapter_only else None
 
 
@@ -132,5 +132,5 @@ def model_of(optimizer: Any, models: Sequence[nn.Module]) -> tuple[nn.Module, li
         return model, groups
     raise ValueError(
         f"No prepared model has all parameters of the optimizer ({type(model_io.inner_optimizer(optimizer)).__name__}), so "
-        "its state cannot be saved as shards. Give each model an optimizer of its own, made from its parameters."
+        "its state cannot be saved as shards. Give each model a separate optimizer, made from its parameters."
     )

@@ -1,9 +1,9 @@
-"""The contract of what a checkpoint has of a strategy: states of models and optimizers, and who saves them.
+"""The contract for checkpoints of a strategy: states of models and optimizers, and the ranks that save them.
 
-A `StateIO` is stateless, as a strategy is. The bodies here are the behaviour of replicas: each rank has all weights under its own
-wrapper. For weights alone ``whole_tensors`` and ``model_state`` are called; for a checkpoint ``model_state``, ``save_model``,
-``save_optimizer`` and ``checkpointed_schedulers``; for a restore ``load_model`` and ``load_optimizer``. Every rank calls them;
-who writes is decided in `checkpoint.save`.
+A `StateIO` is stateless, like a strategy. The methods here implement replicas: each rank has all weights under its own
+wrapper. Exported weights use ``whole_tensors`` and ``model_state``. A checkpoint uses ``model_state``, ``save_model``,
+``save_optimizer`` and ``checkpointed_schedulers``; a restore uses ``load_model`` and ``load_optimizer``. Every rank calls
+them; `checkpoint.save` decides which rank writes.
 """
 
 from typing import Any, ClassVar
@@ -21,9 +21,9 @@ from accelerate.runtime.run import Run
 class StateIO:
     """The states of replicas, or of one process."""
 
-    # Whether a checkpoint has each rank's part of a model, so that the whole is not gathered for `save_model`.
+    # Whether a checkpoint has each rank's part of a model, so that `save_model` does not need the full model.
     saves_shards: ClassVar[bool] = False
-    # What `whole_tensors` has gathered is nobody else's memory, and stays; tensors that the model has whole are its own.
+    # Whether the results of `whole_tensors` are copies, which stay valid, rather than the model's own memory.
     gathers_new_memory: ClassVar[bool] = False
     # Which arguments of `save_state` reach `save_model`.
     save_options: ClassVar[tuple[str, ...]] = ()
@@ -33,9 +33,9 @@ class StateIO:
         return False
 
     def whole_tensors(self, accelerator: Run, model: nn.Module, is_selected: Wanted = bool) -> Entries:
-        """Yield the wanted entries of the user's model's state dict, each whole, of tied ones the first.
+        """Yield the selected entries of the user's model's state dict, each unsharded, the first one of tied entries.
 
-        A value is to be read before the next one is asked for: it may be the model's memory, or freed then.
+        Read a value before requesting the next one: it may be the model's memory, or freed then.
 
         Collective: call on every rank.
         """
