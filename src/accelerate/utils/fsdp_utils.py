@@ -26,7 +26,7 @@ from accelerate.strategies.fsdp import (
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.state_dict import StateDictOptions
 
-# What this module gives and does not hold itself.
+# Names of other modules that this module also gives.
 _HOMES = {
     "accelerate.extensions.convert.convert": "_distributed_checkpoint_to_merged_weights merge_fsdp_weights",
     "accelerate.checkpoint.fsdp": "load_fsdp_optimizer save_fsdp_optimizer",
@@ -56,11 +56,11 @@ def save_fsdp_model(
     Collective: call on every rank.
 
     Args:
-        fsdp_plugin: its `state_dict_type` chooses what is written. FULL_STATE_DICT: one file,
-            `pytorch_model_fsdp.bin`, gathered by rank 0. Else the folder `pytorch_model_fsdp_0`, to which each rank writes its
-            part, and which any number of ranks can load. None writes shards.
-        accelerator: not used; a checkpoint needs no more than the model knows.
-        model: wrapped by torch's FullyShardedDataParallel, or sharded in place; any other model can be saved, too.
+        fsdp_plugin: its `state_dict_type` chooses the format. FULL_STATE_DICT: one file, `pytorch_model_fsdp.bin`, gathered
+            by rank 0. Else the folder `pytorch_model_fsdp_0`, to which each rank writes its part, and which any number of
+            ranks can load. None writes shards.
+        accelerator: not used; the model has all information.
+        model: wrapped by torch's FullyShardedDataParallel, or sharded in place; any other model can also be saved.
         output_dir: the checkpoint's folder, which all ranks see.
         model_index: which of the models it is, from 0.
         adapter_only: only the active adapter, if it is a PEFT model.
@@ -86,13 +86,12 @@ def load_fsdp_model(
 ) -> Any:
     """Load a sharded model.
 
-    It need not have been saved by the same number of ranks, or sharded in the same way, or sharded at all. Everything is read
-    before anything is changed.
+    The number of ranks and the sharding may differ from those of the save. All data is read before anything is changed.
 
     Collective: call on every rank.
 
     Args:
-        fsdp_plugin: its `state_dict_type` chooses what is read if the folder has several layouts of the model; None: shards.
+        fsdp_plugin: its `state_dict_type` chooses the format if the folder has several layouts of the model; None: shards.
         accelerator: not used.
         model: see `save_fsdp_model`.
         input_dir: the checkpoint's folder, which all ranks see.
@@ -143,10 +142,10 @@ def fsdp2_prepare_model(accelerator: Any, model: nn.Module) -> nn.Module:
 
     Args:
         accelerator: the Accelerator; optimizers that it prepares update the shards.
-        model: compiled or not; one that is sharded already is left alone.
+        model: compiled or not; a sharded model is not changed.
 
     Returns:
-        The model, in its compiled shell if it came in one.
+        The model, in its compiled shell if it had one.
     """
     inner = model._orig_mod if is_compiled_module(model) else model
     if shard.is_sharded(inner):

@@ -25,7 +25,7 @@ from accelerate.test_utils.testing import are_the_same_tensors
 
 
 class Skipped(Exception):
-    """This setup cannot do what a check is about; the message says why. All ranks raise it, or none."""
+    """This setup cannot run a check; the message says why. All ranks raise it, or none."""
 
 
 Check = Callable[[Accelerator], None]
@@ -65,7 +65,7 @@ def run_checks(checks: Mapping[str, Check], accelerator: Accelerator) -> None:
         accelerator.print(outcome or f"ok {time.perf_counter() - start:.2f} s", flush=True)
 
 
-# Processes, and what they say to each other
+# Processes and their communication
 
 
 @_check("processes")
@@ -157,7 +157,7 @@ _check("loader: every sample once")(check_loader(dispatch=False))
 _check("loader: dispatched")(check_loader(dispatch=True))
 
 
-# Training: it ends where one process with the whole batch ends, in every precision, and goes on from a checkpoint
+# Training: it equals one process with the full batch, in every precision, and resumes from a checkpoint
 
 BATCH, WIDTH, ROUNDS = 4, 6, 6
 EPOCHS, SAVED_AFTER = 2, ROUNDS + 2
@@ -178,7 +178,7 @@ class _Run:
     """A training on all ranks; `random` adds a shuffled loader, dropout and a schedule, which a checkpoint has to continue."""
 
     def __init__(self, num_steps: int = 1, random: bool = False, seed: int = 3, **settings: Any) -> None:
-        # Accumulation is what the check says, whatever the environment says.
+        # The check sets the accumulation, whatever the environment says.
         self.num_steps, accumulation = num_steps, GradientAccumulationPlugin(num_steps=num_steps)
         self.accelerator = Accelerator(gradient_accumulation_plugin=accumulation, **settings)
         set_seed(seed, device_specific=random)
@@ -203,7 +203,7 @@ class _Run:
         self.model, self.optimizer, self.loader, self.schedule = prepared
 
     def steps(self, epochs: int = 1) -> Iterator[float]:
-        """Train from where the loader stands, and yield the losses."""
+        """Train from the loader's position, and yield the losses."""
         for _ in range(self.loader.iteration, epochs):
             for x, y in self.loader:
                 with self.accelerator.accumulate(self.model):
@@ -227,12 +227,12 @@ class _Run:
         return self.start
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Return the whole weights, in host memory."""
+        """Return the unsharded weights, in host memory."""
         buckets = self.accelerator.stream_weights(self.model)
         return {name: value.cpu() for bucket in buckets for name, value in bucket.items()}
 
     def require_alike(self) -> None:
-        """Raise where weights of which each rank has the whole differ between the ranks."""
+        """Raise if weights that each rank has in full differ between the ranks."""
         whole = not traits_of(self.accelerator.distributed_type).sharded
         for name, parameter in self.plain.named_parameters() if whole else ():
             if isinstance(parameter, DTensor):
@@ -256,7 +256,7 @@ def check_training(num_steps: int) -> Check:
             distance = (have - want.detach()).abs().max().item()
             _require(
                 distance <= tolerance,
-                f"{name} is {distance:.2g} away from what one process gets; {tolerance:g} is allowed.",
+                f"{name} is {distance:.2g} away from the result of one process; {tolerance:g} is allowed.",
             )
         run.require_alike()
         run.accelerator.free_memory()
@@ -302,7 +302,7 @@ _check("fp16")(check_precision("fp16", torch.float16))
 
 @_check("checkpoint and resume")
 def check_resume(accelerator: Accelerator) -> None:
-    """A run that is loaded from a checkpoint in the middle of an epoch goes on as the run that saved it, bit for bit."""
+    """A run that is loaded from a checkpoint in the middle of an epoch resumes like the run that saved it, bit for bit."""
     home = broadcast_object_list(
         [tempfile.mkdtemp(prefix="accelerate_test_") if accelerator.is_main_process else None]
     )[0]
