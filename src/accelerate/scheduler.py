@@ -14,9 +14,9 @@ from accelerate.state import AcceleratorState, GradientState
 class AcceleratedScheduler:
     """A torch scheduler that follows the optimizers it was prepared with.
 
-    A schedule is written for the batches of *one* process. Where each of n data-parallel replicas takes its own batch,
-    one optimizer step uses n of them, so the scheduler advances n times; tensor, context and sequence parallel ranks
-    work on the same batch and do not count. With ``split_batches`` the batch is shared out and it advances once.
+    A schedule is written for the batches of *one* process. If each of n data-parallel replicas takes a separate batch,
+    one optimizer step uses n of them, so the scheduler advances n times. Tensor, context and sequence parallel ranks work on
+    the same batch and do not count. With ``split_batches`` the ranks share one batch, and it advances once.
 
     Args:
         scheduler: The scheduler to wrap.
@@ -156,7 +156,7 @@ _FUNCTIONS = types.FunctionType | types.MethodType | types.BuiltinFunctionType |
 
 
 def _not_in_state(schedule: Any) -> Iterator[str]:
-    """Yield what the rates of a schedule may depend on and its state does not hold: functions, and numbers of other schedules."""
+    """Yield inputs of a schedule's rates that its state does not hold: functions, and numbers of other schedules."""
     name, state = type(schedule).__name__, schedule.state_dict()
     for attribute, value in vars(schedule).items():
         if type(value) in (int, float) and attribute not in state:
