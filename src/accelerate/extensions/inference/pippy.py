@@ -90,14 +90,14 @@ def build_pipeline(
         split_points: Names of the modules that each stage after the first begins with.
         args: Positional arguments of one micro-batch.
         kwargs: Keyword arguments of one micro-batch.
-        num_chunks: Most micro-batches that are on their way at a time.
+        num_chunks: Most micro-batches in flight at a time.
 
     Returns:
         A ``torch.distributed.pipelining.ScheduleGPipe`` whose ``step`` takes the model's arguments for any number of samples
-        on the first rank, and returns what the model returns on the last one.
+        on the first rank, and returns the model's output on the last one.
 
     Raises:
-        ValueError: On every rank, if the model cannot be cut on one of them, or if the ranks were given different things.
+        ValueError: On every rank, if the model cannot be cut on one of them, or if the arguments of the ranks differ.
 
     Source:
         https://docs.pytorch.org/docs/stable/distributed.pipelining.html
@@ -185,8 +185,8 @@ def prepare_pippy(
 ) -> nn.Module:
     """Make a model run as a pipeline over all processes, for inference.
 
-    The first rank gives a batch to the model, the last one gets what the model returns. A batch is cut into micro-batches of
-    as many samples as the example has, which are on their way at the same time.
+    The first rank gives a batch to the model, the last one gets the output. A batch is cut into micro-batches of as many
+    samples as the example has, which are in flight at the same time.
 
     Collective: call on every rank.
 
@@ -194,10 +194,10 @@ def prepare_pippy(
         model: The model, with the same weights on every rank; its forward has to be one graph that ``torch.export`` can trace.
         split_points: Names of the modules that each stage after the first begins with. ``"auto"``: stages of equal size.
         no_split_module_classes: For ``"auto"``, names of classes whose instances stay in one stage.
-        example_args: Positional inputs of one micro-batch. Later inputs may have any number of samples, and else the same
-            shapes, dtypes and values of what is no tensor.
+        example_args: Positional inputs of one micro-batch. Later inputs may have any number of samples. Otherwise they have the
+            same shapes and dtypes, and the same values of other objects.
         example_kwargs: Keyword inputs of it.
-        num_chunks: Most micro-batches on their way at a time; more samples take several runs. None: the number of processes.
+        num_chunks: Most micro-batches in flight at a time; more samples take several runs. None: the number of processes.
         gather_output: Give every process the output, not only the last.
 
     Returns:
@@ -205,8 +205,8 @@ def prepare_pippy(
         schedule of this process's stage.
 
     Raises:
-        ValueError: No process group exists; the model cannot be cut or traced; the example has no batch dimension. Except for
-            the first, on every rank, and the model is as it was.
+        ValueError: No process group exists; the model cannot be cut or traced; the example has no batch dimension. All but
+            the first are raised on every rank, and the model is not changed.
 
     Example:
         >>> model = prepare_pippy(model, example_args=(batch[:2],), gather_output=True)  # doctest: +SKIP

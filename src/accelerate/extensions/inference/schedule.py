@@ -34,7 +34,7 @@ class PipelineSchedule(ScheduleGPipe):
         self._own = PipelineStage(stage, self._rank, self._ranks, self._device, arguments, returned)
         super().__init__(self._own, num_chunks)
         self.num_chunks = num_chunks
-        # By micro-batches: a batch may fill fewer than a whole run has.
+        # By number of micro-batches: a batch may fill fewer than a full run has.
         self._steps = {num_chunks: super().step}
         self._samples = 0
 
@@ -74,6 +74,6 @@ class PipelineSchedule(ScheduleGPipe):
         return tensors
 
     def to_all(self, output: Any) -> Any:
-        """Return on every rank what the last one's `step` returned. Collective: call on every rank."""
+        """Return the last rank's `step` result on every rank. Collective: call on every rank."""
         tensors = self._outputs.tensors(output, self._samples, self._device)
         return self._outputs.built(comm.current().broadcast(tensors, self._ranks - 1))

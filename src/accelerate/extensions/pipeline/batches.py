@@ -10,7 +10,7 @@ from torch import nn
 
 from accelerate.runtime.torch_private import pytree
 
-# What may be an input or an output beside tensors: it is part of the traced graph.
+# Types of inputs and outputs besides tensors; such values are part of the traced graph.
 _CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
@@ -138,7 +138,7 @@ class Inputs:
 
 
 class Outputs:
-    """What a model returns: its structure, and for each tensor in it how many rows belong to a sample."""
+    """The output of a model: its structure, and for each tensor in it the number of rows per sample."""
 
     def __init__(self, rows: int) -> None:
         self._rows = rows
@@ -153,7 +153,7 @@ class Outputs:
             if leaf.shape is not None and (not leaf.shape or leaf.shape[0] % self._rows):
                 raise ValueError(
                     f"The model returns {leaf.name} of shape {leaf.shape} for a micro-batch of {self._rows}: there is no batch "
-                    "dimension. Leave out what it is computed from (such as `labels`), or return a value for each sample."
+                    "dimension. Remove its inputs (such as `labels`), or return a value for each sample."
                 )
         return tuple(value for _, value in paths if isinstance(value, torch.Tensor))
 
@@ -169,7 +169,7 @@ class Outputs:
         return None  # a cache of transformers
 
     def joined(self, pieces: Sequence[Sequence[torch.Tensor]], samples: int) -> Any:
-        """Return what the model returns for a batch, from the tensors of each run of the schedule."""
+        """Return the model's output for a batch, from the tensors of each run of the schedule."""
         columns = [column[0] if len(column) == 1 else torch.cat(column) for column in zip(*pieces, strict=True)]
         shapes = self._shapes(samples)
         return self.built([column[: shape[0]] for column, (shape, _) in zip(columns, shapes, strict=True)])

@@ -30,7 +30,7 @@ from accelerate.training.run import TrainingRun
 
 # How many stages each rank has.
 SCHEDULES = {"GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2, "ZBVZeroBubble": 2}
-# What may be left from an earlier exchange: the gradient of a parameter that several ranks have is their sum.
+# The state of gradients after an earlier exchange: a parameter of several ranks already has the sum.
 _SUMMED = "_accelerate_summed"
 
 
@@ -60,15 +60,15 @@ class _Batch:
 
 @dataclass(frozen=True)
 class Holdings:
-    """Which ranks of a pipeline have which parameters and buffers, by the names of the user's model.
+    """The ranks of a pipeline that have each parameter and buffer, by the names of the user's model.
 
     Attributes:
-        tensors: Of the whole model, each once, on the meta device.
-        holders: Places in the pipeline that have each of them, in order.
-        place: This rank's place in the pipeline.
+        tensors: Of the full model, each once, on the meta device.
+        holders: Positions in the pipeline that have each of them, in order.
+        place: This rank's position in the pipeline.
         ranks: The ranks of this pipeline, and their process group.
         ties: Groups of names that mean one parameter.
-        elsewhere: Names in the whole model's state that this rank's part does not have.
+        elsewhere: Names in the full model's state that this rank's part does not have.
     """
 
     tensors: Mapping[str, torch.Tensor]
@@ -81,7 +81,7 @@ class Holdings:
 
     @functools.cached_property
     def repeated(self) -> list[str]:
-        """The names of what this rank has and an earlier one, too."""
+        """The names of this rank's tensors that an earlier rank also has."""
         return [name for name, places in self.holders.items() if self.place in places[1:]]
 
     def make_groups(self) -> dict[str, Any]:
@@ -105,15 +105,16 @@ class Holdings:
 class Pipeline(nn.Module):
     """This rank's stages of a model that trains as a pipeline, with the parameters under the names of the user's model.
 
-    ``Accelerator.prepare_pipeline`` makes it. A call takes a whole batch of this data-parallel rank, the same on all ranks of the pipeline,
-    runs forward and backward, and returns the loss on each of them: the mean over the samples, detached. In evaluation, or under
-    ``torch.no_grad``, there is no backward; without a `target`, a pipeline that was given a `loss` returns what the model returns.
+    ``Accelerator.prepare_pipeline`` makes it. A call takes a full batch of this data-parallel rank, the same on all ranks of the
+    pipeline. It runs forward and backward, and returns the loss on each of them: the mean over the samples, detached. In
+    evaluation, or under ``torch.no_grad``, there is no backward. A pipeline with a `loss` that is called without a `target`
+    returns the model's output.
 
     Attributes:
         holdings: Which ranks have which parameters.
     """
 
-    _batch: _Batch  # in a call alone
+    _batch: _Batch  # only during a call
 
     def __init__(
         self,
@@ -152,7 +153,7 @@ class Pipeline(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self, held: bool = True) -> Iterator[None]:
-        """Keep gradients on their rank meanwhile, but for those that FSDP shards; or, if not `held`, exchange them within such a context."""
+        """Keep gradients on their rank inside, except those that FSDP shards. With `held=False` exchange them within such a context."""
         before, self._held = self._held, held
         try:
             yield
@@ -164,12 +165,12 @@ class Pipeline(nn.Module):
         return self.no_sync(held=False)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a whole batch through the pipeline.
+        """Run a full batch through the pipeline.
 
         Collective: call on every rank.
 
         Args:
-            *args: Arguments of the model, as the example had them, with any number of samples up to that of all micro-batches.
+            *args: Arguments of the model, like the example's, with any number of samples up to that of all micro-batches.
             **kwargs: Keyword arguments of it; and ``target`` for a pipeline with a ``loss``, with as many samples.
 
         Raises:
@@ -237,7 +238,7 @@ class Pipeline(nn.Module):
                 stage.reshard()  # type: ignore[operator]  # an FSDPModule
 
     def _misfit(self, rows: int, target: Any, trains: bool) -> str | None:
-        """Return what is wrong with the number of samples or the target, and what to do about it."""
+        """Return the problem with the number of samples or the target, and its solution."""
         micro_rows, leaves = self._inputs.rows, pytree.tree_leaves(target)
         sizes = {len(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim}
         if rows > micro_rows * self._microbatches:
@@ -247,11 +248,11 @@ class Pipeline(nn.Module):
             )
         if self._loss is None and rows % micro_rows:
             return (
-                f"The batch has {rows} samples, which are no multiple of the {micro_rows} of a micro-batch, and the model computes the loss itself, over what would fill "
-                "the last one, too. Give `prepare_pipeline` a loss, or the loader drop_last=True."
+                f"The batch has {rows} samples, which are no multiple of the {micro_rows} of a micro-batch, and the model computes the loss itself, also over the rows that fill "
+                "the last one. Give `prepare_pipeline` a loss, or the loader drop_last=True."
             )
         if self._loss is not None and target is None and trains:
-            return "A pipeline with a loss trains on a target: call it with target=..., beside the model's arguments."
+            return "A pipeline with a loss trains on a target: call it with target=..., next to the model's arguments."
         if target is not None and sizes != {rows}:
             return f"target has {sorted(sizes) or 'no'} samples, and the batch {rows}. Give tensors with one row for each sample."
         return None
@@ -276,7 +277,7 @@ class Pipeline(nn.Module):
     # -- gradients -----------------------------------------------------------------------------------------------
 
     def _divide_summed(self) -> None:
-        """Make a share again of what is a sum over ranks already, so that the next sum counts it once."""
+        """Turn a sum over ranks back into a share, so that the next sum counts it once."""
         for parameter, count, _ in self.holdings.shared(self, self._groups):
             gradient = parameter.grad
             if gradient is not None and getattr(gradient, _SUMMED, False):
@@ -314,22 +315,23 @@ def prepare_pipeline(
 ) -> nn.Module:
     """Divide a model over the ranks of ``ParallelismConfig(pp_size=...)``, to train it as a pipeline.
 
-    Make the optimizer from ``pipeline.parameters()``, and prepare that. A call of the pipeline takes a whole batch of this
-    data-parallel rank, the same on all ranks of the pipeline, as a prepared loader gives it; it runs forward and backward, so `backward`
-    is not called. Under FSDP each stage is one unit. The model stays as it is; each rank moves the weights of its own stages to the device.
+    Make the optimizer from ``pipeline.parameters()``, and prepare it. A call of the pipeline takes a full batch of this
+    data-parallel rank, the same on all ranks of the pipeline, such as a prepared loader's. It runs forward and backward, so
+    do not call `backward`. Under FSDP each stage is one unit. The model is not changed; each rank moves the weights of its own
+    stages to the device.
 
     Collective: call on every rank.
 
     Args:
         model: The model, with its weights; its forward has to be one graph that ``torch.export`` can trace.
         schedule: ``"GPipe"``, ``"1F1B"``, or with two stages on each rank ``"Interleaved1F1B"`` or ``"ZBVZeroBubble"``.
-        microbatches: How many parts a whole batch has; None: twice the ranks of the pipeline.
-        split: Names of the modules that each stage after the first begins with, in their order; ``"auto"`` measures the blocks of the
-            model and makes the most costly stage as cheap as can be.
-        example_args: Positional arguments of one micro-batch. Batches differ from it in the number of samples alone.
+        microbatches: How many parts a full batch has; None: twice the ranks of the pipeline.
+        split: Names of the modules that each stage after the first begins with, in their order. ``"auto"`` measures the blocks
+            of the model and makes the most expensive stage as cheap as possible.
+        example_args: Positional arguments of one micro-batch. Batches differ from it only in the number of samples.
         example_kwargs: Keyword arguments of it.
-        loss: Called with what the model returns for a micro-batch, and its part of ``target``, which the pipeline is called with beside the
-            model's arguments; it returns the mean over the samples. A batch may then have any number of samples. None: the model returns its loss.
+        loss: Called with the model's output for a micro-batch and its part of ``target``, an argument of the pipeline; it
+            returns the mean over the samples. A batch may then have any number of samples. None: the model returns its loss.
 
     Returns:
         The pipeline, a module with this rank's parameters under the names of the model. A call returns the loss on every rank, the mean
@@ -400,7 +402,7 @@ def _place(schedule: str, stage: int, size: int) -> int:
 
 
 def _problem(accelerator: TrainingRun, model: nn.Module, schedule: str, microbatches: Any) -> str | None:
-    """Return why a model or the settings have no pipeline, and what to do instead."""
+    """Return why a model or the settings have no pipeline, and the solution."""
     name, size = type(model).__name__, getattr(accelerator.parallelism_config, "pp_size", 1)
     least = {"GPipe": 1, "1F1B": size, "Interleaved1F1B": size, "ZBVZeroBubble": 2 * size - 1}.get(schedule, 1)
     multiple = size if schedule == "Interleaved1F1B" else 1
@@ -440,7 +442,7 @@ def _only_loss(output: Any) -> tuple[torch.Tensor, ...]:
     loss = loss[0] if isinstance(loss, (list, tuple)) and loss else loss
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         raise ValueError(
-            f"The model returns {type(output).__name__} without a loss, a tensor of one element (found: {getattr(loss, 'shape', loss)}). Give the example what the model "
+            f"The model returns {type(output).__name__} without a loss, a tensor of one element (found: {getattr(loss, 'shape', loss)}). Give the example the inputs that the model "
             "computes it from (`labels`), or give `prepare_pipeline` a loss."
         )
     return (loss.reshape(()),)
@@ -453,7 +455,7 @@ def _holdings(model: nn.Module, chains: Mapping[bool, stages.Chain], schedule: s
     ranks = dist.get_process_group_ranks(part.get_group())
     used = [numbered_stage for chain in chains.values() for numbered_stage in enumerate(chain.names)]
     users = [(name, _place(schedule, stage, len(ranks))) for stage, names in used for name in names]
-    # What no stage uses, the first rank keeps.
+    # The first rank keeps tensors that no stage uses.
     holders = {name: tuple(sorted({place for user, place in users if user == name})) or (0,) for name in tensors}
     place = part.get_local_rank()
     elsewhere = frozenset(model.state_dict()) - {name for name, places in holders.items() if place in places}
@@ -461,7 +463,7 @@ def _holdings(model: nn.Module, chains: Mapping[bool, stages.Chain], schedule: s
 
 
 def _fill(pipeline: Pipeline, model: nn.Module, local_stages: Mapping[int, stages.Stage]) -> None:
-    """Give the pipeline what this rank has, under its full name: of its stages, and what no stage uses."""
+    """Give the pipeline this rank's tensors under their full names: those of its stages, and those that no stage uses."""
     saved = model.state_dict()
     tensors = {name: tensor for stage in local_stages.values() for name, tensor in stage.tensors().items()}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -483,7 +485,7 @@ def _fill(pipeline: Pipeline, model: nn.Module, local_stages: Mapping[int, stage
 
 
 def _shard(accelerator: TrainingRun, local_stages: Mapping[int, stages.Stage]) -> None:
-    """Shard each stage as one unit, which stays whole from its first forward of a batch to its last backward.
+    """Shard each stage as one unit, which stays gathered from its first forward of a batch to its last backward.
 
     Collective: call on every rank.
     """

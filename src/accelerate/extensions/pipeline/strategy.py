@@ -1,4 +1,4 @@
-"""Pipeline parallelism: each rank has the stages of its place in a pipeline, alone, beside replicas, or as shards of FSDP2."""
+"""Pipeline parallelism: each rank has the stages of its position in a pipeline, with replicas or FSDP2 shards if configured."""
 
 import contextlib
 import itertools
@@ -34,7 +34,7 @@ def _pipelines(accelerator: Run) -> list[Any]:
 
 
 class PipelineParallel(Sharded):
-    """Stages that `training.pipeline` has made; a checkpoint has each rank's own tensors, under the names of the whole model."""
+    """Stages of `training.pipeline`; a checkpoint has each rank's own tensors, under the names of the full model."""
 
     # -- prepare -------------------------------------------------------------------------------------------------
 
@@ -45,7 +45,7 @@ class PipelineParallel(Sharded):
         other_shards = engine.sharded and not accelerator.is_fsdp2
         if other_shards or engine.own_groups or engine.traced or not engine.places_batches:
             raise ValueError(
-                f"pp_size={size} with {accelerator.distributed_type}: a pipeline trains alone, with data parallelism, or with FSDP version 2. Leave the plugin away, "
+                f"pp_size={size} with {accelerator.distributed_type}: a pipeline trains without another strategy, with data parallelism, or with FSDP version 2. Remove the plugin, "
                 "or set pp_size=1."
             )
         if accelerator.mixed_precision not in ("no", "bf16"):
@@ -75,7 +75,7 @@ class PipelineParallel(Sharded):
         for obj in objects:
             if isinstance(obj, nn.Module) and not is_pipeline(obj) and accelerator.prepared.find(obj) is None:
                 raise ValueError(
-                    f"pp_size={layout.pp_size}, but {type(obj).__name__} is a whole model. Call accelerator.prepare_pipeline(model, ...), make the optimizer from "
+                    f"pp_size={layout.pp_size}, but {type(obj).__name__} is a full model. Call accelerator.prepare_pipeline(model, ...), make the optimizer from "
                     "pipeline.parameters(), and prepare that; a model that does not train goes to prepare_model(model, evaluation_mode=True)."
                 )
             groups = obj.param_groups if isinstance(obj, torch.optim.Optimizer) else ()
@@ -86,9 +86,9 @@ class PipelineParallel(Sharded):
                 )
 
     def whole_parameters(self, accelerator: Run, model: nn.Module) -> contextlib.AbstractContextManager[nn.Module]:
-        """Raise NotImplementedError: a rank has the code of its own stages alone."""
+        """Raise NotImplementedError: a rank has only its own stages."""
         raise NotImplementedError(
-            "whole_parameters is not possible with pp_size above 1. Evaluate the pipeline, or load its checkpoint in a process of its own."
+            "whole_parameters is not possible with pp_size above 1. Evaluate the pipeline, or load its checkpoint in a separate process."
         )
 
     # -- step ----------------------------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ class PipelineIO(ShardedIO):
             yield name, value
 
     def save_optimizer(self, accelerator: Run, optimizer: Any, plan: SavePlan, index: int, **options: Any) -> None:
-        """Write what this rank has of an optimizer's state, and the groups with the parameters of all stages.
+        """Write this rank's part of an optimizer's state, and the groups with the parameters of all stages.
 
         Collective: call on every rank.
         """

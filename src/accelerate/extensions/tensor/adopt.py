@@ -1,8 +1,8 @@
 """Models that arrive sharded: the layout is read from the meshes of their parameters, and the run follows it.
 
-Transformers shards models while it loads them (`DistributedConfig`), and programs do so by `fully_shard` or `parallelize_module`. Nothing
-is sharded here: the Accelerator learns which ranks share what, so that loaders, gradients and checkpoints fit. Adapters that were added
-to a sharded model stay whole, and are trained in the same way.
+Transformers shards models while it loads them (`DistributedConfig`), and programs do so by `fully_shard` or
+`parallelize_module`. This module shards nothing: the Accelerator reads the layout, so that loaders, gradients and
+checkpoints fit. Adapters that were added to a sharded model stay unsharded, and are trained in the same way.
 
 Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 """
@@ -54,11 +54,11 @@ def adopt(accelerator: Run, models: Sequence[nn.Module]) -> None:
         ):
             raise ValueError(
                 f"{type(model).__name__} arrives sharded over {sizes} ({'by fully_shard' if sharded else 'without fully_shard'}), which cannot "
-                f"train with {accelerator.distributed_type}. Load it whole; or shard it by fully_shard, for tensors by parallelize_module over "
-                "a mesh with the dimension 'tp', and leave the plugin out or take FSDP version 2."
+                f"train with {accelerator.distributed_type}. Load it unsharded; or shard it by fully_shard, for tensors by parallelize_module over "
+                "a mesh with the dimension 'tp', and remove the plugin or use FSDP version 2."
             )
         if not sharded:
-            # No strategy averages gradients here, so the ranks that have experts of their own work on the same batch.
+            # No strategy averages gradients here, so the ranks that have different experts work on the same batch.
             sizes = {"tp": sizes.get("tp", sizes.get("ep", 1)), "ep": sizes.get("ep", 1)}
         if derived := layout is None or layout.total_size == 1:
             layout = ParallelismConfig(**{f"{axis}_size": sizes[axis] for axis in sizes if axis != "efsdp"})
@@ -114,7 +114,7 @@ def layout_of(model: nn.Module, sharded: bool) -> dict[str, list[int]]:
 
 
 def _refuse_adapted_experts(model: nn.Module) -> None:
-    """Refuse adapters of experts that ranks share out: each rank has those of its own experts, under the same names."""
+    """Refuse adapters of experts that are spread over ranks: each rank has adapters of other experts under the same names."""
     names = {id(module): name for name, module in model.named_modules()}
     for name in [names[id(module)] for module in experts.modules(model)]:
         while name.endswith(".base_layer"):  # what PEFT puts around a module keeps it under this name

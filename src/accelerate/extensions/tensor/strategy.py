@@ -39,7 +39,7 @@ class TensorParallelIO(ShardedIO):
     save_options = ()
 
     def layout(self, accelerator: Run, use_dcp: bool = True) -> Layout:
-        """Return how a checkpoint keeps what is sharded: gathered."""
+        """Return the layout of sharded tensors in a checkpoint: gathered."""
         return "full"
 
     def save_model(self, accelerator: Run, state: dict[str, Any], plan: SavePlan, index: int, **options: Any) -> None:

@@ -1,10 +1,10 @@
-"""Tensor parallelism: the layers of a model are cut over the ranks of the mesh's dimension `tp`.
+"""Tensor parallelism: the layers of a model are sharded over the ranks of the mesh's dimension `tp`.
 
-A plan says of patterns of module names what becomes of the module. It comes from the user, or from the model itself
-(`tp_plan`), unless transformers cut the model when it loaded it. Everything is checked before anything is changed.
+A plan maps patterns of module names to styles. It comes from the user, or from the model itself (`tp_plan`), unless
+transformers sharded the model when it loaded it. Everything is checked before anything is changed.
 
-Parameters that no entry names become replicated DTensors, since optimizers with `foreach` or `fused` (the default on GPUs)
-refuse plain tensors beside DTensors; with FSDP2 they stay plain, and `fully_shard` makes DTensors of them.
+Parameters without an entry become replicated DTensors, since optimizers with `foreach` or `fused` (the default on GPUs)
+refuse plain tensors next to DTensors. With FSDP2 they stay plain, and `fully_shard` makes DTensors of them.
 """
 
 import difflib
@@ -75,7 +75,7 @@ def _prepare_tp(accelerator: Any, *args: Any) -> tuple[Any, ...]:
 
 
 def _compare_seeds(mesh: "DeviceMesh") -> None:
-    """Warn if ranks that share layers would drop different elements of activations that all of them have whole."""
+    """Warn if ranks that share layers would drop different elements of activations that all of them have in full."""
     if same_on_all(torch.initial_seed(), mesh.device_type, mesh.get_group()):
         return
     seeds: list[int] = [0] * mesh.size()
@@ -125,7 +125,7 @@ def _adopt(model: nn.Module, mesh: "DeviceMesh") -> None:
     moved: dict[int, nn.Parameter] = {}
     for module in model.modules():
         if type(module) is nn.Linear and isinstance(module.weight, DTensor):
-            # PEFT writes into LoRA's factors the size that a rank has, where transformers reads that of the whole.
+            # PEFT writes the local size into LoRA's factors, where transformers reads the full size.
             module.out_features, module.in_features = module.weight.shape
         for name, value in module._parameters.items():
             if not isinstance(value, DTensor) or value.device_mesh.ndim > 1:
@@ -145,13 +145,13 @@ def _adopt(model: nn.Module, mesh: "DeviceMesh") -> None:
 
 
 def sum_replicas(model: nn.Module, mesh: "DeviceMesh") -> None:
-    """Sum the gradients of what each rank has whole and uses on its heads, in the place of the forward that transformers puts there."""
+    """Sum the gradients of parameters that each rank has in full and uses on its heads, instead of transformers' forward."""
     prefix, plan = _own_plan(model)
     summed = {f"{prefix}{key}": word for key, word in plan.items() if word == "replicated_with_grad_allreduce"}
     modules = dict(model.named_modules())
     for name in _match(model, summed, strict=False):
-        # Transformers' own hooks the gradient of a leaf. Neither a replicated DTensor's plain view nor what FSDP gathers is the
-        # parameter that the optimizer has, and without synchronisation FSDP adds to it what was not summed.
+        # Transformers hooks the gradient of a leaf. A replicated DTensor's plain view and FSDP's gathered tensor are not the
+        # optimizer's parameter, and without synchronisation FSDP adds the unsummed gradient to it.
         if vars(modules[name]).pop("forward", None) is not None:
             SummedReplica()._apply(modules[name], mesh)
 
@@ -188,12 +188,12 @@ def resolve(model: nn.Module, user_plan: Mapping[str, Any] | None, size: int) ->
 
 
 def _with_adapters(modules: Mapping[str, nn.Module], styles: Mapping[str, Any]) -> dict[str, Any]:
-    """Return styles in which a layer with LoRA stands for what is in it: the layer, and the factor on the side that is cut."""
+    """Replace the style of a layer with LoRA by styles of its parts: the layer, and the factor on the sharded side."""
     expanded: dict[str, Any] = {}
     for name, style in styles.items():
         module = modules[name]
         layer = getattr(module, "base_layer", None)
-        # Of y = W x + B A x columns of the output cut W and B, rows of the input W and A.
+        # In y = W x + B A x, W and B are sharded for output columns, W and A for input rows.
         factor = {0: "lora_B", 1: "lora_A"}.get(cut_dimension(style, layer, "weight"), "")
         if (
             not isinstance(layer, nn.Linear)
@@ -225,7 +225,7 @@ def _fits(name: str, pattern: str) -> bool:
 
 
 def _match(model: nn.Module, plan: Mapping[str, Any], strict: bool) -> dict[str, Any]:
-    """Return what a plan says of each module that it names; a name without wildcards comes before a pattern."""
+    """Return a plan's style of each module that it names; a name without wildcards comes before a pattern."""
     names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
     matches: dict[str, tuple[str, Any]] = {}
     for pattern in sorted(plan, key=lambda key: any(mark in key for mark in "*?[")):
@@ -303,8 +303,8 @@ def _check_ties(model: nn.Module, modules: dict[str, nn.Module], styles: Mapping
         if len(set(ways)) > 1:
             raise ValueError(
                 f"{' and '.join(names)} are one tied parameter, and the tensor-parallel plan cuts it along different dimensions "
-                f"({', '.join(map(str, ways))}; None is whole). For an embedding tied to its output layer, plan the embedding as "
-                "'embedding_rowwise' and the layer as 'colwise_rep', or leave out both."
+                f"({', '.join(map(str, ways))}; None is unsharded). For an embedding tied to its output layer, plan the embedding as "
+                "'embedding_rowwise' and the layer as 'colwise_rep', or omit both."
             )
 
 
@@ -312,7 +312,7 @@ def _check_ties(model: nn.Module, modules: dict[str, nn.Module], styles: Mapping
 
 
 def cut(model: nn.Module, styles: Mapping[str, Any], mesh: "DeviceMesh") -> None:
-    """Apply the styles, and restore what torch's do not keep: ties, and which parameters are frozen."""
+    """Apply the styles, and restore properties that torch's styles lose: ties, and which parameters are frozen."""
     tied = ties(model)
     trains = {name: value.requires_grad for name, value in model.named_parameters(remove_duplicate=False)}
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -342,7 +342,7 @@ def _place_others(model: nn.Module, mesh: "DeviceMesh", keep_plain: bool) -> Non
             LocalView(plain_names).install(module)
 
 
-# -- what each word of a plan does to a module: torch's styles, and those that torch has not ------------------------
+# -- the effect of each word of a plan: torch's styles, and further ones --------------------------------------------
 
 
 class _SummedGradient(torch.autograd.Function):
@@ -362,7 +362,7 @@ class LocalView:
     """Shows a module its replicated DTensor parameters as plain tensors while its forward pass runs.
 
     `summed` names the group that their gradients are summed over, because each rank uses them on its part of the
-    activations; None where every rank has the whole gradient already.
+    activations; None if every rank has the full gradient already.
     """
 
     def __init__(self, names: Iterable[str], summed: str | None = None) -> None:
@@ -398,7 +398,7 @@ def shows_local_views(module: nn.Module) -> bool:
 
 
 class SummedReplica(ParallelStyle):
-    """Every rank has the module whole and runs it on its own part of the activations (its heads, say); gradients are summed."""
+    """Every rank has the full module and runs it on its own part of the activations (its heads, say); gradients are summed."""
 
     def _apply(self, module: nn.Module, device_mesh: "DeviceMesh") -> nn.Module:
         group = device_mesh.get_group().group_name
@@ -433,12 +433,12 @@ class SplitSequence(SummedReplica):
         return module
 
 
-# The words of plans, those of transformers among them, to what they do.
+# The words of plans, also those of transformers, and their styles.
 WORDS: dict[str, Callable[[nn.Module], ParallelStyle | None]] = {
     "colwise": lambda module: ColwiseParallel(),
     "colwise_rep": lambda module: ColwiseParallel(output_layouts=Replicate()),
     "colwise_gather_output": lambda module: ColwiseParallel(output_layouts=Replicate()),
-    # Token numbers are never split, so an embedding's input is whole whatever the plan calls it.
+    # Token numbers are never sharded, so an embedding's input is complete under any style.
     "rowwise": lambda module: RowwiseParallel(input_layouts=Replicate() if isinstance(module, nn.Embedding) else None),
     "rowwise_rep": lambda module: RowwiseParallel(input_layouts=Replicate()),
     "rowwise_split_input": lambda module: RowwiseParallel(input_layouts=Replicate()),
@@ -451,7 +451,7 @@ WORDS: dict[str, Callable[[nn.Module], ParallelStyle | None]] = {
 
 
 def cut_dimension(style: Any, module: nn.Module, name: str) -> int | None:
-    """Return the dimension along which a style cuts a parameter; None where it is whole or unknown."""
+    """Return the dimension along which a style shards a parameter; None if it is unsharded or unknown."""
     if type(style) is ColwiseParallel:
         return 1 if isinstance(module, nn.Embedding) else 0
     if type(style) is RowwiseParallel and name == "weight":
@@ -460,5 +460,5 @@ def cut_dimension(style: Any, module: nn.Module, name: str) -> int | None:
 
 
 def keeps_output_cut(style: Any) -> bool:
-    """Say whether what a module with this style returns is this rank's part only."""
+    """Say whether a module with this style returns only this rank's part."""
     return type(style) is ColwiseParallel and any(isinstance(item, Shard) for item in style.output_layouts)
