@@ -122,8 +122,7 @@ def gather(tensor: Any) -> Any:
         tensor: nested tensors, of the same structure, shapes and dtypes on every rank. Scalars become vectors.
 
     Returns:
-        The same structure with the tensors of all ranks, in the order of the ranks, on every rank. No gradients flow through
-        it. A single process gets its argument back.
+        On every rank the same structure with all ranks' tensors, without gradients. A single process gets its argument back.
 
     Raises:
         DistributedOperationException: structure, shapes or dtypes differ between ranks; raised on all of them.
@@ -211,8 +210,7 @@ def gather_object(object: Any) -> Any:
         The elements of all ranks, in the order of the ranks, on every rank. A single process gets its argument back.
 
     Raises:
-        TypeError: the argument is a string or not iterable, its structure differs between ranks, or tensors cannot be
-            concatenated.
+        TypeError: the argument is no iterable or a string, structures differ, or tensors cannot be concatenated.
 
     Example:
         >>> gather_object([{"loss": 0.5}])  # with two processes: one dictionary of each
@@ -236,13 +234,11 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
     Collective: call on every rank.
 
     Args:
-        tensor: nested tensors, of the same structure, shapes and dtypes on every rank. They are filled in place, except
-            results of `expand`.
+        tensor: nested tensors, of the same structure, shapes and dtypes on every rank, filled in place if possible.
         from_process: the rank that sends.
 
     Returns:
-        The same structure with the rank's own tensors, which have the values of `from_process` and keep their gradient
-        functions. A single process gets its argument back.
+        The same structure with the values of `from_process`. The rank's tensors keep their gradient functions.
 
     Raises:
         DistributedOperationException: structure, shapes or dtypes differ between ranks; raised on all of them.
