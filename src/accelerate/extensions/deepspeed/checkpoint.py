@@ -1,7 +1,7 @@
-"""Checkpoints of engines: what DeepSpeed saves goes into the plan of a save, and it loads what as many ranks wrote at the same stage.
+"""Checkpoints of engines: DeepSpeed's files are part of a save, and it loads files of as many ranks at the same stage.
 
-What others wrote (other ranks, another stage, another strategy) is put into the engine here, each rank its part by the names of parameters.
-Either way names and shapes are compared before anything changes.
+Other checkpoints (other ranks, another stage, another strategy) are put into the engine here, each rank's part by the names
+of parameters. In both cases names and shapes are compared before anything changes.
 
 Source: https://deepspeed.readthedocs.io/en/latest/model-checkpointing.html
 """
@@ -53,7 +53,7 @@ def _files_of(engine: Any, plan: SavePlan | None = None) -> Iterator[None]:
 
 
 class _Files:
-    """Takes the place of an engine's `checkpoint_engine`, whose `load` would run what is in a file."""
+    """Replaces an engine's `checkpoint_engine`, whose `load` would run code of a file."""
 
     def __init__(self, inner: Any, plan: SavePlan | None) -> None:
         self._inner, self._plan = inner, plan
@@ -66,7 +66,7 @@ class _Files:
         return False
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Put a state into the plan, which copies it or writes it before the engine goes on."""
+        """Put a state into the plan, which copies or writes it before the engine continues."""
         self._plan.add_object(os.path.relpath(path, self._plan), state_dict)  # type: ignore[union-attr]  # a save has one
 
     def load(self, path: str, map_location: Any = None) -> Any:
@@ -83,14 +83,16 @@ class _Files:
 def read(
     engine: Any, folder: str, index: int, optimizer: int, strict: bool = True, weights_only: bool = True
 ) -> Deferred:
-    """Compare an engine with what a checkpoint has for it, and return what loads that. Any rank, alone; all ranks load.
+    """Compare an engine with a checkpoint, and return the function that loads it, which is a collective.
+
+    Not a collective.
 
     Args:
-        engine: it stays as it is until the returned function is called.
+        engine: it is not changed until the returned function is called.
         folder: a checkpoint of any strategy.
         index: of the model.
         optimizer: index of the engine's optimizer.
-        strict: each name is there, and no other.
+        strict: the names must be the same.
         weights_only: run no code of a file.
 
     Raises:
@@ -104,8 +106,8 @@ def _check_disk_optimizer(engine: Any) -> None:
     """Refuse optimizers on a disk, whose step counts and small states DeepSpeed would not load again."""
     if engine.zero_nvme_offload_optimizer():
         raise RuntimeError(
-            "zero_optimization.offload_optimizer.device is 'nvme', and DeepSpeed cannot go on from a checkpoint of such an optimizer; nothing was "
-            "saved or loaded. Set it to 'cpu' (parameters may stay on nvme), or save the weights alone with save_model."
+            "zero_optimization.offload_optimizer.device is 'nvme', and DeepSpeed cannot resume from a checkpoint of such an optimizer; nothing was "
+            "saved or loaded. Set it to 'cpu' (parameters may stay on nvme), or save only the weights with save_model."
         )
 
 
@@ -159,7 +161,7 @@ def _matched(engine: Any, stored: "CheckpointReader", strict: bool, written: zer
         partial(io_of(engine.module).tied_names, engine.module),
         stored.aliases,
     )
-    # What `exclude_frozen_parameters` left out stays as it is.
+    # Values skipped by `exclude_frozen_parameters` do not change.
     frozen = {name for name, parameter in engine.module.named_parameters() if not parameter.requires_grad}
     optional = frozen if written is not None and written.head["frozen_param_shapes"] is None else set()
     problems = [
@@ -202,7 +204,7 @@ def _same_layout(engine: Any, written: zero.Folder | None, place: str) -> bool:
 
 
 def _native(engine: Any, folder: str, tag: str, weights_only: bool, strict: bool) -> None:
-    """Let an engine load what it has written. Collective: call on every rank."""
+    """Let an engine load its own files. Collective: call on every rank."""
     with _files_of(engine) if weights_only else contextlib.nullcontext():
         engine.load_checkpoint(folder, tag, load_module_strict=strict)
 
@@ -391,14 +393,14 @@ def _keep_length(schedule: Any, head: Mapping[str, Any], ranks: int) -> None:
     )
 
 
-# -- weights alone -----------------------------------------------------------------------------------------------------
+# -- weights only ------------------------------------------------------------------------------------------------------
 
 
 def require_gathering(engine: Any, config: dict[str, Any]) -> None:
-    """Refuse (ValueError) to gather a whole model of stage 3 where that is switched off."""
+    """Refuse (ValueError) to gather the full model of stage 3 if that is switched off."""
     if engine.zero_optimization_stage() == 3 and not config.get("zero_optimization", {}).get(_GATHER):
         raise ValueError(
-            f"The whole weights of ZeRO stage 3 are gathered only where zero_optimization.{_GATHER} is true. Set it (or "
+            f"The full weights of ZeRO stage 3 are gathered only where zero_optimization.{_GATHER} is true. Set it (or "
             "zero3_save_16bit_model=True of DeepSpeedPlugin), or save shards with save_state and merge them with zero_to_fp32.py."
         )
 

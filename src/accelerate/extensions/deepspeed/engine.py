@@ -44,7 +44,7 @@ _BY_WIDTH: dict[str, Callable[[int], int]] = {
 
 
 def check(plugin: DeepSpeedPlugin, model: nn.Module, optimizer: Any, scheduler: Any) -> None:
-    """Refuse what the engine cannot do or would do otherwise: two optimizers, one of another model, a disk that is not there.
+    """Refuse objects that the engine cannot train: two optimizers, an optimizer of another model, a missing disk.
 
     Raises:
         ValueError: they contradict the configuration; the message names the key.
@@ -119,7 +119,7 @@ def _check_disk(plugin: DeepSpeedPlugin) -> None:
 
 def batch_size(loaders: Sequence[Any], smallest: bool, processes: int) -> int | None:
     """Return the batch size of a process in the loaders that have one; of several the smallest or the largest."""
-    # A loader whose batches the main process reads and cuts has the size of whole ones.
+    # A loader whose batches the main process reads and splits has the size of full ones.
     declared = [(getattr(loader, "batch_size", None), getattr(loader, "split_batches", False)) for loader in loaders]
     sizes = [size // processes if cut else size for size, cut in declared if isinstance(size, int)]
     return (min if smallest else max)(sizes) if sizes else None
@@ -128,7 +128,7 @@ def batch_size(loaders: Sequence[Any], smallest: bool, processes: int) -> int | 
 def resolve(
     accelerator: Run, plugin: DeepSpeedPlugin, model: nn.Module, optimizer: Any, scheduler: Any, loaders: Sequence[Any]
 ) -> dict[str, Any]:
-    """Fill in every "auto" of the plugin's configuration, and return what the engine gets.
+    """Fill in every "auto" of the plugin's configuration, and return the engine's configuration.
 
     Raises:
         ValueError: nothing determines a value, or values contradict each other.
@@ -138,7 +138,9 @@ def resolve(
     if config[_STEPS] == "auto":
         config[_STEPS] = steps
     elif config[_STEPS] != steps:
-        if steps != 1 and accelerator.process_index == 0:  # 1 is what nobody has set, as under transformers' Trainer
+        if (
+            steps != 1 and accelerator.process_index == 0
+        ):  # 1 is the default that no program has set, as under transformers' Trainer
             logger.warning(
                 f"gradient_accumulation_steps is {config[_STEPS]} in the DeepSpeed configuration and {steps} in the Accelerator: "
                 "the configuration holds."
@@ -166,7 +168,7 @@ def resolve(
     }
     if optimizer is not None and not isinstance(optimizer, DummyOptim):
         config.setdefault("zero_allow_untested_optimizer", True)
-        # The optimizer that was given is the one that trains; DeepSpeed would refuse it beside an offload otherwise.
+        # The optimizer that was passed trains. Otherwise DeepSpeed would refuse it together with an offload.
         config.setdefault("zero_force_ds_cpu_optimizer", False)
     if layout is not None and layout._sp_by_deepspeed:
         config[_TRAIN] = settings[_TRAIN]  # the Trainer has counted ranks that share sequences one by one
@@ -245,14 +247,14 @@ class DeepSpeed(Strategy):
         return True
 
     def wrap_model(self, accelerator: Run, model: nn.Module) -> nn.Module:
-        """Refuse to train a model by itself: without its optimizer it would be no engine, and learn alone on each rank.
+        """Refuse to train a model without its optimizer: it would be no engine, and each rank would learn separately.
 
         Raises:
             ValueError: it has parameters to train.
         """
         if any(parameter.requires_grad for parameter in model.parameters()):
             raise ValueError(
-                f"DeepSpeed makes one engine of a model and its optimizer, and got {type(model).__name__} alone. Pass both to `prepare` in one "
+                f"DeepSpeed makes one engine of a model and its optimizer, and got only {type(model).__name__}. Pass both to `prepare` in one "
                 "call; for inference, prepare_model(model, evaluation_mode=True)."
             )
         return model
@@ -274,7 +276,7 @@ class DeepSpeed(Strategy):
         plugin.set_moe_leaf_modules(model)
         if plugin.zero_stage == 3 and is_transformers_available():
             integrations: Any = importlib.import_module("transformers.integrations")
-            # `generate` lets ranks that have ended go on with the others where it knows, also of models that were built whole.
+            # `generate` lets ranks that have ended continue with the others if it detects ZeRO 3, also for models built unsharded.
             if not integrations.is_deepspeed_zero3_enabled():
                 plugin.set_deepspeed_weakref()
         config = resolve(accelerator, plugin, model, optimizer, scheduler, loaders)
@@ -324,7 +326,7 @@ class DeepSpeed(Strategy):
         if is_engine(model) and model.zero_optimization_stage() == 3:
             raise NotImplementedError(
                 "whole_parameters at ZeRO stage 3: the engine frees each module's parameters after its forward. Call "
-                "unwrap_model(model).generate(...) on all ranks without it, or take whole tensors from stream_weights."
+                "unwrap_model(model).generate(...) on all ranks without it, or take unsharded tensors from stream_weights."
             )
         return super().whole_parameters(accelerator, model)
 
@@ -338,7 +340,7 @@ class DeepSpeed(Strategy):
         Args:
             accelerator: The Accelerator.
             loss: A scalar, not scaled.
-            model: Whose engine it is; by default the one that the loss was computed with.
+            model: The model whose engine runs; by default the one that the loss was computed with.
             **kwargs: For the engine's ``backward``.
         """
         engines = accelerator.prepared.engines
@@ -349,13 +351,13 @@ class DeepSpeed(Strategy):
         if len(engines) != 1:
             raise ValueError(
                 f"The loss belongs to {len(engines)} of the prepared engines, so it does not say which one steps. Pass the prepared model: "
-                "accelerator.backward(loss, model=model), and detach what the other engines shall not learn from."
+                "accelerator.backward(loss, model=model), and detach the inputs that the other engines must not learn from."
             )
         engines[0].backward(loss, sync_gradients=accelerator.sync_gradients, **kwargs)
 
     @contextlib.contextmanager
     def no_sync(self, accelerator: Run, model: nn.Module) -> Iterator[None]:
-        """Let backward passes of a model's engine take no step. What its stage exchanges in each of them it exchanges all the same."""
+        """Let backward passes of a model's engine take no step. Its stage still exchanges gradients in each of them."""
         engines = [
             wrapper for wrapper in accelerator.prepared.engines if model in (wrapper.engine, wrapper.engine.module)
         ]
@@ -442,7 +444,7 @@ def reached(loss: torch.Tensor, engines: Sequence[Any]) -> list[Any]:
 
 
 def _numbers_of_rank0(numbers: list[int]) -> list[int]:
-    """Exchange what ZeRO 3 compares among ranks, and return what this rank has: there is no other, which its own function needs."""
+    """Exchange the values that ZeRO 3 compares, and return this rank's: DeepSpeed's own function needs a second rank."""
     import deepspeed
 
     deepspeed.comm.broadcast(torch.tensor(numbers), src=0)
@@ -472,7 +474,7 @@ def _undo_first_step(engine: Any) -> None:
 
 
 def _compile(engine: Any, plugin: Any) -> None:
-    """Compile the engine's module in place, whole or by its repeated blocks, when the Accelerator's plugin asks for it."""
+    """Compile the engine's module in place, fully or by its repeated blocks, if the Accelerator's plugin asks for it."""
     if plugin.backend.value == "NO":
         return
     options = plugin.to_kwargs()

@@ -29,18 +29,18 @@ _OPTION = "--deepspeed_hostfile"
 _DEFAULT_HOSTFILE = "/job/hostfile"
 # They start one process for each slot of the host file, and refuse a number or a filter.
 _BY_SLOTS = ("openmpi", "mpich", "mvapich")
-# They hand on what a file of variables names; the others hand on all.
+# They pass on the variables listed in a file; the others pass on all.
 _BY_FILE = ("pdsh", "openmpi")
-# What means the same to DeepSpeed, to a shell of the other machine, and to pdsh, which reads `%h`.
+# Characters with the same meaning to DeepSpeed, to a shell of the other machine, and to pdsh, which reads `%h`.
 _PLAIN = re.compile(r"[\w@+=:,./-]*")
 
 
 def process(plan: LaunchPlan, environment: Mapping[str, str]) -> Process:
-    """Return the call of DeepSpeed's launcher that `run` makes, once what it needs is checked."""
+    """Return the command of DeepSpeed's launcher for `run`, after checking its requirements."""
     name = _launcher(plan)
     runners.refuse_elastic(plan, f"DeepSpeed's launcher {name}", starts_all=name != "nossh")
     path = plan["deepspeed_hostfile"] or _DEFAULT_HOSTFILE
-    if not plan["deepspeed_hostfile"] and not os.path.isfile(path):  # DeepSpeed would go on with this machine alone
+    if not plan["deepspeed_hostfile"] and not os.path.isfile(path):  # DeepSpeed would continue with only this machine
         hint = "or take --deepspeed_multinode_launcher standard, and launch on every machine"
         raise LaunchError(f"There is no host file. Give {_OPTION}, a file of lines such as `node1 slots=8`; {hint}.")
     options = {name: resolved.value for name, resolved in plan.settings.items()}
@@ -138,9 +138,9 @@ def variables(settings: Mapping[str, Resolved], environment: Mapping[str, str]) 
 
 
 def _write_variables(path: str, environment: Mapping[str, str]) -> list[str]:
-    """Write the file of variables that DeepSpeed hands on, with the user's own lines; return the names held back.
+    """Write the file of variables that DeepSpeed passes on, with the user's own lines; return the names held back.
 
-    Those are secrets, which would stand on a command line, and values that a shell would change.
+    These are secrets, which would appear on a command line, and values that a shell would change.
     """
     lines, held_back = [], []
     for name in runners.handed_on(environment):

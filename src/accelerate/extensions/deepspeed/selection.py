@@ -1,4 +1,4 @@
-"""What AcceleratorState does with DeepSpeed's plugins, of which a program may give several by name."""
+"""AcceleratorState's handling of DeepSpeed plugins, of which a program may pass several by name."""
 
 from typing import Any
 

@@ -35,7 +35,7 @@ class DeepSpeedIO(StateIO):
     def model_state(  # type: ignore[override]  # None, as DeepSpeed returns it
         self, accelerator: Run, model: nn.Module, unwrap: bool
     ) -> dict[str, Any] | None:
-        """Return the whole state dict, an engine's under the names of its module; of stage 3 on rank 0 alone, None elsewhere.
+        """Return the full state dict, an engine's under the names of its module; for stage 3 only on rank 0, None elsewhere.
 
         Collective: call on every rank.
         """
@@ -47,7 +47,7 @@ class DeepSpeedIO(StateIO):
         return collected(self.whole_tensors(accelerator, model), model, everywhere) or None
 
     def save_model(self, accelerator: Run, state: dict[str, Any], plan: SavePlan, index: int, **options: Any) -> None:
-        """Put what the engine has into a plan, its optimizer included; the weights of a model without optimizer.
+        """Put an engine's state into a plan, its optimizer included; or the weights of a model without optimizer.
 
         Collective: call on every rank.
         """

@@ -43,7 +43,7 @@ def prepare(accelerator: TrainingRun, objects: Sequence[Any]) -> tuple[Any, ...]
     if accelerator._exact_accumulation:
         raise ValueError(
             "GradientAccumulationPlugin(exact=True) is not possible with DeepSpeed, whose engine divides each loss by "
-            "gradient_accumulation_steps. Leave exact away."
+            "gradient_accumulation_steps. Remove exact."
         )
     prepared_objects, engine, trains = engines.prepare(accelerator, objects, "DeepSpeed", kind_of)
     if engine is None:

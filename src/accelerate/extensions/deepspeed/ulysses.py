@@ -42,7 +42,7 @@ def share(accelerator: Run, model: nn.Module, micro_batch: int) -> Any:
         )
     if name == "eager":
         raise ValueError(
-            f"{type(model).__name__} has attn_implementation='eager', which builds its mask from a whole sequence. Load it with "
+            f"{type(model).__name__} has attn_implementation='eager', which builds its mask from a full sequence. Load it with "
             "attn_implementation='sdpa' or a flash attention."
         )
     length = None if handler.sp_seq_length_is_variable else handler.sp_seq_length
@@ -82,15 +82,15 @@ def share(accelerator: Run, model: nn.Module, micro_batch: int) -> Any:
 
 def average(engine: Any) -> None:
     """Let an engine average gradients over all ranks, which at stages 0 to 2 it would add up over those of one sequence."""
-    # The stages differ there: the reduce-scatter of stage 3 averages whatever this says. An average belongs to losses of whole
-    # sequences that come from a differentiable `all_gather`, because its backward pass adds up.
+    # The stages differ: the reduce-scatter of stage 3 always averages. An average belongs to losses of full sequences from a
+    # differentiable `all_gather`, because its backward pass adds up.
     for part in (engine, engine.optimizer):
         if hasattr(part, "sequence_parallel_size"):
             part.sequence_parallel_size = 1
 
 
 def release(model: nn.Module) -> None:
-    """Let a model's attention work on whole sequences again."""
+    """Let a model's attention work on unsharded sequences again."""
     for module in model.modules():
         vars(module).pop(_MARK, None)
 
@@ -106,7 +106,7 @@ def _by_model(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _any_batch(ulysses: Callable[..., Any], core: Any, state: Any) -> Callable[..., Any]:
-    """Return DeepSpeed's attention for batches of any size, and the original where a model evaluates batches that are whole."""
+    """Return DeepSpeed's attention for batches of any size, and the original while a model evaluates unsharded batches."""
 
     def attend(module: nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         active = state.active_dataloader
@@ -133,20 +133,21 @@ def _any_batch(ulysses: Callable[..., Any], core: Any, state: Any) -> Callable[.
 
 
 class UlyssesSPDataLoaderAdapter:
-    """Hands out, of the batches of the ranks that share sequences, one after the other, this rank's part.
+    """Hands out this rank's parts of the batches of all ranks that share sequences, one batch after the other.
 
-    Each of `sp_world_size` ranks reads a batch of its own; as many steps work on them, all ranks together on one batch at a time.
-    A batch is a dict with "input_ids" and "position_ids"; "labels" become "shift_labels", each at the place that predicts it.
-    Tensors are cut along dimension 1, other values go to all ranks. The loader's end is in the last part of its last batch alone.
+    Each of `sp_world_size` ranks reads separate batches. As many steps work on them, all ranks together on one batch at a time.
+    A batch is a dict with "input_ids" and "position_ids"; "labels" become "shift_labels", each at the position that predicts
+    it. Tensors are split along dimension 1, other values go to all ranks. Only the last part of the last batch has the
+    loader's end.
 
     Args:
         dl: A prepared loader.
-        sp_rank: This rank's place among those that share sequences.
+        sp_rank: This rank's position among those that share sequences.
         sp_group: Their process group.
-        sp_world_size: How many they are.
-        device: Where parts are handed out.
-        length: The length of every sequence; None where it varies.
-        skip: Parts to leave out at the beginning.
+        sp_world_size: Their number.
+        device: The device of the parts.
+        length: The length of every sequence; None if it varies.
+        skip: Parts to skip at the beginning.
 
     Raises:
         ValueError: While it is iterated, on all ranks: a batch cannot be cut, or some ranks have no batch left.
@@ -204,7 +205,7 @@ class UlyssesSPDataLoaderAdapter:
         self.dl.set_epoch(epoch)
 
     def _skipping_parts(self, number: int) -> "UlyssesSPDataLoaderAdapter":
-        """A view that leaves out the first parts, for `skip_first_batches`."""
+        """A view that skips the first parts, for `skip_first_batches`."""
         batches, skip = divmod(number + self.skip, self.sp_world_size)
         loader: Any = self.dl._skipping(batches) if batches else self.dl
         shared = (self.sp_rank, self.sp_group, self.sp_world_size, self.device, self.length)
@@ -243,7 +244,7 @@ class UlyssesSPDataLoaderAdapter:
         return [_unpacked(layout, part) for layout, part in zip(layouts, received.split(sizes), strict=True)]
 
     def _headers(self, problem: str | None, header: Mapping[str, tuple[Any, bool]] | None) -> list[Any]:
-        """Return what each rank says about its batch; objects are exchanged where that is not what all said last.
+        """Return each rank's description of its batch; objects are exchanged only if descriptions have changed.
 
         Collective: call on every rank.
         """
@@ -258,7 +259,7 @@ class UlyssesSPDataLoaderAdapter:
         return self._heads
 
     def _cut(self, batch: Any) -> tuple[dict[str, tuple[Any, bool]], list[torch.Tensor]]:
-        """Return what is in this rank's batch, and the bytes of each part; ValueError if it cannot be cut."""
+        """Return a description of this rank's batch, and the bytes of each part; ValueError if it cannot be split."""
         missing = [
             name for name in ("input_ids", "position_ids") if not isinstance(batch, Mapping) or name not in batch
         ]
@@ -303,7 +304,7 @@ def _unpacked(layout: dict[str, tuple[Any, bool]], part: torch.Tensor) -> dict[s
         if cut:
             dtype, shape = item
             end = start + _bytes(item)
-            # A copy, because the bytes of a view need not lie where its type wants them.
+            # A copy, because the bytes of a view need not be aligned for its type.
             item, start = part[start:end].clone().view(dtype).view(shape), end
         batch[name] = item
     return batch

@@ -1,4 +1,4 @@
-"""What stands for DeepSpeed's objects: configuration access, wrappers around its engine, and placeholders for its own."""
+"""Replacements of DeepSpeed's objects: configuration access, wrappers around its engine, and placeholders for its own."""
 
 import importlib
 from collections.abc import Callable, Iterable
@@ -121,7 +121,7 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the engine left out its last step because fp16 gradients overflowed."""
+        """Whether the engine skipped its last step because fp16 gradients overflowed."""
         return bool(getattr(self.optimizer, "overflow", False))
 
 
@@ -162,10 +162,10 @@ class DummyScheduler:
 
     Args:
         optimizer: the optimizer it belongs to, a `DummyOptim` for instance.
-        total_num_steps: batches of the whole training, counted on one process, where the config says "auto"; `prepare` divides them by
-            the number of processes, unless they split batches.
-        warmup_num_steps: steps of the engine in the warm-up, where the config says "auto".
-        lr_scheduler_callable: builds a scheduler from an optimizer; None takes the config's.
+        total_num_steps: batches of the full training, counted on one process, if the config says "auto". `prepare` divides
+            them by the number of processes, unless they split batches.
+        warmup_num_steps: steps of the engine in the warm-up, if the config says "auto".
+        lr_scheduler_callable: builds a scheduler from an optimizer; None uses the config's.
         kwargs: kept for the user.
     """
 
@@ -188,5 +188,5 @@ class DummyScheduler:
 
 
 def is_engine(model: Any) -> TypeGuard[Any]:
-    """Whether this is a prepared engine, not a model that was prepared for evaluation alone."""
+    """Whether this is a prepared engine, not a model that was prepared only for evaluation."""
     return hasattr(model, "save_checkpoint") and hasattr(model, "zero_optimization_stage")

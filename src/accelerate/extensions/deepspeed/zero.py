@@ -1,8 +1,9 @@
-"""DeepSpeed's checkpoints, read without DeepSpeed and without running code of a file: what all ranks wrote, by names of parameters.
+"""DeepSpeed's checkpoints, read without DeepSpeed and without running code of a file: the data of all ranks by parameter names.
 
-A stage below 3 has the weights in ``mp_rank_00_model_states.pt``; stage 3 has such a file for each rank, with shapes instead. From stage 1
-on each rank has a part of the float32 weights and of the optimizer's states in ``*zero_pp_rank_N_mp_rank_00_optim_states.pt``: flat
-tensors, in which stages 1 and 2 say where a parameter lies, and stage 3 gives each rank an even part of every parameter.
+A stage below 3 has the weights in ``mp_rank_00_model_states.pt``; stage 3 has such a file for each rank, with shapes
+instead. From stage 1 on each rank has a part of the float32 weights and of the optimizer's states in
+``*zero_pp_rank_N_mp_rank_00_optim_states.pt``, as flat tensors. Stages 1 and 2 list the position of each parameter; stage 3
+gives each rank an even part of every parameter.
 
 Source: https://github.com/deepspeedai/DeepSpeed (utils/zero_to_fp32.py, checkpoint/ds_to_universal.py)
 """
@@ -27,9 +28,9 @@ from accelerate.runtime import durable
 if TYPE_CHECKING:
     from accelerate.checkpoint.dcp import CheckpointReader
 
-# What DeepSpeed writes beside the folders of its engines.
+# Files that DeepSpeed writes next to the folders of its engines.
 BESIDE = ("latest", "zero_to_fp32.py", "zero_to_torch.py")
-# The classes of DeepSpeed of which its files have objects: records of numbers.
+# Classes of DeepSpeed whose objects its files contain: records of numbers.
 CLASSES = (
     "deepspeed.runtime.zero.config.ZeroStageEnum",
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
@@ -70,10 +71,10 @@ def engine_folder(index: int) -> str:
 
 
 def model_files(folder: str) -> list[str]:
-    """Return the files with the model's states: of stage 3 one for each rank, in their order.
+    """Return the files with the model's states; stage 3 has one for each rank, in their order.
 
     Raises:
-        ValueError: layers are split over ranks, or experts have files of their own.
+        ValueError: layers are split over ranks, or experts have separate files.
     """
     paths = glob.glob(os.path.join(glob.escape(folder), "*_model_states.pt"))
     pattern = r"(?:zero_pp_rank_([0-9]+)_)?mp_rank_00_model_states\.pt"
@@ -123,7 +124,7 @@ class ZeroLayout:
 
 
 class _Files(Sequence[dict[str, Any]]):
-    """What files hold, each of which is opened when it is needed, once."""
+    """The contents of files. Each file is opened on first use, once."""
 
     def __init__(self, paths: Sequence[str], read: Callable[[str], dict[str, Any]]) -> None:
         self.paths, self._read = paths, functools.cache(read)
@@ -136,15 +137,15 @@ class _Files(Sequence[dict[str, Any]]):
 
 
 class Folder:
-    """An engine's folder, of which each rank opens the files that it needs.
+    """An engine's folder, of which each rank opens only the files that it needs.
 
     Not a collective.
 
     Attributes:
-        head: what the first rank wrote of the model: counts of steps and, below stage 3, weights.
-        shards: what each rank wrote of the optimizer; none at stage 0.
+        head: the first rank's record of the model: counts of steps and, below stage 3, weights.
+        shards: each rank's record of the optimizer; none at stage 0.
         groups: names and shapes of the parameters in each flat tensor.
-        splits_weights: stage 3 wrote it.
+        splits_weights: the files are of stage 3.
     """
 
     def __init__(
@@ -178,7 +179,7 @@ class Folder:
 
         from accelerate.checkpoint.dcp import CheckpointReader
 
-        state = mapped_leaves(state, self._reader.add)  # what is there as a whole is read in parts, too
+        state = mapped_leaves(state, self._reader.add)  # tensors that are stored in full are also read in parts
         return CheckpointReader(self._folder, state, self._reader, Metadata(self._reader.specs), aliases)
 
     def model(self) -> "CheckpointReader":
@@ -230,7 +231,7 @@ class Folder:
         return [canonical_name(name) for number in numbers for name in self.groups[number]]
 
     def _frozen(self, name: str, shape: torch.Size) -> torch.Tensor:
-        """Return a placeholder for a parameter that does not train, of which each rank has an even part."""
+        """Return a placeholder for a parameter that does not train, with an even part on each rank."""
 
         def part(rank: int) -> torch.Tensor:
             fragment: torch.Tensor = self._models[rank]["frozen_param_fragments"][name]
@@ -241,7 +242,7 @@ class Folder:
         return self._reader.join(lambda start, stop: _cut(part, parts, start, stop), shape, part(0).dtype)
 
     def _joined(self, flat: Callable[[int], torch.Tensor], number: int, name: str) -> torch.Tensor:
-        """Return a placeholder for a parameter, or one of its states, of which each rank has a part in a flat tensor."""
+        """Return a placeholder for a parameter, or one of its states, with a part in a flat tensor of each rank."""
 
         def read(start: int, stop: int) -> torch.Tensor:
             return _cut(flat, self._parts(number, name, start, stop), start, stop)
@@ -275,7 +276,7 @@ class Folder:
 
     @functools.cached_property
     def _begins(self) -> list[dict[str, int]]:
-        """For each group, by name, how many elements lie before a parameter: at stage 3 in the flat tensor of each rank."""
+        """For each group, by name, the number of elements before a parameter: at stage 3 in the flat tensor of each rank."""
         begins: list[dict[str, int]] = []
         for group in self.groups:
             sizes = [shape.numel() for shape in group.values()]

@@ -15,7 +15,7 @@ from accelerate.runtime import torch_private
 from accelerate.runtime.run import Run
 from accelerate.strategies.sharded_io import ShardedIO
 
-# What torch puts into names of parameters, besides what torch.compile does.
+# Parts that torch adds to names of parameters, besides those of torch.compile.
 _STEPS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
@@ -43,7 +43,7 @@ class FSDP1Models(ModelIO):
         return tied
 
     def names_of(self, name: str, parameter: nn.Parameter) -> list[str]:
-        """Return the names of what a flat parameter holds. Not a collective."""
+        """Return the names of a flat parameter's members. Not a collective."""
         members = torch_private.member_names(parameter)
         prefix = name.rpartition(".")[0]
         return [name] if members is None else [f"{prefix}.{member}" if prefix else member for member in members]
@@ -84,7 +84,7 @@ class FSDP1Models(ModelIO):
 
         inner = inner_optimizer(optimizer)
         self.own_names(optimizer, model)  # a ValueError for a parameter that the model does not have
-        if torch_private.is_fake():  # torch asks others for the names of what this rank has no part of
+        if torch_private.is_fake():  # torch asks other ranks for the names of parameters that this rank has no part of
             return inner.state_dict()
         with _gives_shards(model):
             raw = FullyShardedDataParallel.optim_state_dict(self.unwrapped(model), inner, group=_group(model))
@@ -113,7 +113,7 @@ class FSDP1Models(ModelIO):
         """
         from torch.distributed.fsdp import FullyShardedDataParallel
 
-        # FSDP1's names keep what torch.compile put into them.
+        # FSDP1's names keep the parts of torch.compile.
         written = list(itertools.chain.from_iterable(self.own_names(optimizer, model)))
         kept = [".".join(step for step in name.split(".") if step not in _STEPS) for name in written]
         raw = renamed(state, dict(zip(canonical_names(written), kept, strict=True)))
@@ -126,7 +126,7 @@ class FSDP1IO(ShardedIO):
     """The states of a run with FSDP1, whose units are gathered as in a forward."""
 
     def whole_tensors(self, accelerator: Run, model: nn.Module, is_selected: Wanted = bool) -> Entries:
-        """Gather a unit at a time, as a forward does, of those that have something that is wanted.
+        """Gather a unit at a time, like a forward, if it has selected entries.
 
         Collective: call on every rank.
         """
@@ -170,7 +170,7 @@ def _group(model: nn.Module) -> Any:
 
 
 def _names(modules: Iterable[tuple[str, nn.Module]]) -> list[str]:
-    """Return the names of what modules, by their own names, have in a state dict; of flat parameters what is in them.
+    """Return the names of modules' entries in a state dict; for flat parameters the names of their members.
 
     Not a collective.
     """

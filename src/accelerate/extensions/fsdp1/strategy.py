@@ -88,7 +88,7 @@ class FSDP1(Sharded):
         return type(model)(wrapped, model.dynamo_ctx) if inner is not model else wrapped
 
     def no_sync(self, accelerator: Run, model: nn.Module) -> contextlib.AbstractContextManager[None]:
-        """Return FSDP's own context, in which each rank keeps whole gradients."""
+        """Return FSDP's own context, in which each rank keeps unsharded gradients."""
         hold: Callable[[], contextlib.AbstractContextManager[None]] | None = getattr(model, "no_sync", None)
         if hold is None:  # prepared for evaluation
             return contextlib.nullcontext()
@@ -97,7 +97,7 @@ class FSDP1(Sharded):
 
     @contextlib.contextmanager
     def whole_parameters(self, accelerator: Run, model: nn.Module) -> Iterator[nn.Module]:
-        """Gather all units at once. They refuse a forward meanwhile, so what they wrap stands in their places.
+        """Gather all units at once. Units refuse a forward while gathered, so the wrapped modules replace them.
 
         Collective: call on every rank.
         """
@@ -121,7 +121,7 @@ class FSDP1(Sharded):
     def clip_grad_norm(
         self, accelerator: Run, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float
     ) -> torch.Tensor:
-        """Clip to the norm of the whole tensors; ValueError for a part of a model's.
+        """Clip to the norm of the full tensors; ValueError for a part of a model's parameters.
 
         Collective: call on every rank.
         """
@@ -201,7 +201,7 @@ def _options(accelerator: Run, model: nn.Module) -> dict[str, Any]:
         "param_init_fn": initialise,
         # The wrapper leaves them where they are.
         "ignored_modules": [module.to(device) for module in ignored],
-        # The device of a lone process has no index, of which torch warns.
+        # The device of a single process has no index, and torch warns about that.
         "device_id": row(device.type).current() if device.type != "cpu" and device.index is None else device,
         "device_mesh": mesh,
     }
@@ -241,9 +241,9 @@ def _send_states(model: nn.Module, initialise: Any) -> None:
 
 @contextlib.contextmanager
 def _standing_in(model: nn.Module, ignored: list[nn.Parameter]) -> Iterator[None]:
-    """Put new parameters with the same memory in a model's place, and empty the old; undo it after an error.
+    """Replace a model's parameters by new ones with the same memory, and empty the old; undo it after an error.
 
-    Torch frees what it has flattened, unit by unit, if nothing else holds it; but optimizers made before hold the old.
+    Torch frees the flattened parameters, unit by unit, unless something else refers to them, as earlier optimizers do.
     """
     kept = {id(parameter) for parameter in ignored}
     stand_ins: dict[nn.Parameter, nn.Parameter] = {}
@@ -261,7 +261,7 @@ def _standing_in(model: nn.Module, ignored: list[nn.Parameter]) -> Iterator[None
         yield
     except BaseException:
         former = {new: old for old, new in stand_ins.items()}
-        for module in model.modules():  # what torch has flattened already is not there any more
+        for module in model.modules():  # torch removed the parameters that it flattened
             for name, new in module._parameters.items():
                 if new in former:
                     former[new].data, module._parameters[name] = new.data, former[new]

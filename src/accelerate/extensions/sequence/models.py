@@ -1,4 +1,4 @@
-"""Models of transformers whose sequences are cut: what they must be, and hooks that act inside the context alone."""
+"""Models of transformers with sharded sequences: their requirements, and hooks that act only inside the context."""
 
 import inspect
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from accelerate.extensions.sequence.documents import Documents
 from accelerate.extensions.sequence.region import WHAT, Active, Region
 from accelerate.runtime import torch_private
 
-# Heads that need the whole sequence in one place, for more than attention.
+# Heads that need the full sequence on one rank, for more than attention.
 _WHOLE = ("ForSequenceClassification", "ForMultipleChoice", "ForQuestionAnswering", "ForNextSentencePrediction")
 _SHIFTING = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _ATTENTION_NAMES = ("self_attn", "attn", "attention", "self_attention")
@@ -90,7 +90,7 @@ def attach(model: nn.Module, region: Region) -> None:
     for inner in outermost(model):
         if _hooked(inner, ModelHook, region):
             continue
-        # First of all hooks: those of strategies may move or cast what is checked here.
+        # First of all hooks: those of strategies may move or cast the tensors checked here.
         inner.register_forward_pre_hook(ModelHook(region, inner), with_kwargs=True, prepend=True)
         for module in _attention_modules(inner):
             hook = AttentionHook(region, _parameters(module))
@@ -151,7 +151,7 @@ class OutsideHook:
         self.done = False
 
     def __call__(self, module: nn.Module, args: tuple) -> None:
-        """Look at the first call in training alone; ValueError for a call inside that is refused."""
+        """Check only the first call in training; ValueError for a refused call inside the context."""
         if self.region.active is not None and self.refusal:
             raise ValueError(f"{self.refusal} Or call it outside of maybe_context_parallel, on whole sequences.")
         if self.done or not (module.training and torch.is_grad_enabled()):
@@ -250,7 +250,7 @@ class ModelHook:
             )
 
     def _check_places(self, active: Active, kwargs: dict[str, Any]) -> Documents | None:
-        """Supply positions; of given ones, or a mask, check what all ranks have, and return their documents, if rows are packed."""
+        """Supply positions, or check given positions or a mask with all ranks. Return the documents, if rows are packed."""
         mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
         if positions is None:
             if active.positions is None or not self.numbers_from_zero:
@@ -279,13 +279,13 @@ class ModelHook:
             active.positions if position_ids is None else position_ids[0] if position_ids.dim() > 2 else position_ids,
         ]
         rows.append(torch.ones_like(rows[0]) if mask is None else mask)
-        if rows[2].shape[-1] == active.length != rows[0].shape[-1]:  # it is whole
+        if rows[2].shape[-1] == active.length != rows[0].shape[-1]:  # the mask is unsharded
             rows[2] = rows[2][:, active.positions[0]]
         rows.append(torch.full_like(active.positions, not named))
         local_places = torch.stack(torch.broadcast_tensors(*(row.to(torch.int32) for row in rows)))
         parts = [torch.empty_like(local_places) for _ in range(self.region.size)]
         distributed.all_gather(parts, local_places, group=self.region.group)
-        # Of a simulated run, or of shapes, nothing of other ranks can be seen.
+        # A simulated run, or tensors without values, have nothing of other ranks.
         if torch_private.is_fake(self.region.group) or torch_private.is_shape(local_places):
             return None
         gathered = torch.cat(parts, dim=-1)
@@ -294,7 +294,7 @@ class ModelHook:
         places, positions, real, unnamed = whole[..., order]
         real = real != 0
         if ((real != (places < real.sum(axis=-1, keepdims=True))).any()) if self.causal else not real.all():
-            # Where every token sees all others, padding anywhere would be seen.
+            # If every token sees all others, padding anywhere would be seen.
             raise ValueError(
                 f"attention_mask of {self.name} has padding that {self.region.what} cannot mask: only padding at the right "
                 "(padding_side='right' of the tokenizer) of causal attention needs no mask, and this is padding before real tokens "

@@ -102,5 +102,5 @@ def _commands(args: argparse.Namespace, config: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    """Run `accelerate tpu-config` as a program of its own; exit statuses are those of `console`."""
+    """Run `accelerate tpu-config` as a separate program; exit statuses are those of `console`."""
     console(tpu_command_parser().parse_args())

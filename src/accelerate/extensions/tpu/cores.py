@@ -57,7 +57,7 @@ def run(plan: LaunchPlan, environment: Mapping[str, str], replace: bool = False)
 
 
 def precision_variables(mixed_precision: str | None, downcast: Any) -> dict[str, str]:
-    """Return the variables with which torch_xla computes in bfloat16; `downcast` turns float64 into float32 beside it."""
+    """Return the variables with which torch_xla computes in bfloat16; `downcast` also turns float64 into float32."""
     if mixed_precision != "bf16":
         return {}
     return {"XLA_DOWNCAST_BF16" if is_on(downcast) else "XLA_USE_BF16": "1"}
