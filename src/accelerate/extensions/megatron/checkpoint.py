@@ -39,7 +39,7 @@ class MegatronIO(StateIO):
         )
 
     def model_state(self, accelerator: Run, model: nn.Module, unwrap: bool) -> dict[str, Any]:
-        """Return the whole state dict under the names of transformers. Collective: call on every rank."""
+        """Return the full state dict under the names of transformers. Collective: call on every rank."""
         if not isinstance(model, MegatronEngine):
             return super().model_state(accelerator, model, unwrap)
         state = collected(model.entries(bool), model.source, everywhere=True)
@@ -118,7 +118,7 @@ def _refuse_code(place: str) -> None:
 
 
 def _load(engine: MegatronEngine, place: str, rank: int, strict: bool) -> None:
-    """Let core load what it has written. Collective: call on every rank."""
+    """Let core load its own files. Collective: call on every rank."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     engine.load(place, strict)

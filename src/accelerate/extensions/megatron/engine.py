@@ -1,4 +1,4 @@
-"""The engine: a model, its optimizer and its scheduler become one of Megatron core, whose call is a whole training step."""
+"""The engine: a model, its optimizer and its scheduler become one of Megatron core; a call is a full training step."""
 
 import re
 from collections.abc import Mapping
@@ -22,15 +22,16 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class MegatronEngine(nn.Module):
-    """A model of transformers cut by Megatron core, with its optimizer and schedule.
+    """A model of transformers sharded by Megatron core, with its optimizer and schedule.
 
-    In training mode a call takes a whole step on all of a batch's micro-batches: forward and backward passes, clipping, optimizer, scheduler;
-    else the forward passes alone. It returns the loss, the mean over all data-parallel replicas, on every rank.
+    In training mode a call takes a full step on all of a batch's micro-batches: forward and backward passes, clipping,
+    optimizer, scheduler. Otherwise it runs only the forward passes. It returns the loss, the mean over all data-parallel
+    replicas, on every rank.
 
     Args:
         accelerator: The Accelerator.
-        model: Of transformers; it gives its weights away, and stays as a model without any ("meta").
-        optimizer: Of torch, for parameters of the model; None for evaluation alone.
+        model: Of transformers; its weights move to the engine, and it stays as a model on "meta".
+        optimizer: Of torch, for parameters of the model; None for evaluation.
         scheduler: A `MegatronLMDummyScheduler`, a torch scheduler of the optimizer, or None.
     """
 
@@ -151,7 +152,7 @@ class MegatronEngine(nn.Module):
         return CausalLMOutput(loss=figures.get("lm loss", next(iter(figures.values()))))
 
     def train_step(self, **batch: Any) -> dict[str, torch.Tensor]:
-        """Take a whole step on a batch, and return the figures of the step's loss function.
+        """Take a full step on a batch, and return the figures of the step's loss function.
 
         Collective: call on every rank.
         """
@@ -218,7 +219,7 @@ class MegatronEngine(nn.Module):
         return {name: torch.tensor(value, device=self.device) for name, value in sent[0].items()}
 
     def megatron_generate(self, *inputs: Any, **options: Any) -> Any:
-        """Refuse: core generates by engines of its own, for GPUs.
+        """Refuse: core generates only by its own engines, for GPUs.
 
         Not a collective.
 
@@ -226,14 +227,14 @@ class MegatronEngine(nn.Module):
             NotImplementedError: always; the message says how to generate.
         """
         raise NotImplementedError(
-            "megatron_generate: core's inference engines need CUDA and a tokenizer of its own. Load accelerator.get_state_dict(model) into the "
+            "megatron_generate: core's inference engines need CUDA and its own tokenizer. Load accelerator.get_state_dict(model) into the "
             "transformers model, and call its `generate`."
         )
 
     # -- weights and checkpoints ---------------------------------------------------------------------------------
 
     def entries(self, is_selected: Wanted) -> Entries:
-        """Yield the wanted entries of the transformers model's state dict, each whole.
+        """Yield the selected entries of the transformers model's state dict, each unsharded.
 
         Collective: call on every rank.
         """
@@ -282,7 +283,7 @@ class MegatronEngine(nn.Module):
         """
         state: dict[str, Any] = {"model": self.core.sharded_state_dict()}
         if optimizer and self.optimizer is not None:
-            # What any division reads, core loads into Apex's and Transformer Engine's Adam alone.
+            # Core loads the format that any layout reads only into Apex's and Transformer Engine's Adam.
             layout = "dp_reshardable" if _begin(self.optimizer) else "fully_reshardable"
             metadata = {"distrib_optim_sharding_type": layout}
             state["optimizer"] = self.optimizer.sharded_state_dict(
@@ -295,7 +296,7 @@ class MegatronEngine(nn.Module):
         return state
 
     def save(self, place: str) -> None:
-        """Let core write what this rank has into a folder. Collective: call on every rank."""
+        """Let core write this rank's part into a folder. Collective: call on every rank."""
         from megatron.core import dist_checkpointing
 
         self._settle()
@@ -344,9 +345,9 @@ class MegatronEngine(nn.Module):
 
 
 def _begin(optimizer: Any) -> bool:
-    """Give torch's optimizers in core's the states that their first step makes, which core wants to be there; return whether there are such.
+    """Create the states of torch's optimizers in core's, as their first step would, because core requires them to load.
 
-    Each parameter gets a count of steps of its own: core loads one for all, or none.
+    Return whether there are such optimizers. Each parameter gets a separate count of steps: core loads one for all, or none.
     """
     begun = False
     for part in optimizer.chained_optimizers:
@@ -362,7 +363,7 @@ def _begin(optimizer: Any) -> bool:
 
 
 def _groups_of(rows: list[Row], parameters: Mapping[str, nn.Parameter], optimizer: Any) -> dict[str, int | None]:
-    """Return the optimizer's group of each of core's parameters; those that it does not train get no gradients."""
+    """Return the optimizer's group of each of core's parameters; parameters that it does not train get no gradients."""
     groups = getattr(optimizer, "param_groups", ())
     numbers = {id(parameter): number for number, group in enumerate(groups) for parameter in group["params"]}
     group_of = {}
@@ -381,5 +382,5 @@ def _groups_of(rows: list[Row], parameters: Mapping[str, nn.Parameter], optimize
 
 
 def _cut(parameter: Any) -> int | None:
-    """Return the dimension along which the ranks of a layer have parts of a parameter; None for a whole one."""
+    """Return the dimension along which the ranks of a layer have parts of a parameter; None for an unsharded one."""
     return parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None

@@ -1,7 +1,7 @@
-"""Models of transformers as models of Megatron core: the arguments that core's classes get, and how weights go in and come out.
+"""Models of transformers as models of Megatron core: the arguments of core's classes, and the conversion of weights.
 
-A row says which of core's parameters is made of which of theirs. Core's has their rows in another order, so that its equal parts along one
-dimension are what the ranks have: one permutation, which import applies and export undoes.
+A row maps tensors of transformers to one of core's parameters. Core's tensor has their rows in another order, so that its
+equal parts along one dimension are the ranks' parts. Import applies this permutation, and export undoes it.
 
 Source: https://docs.nvidia.com/megatron-core/developer-guide/latest/api-guide/models/models.gpt.html
 """
@@ -19,7 +19,7 @@ from torch import nn
 from accelerate.checkpoint.state import from_first_rank
 from accelerate.extensions.megatron.plugin import MegatronLMPlugin, unknown_model
 
-# Core's modules, and what a Llama and a GPT-2 have in their place: in each layer, and around the layers.
+# Core's modules, and the corresponding ones of a Llama and a GPT-2: in each layer, and around the layers.
 _PREFIXES = ("decoder.layers.{}.", "model.layers.{}.", "transformer.h.{}.")
 _INSIDE = (
     ("input_layernorm", "input_layernorm", "ln_1"),
@@ -35,8 +35,8 @@ _AROUND = (
     ("decoder.final_layernorm", "model.norm", "transformer.ln_f"),
     ("output_layer", "lm_head", "lm_head"),
 )
-# What core's classes get unless the user says otherwise. Kernels that need Apex or a compiler are off; lengths are exchanged among stages,
-# so that batches may differ, beside which core asks for "alltoall", also without experts.
+# Arguments of core's classes unless the user sets them. Kernels that need Apex or a compiler are off. Lengths are exchanged
+# among stages, so that batches may differ; core then requires "alltoall", also without experts.
 _USUAL: dict[str, Any] = {
     **dict.fromkeys(("bias_activation_fusion", "bias_dropout_fusion", "masked_softmax_fusion"), False),
     **dict.fromkeys(("gradient_accumulation_fusion", "persist_layer_norm"), False),
@@ -52,10 +52,10 @@ class Row:
 
     Attributes:
         core: its name, the layers counted through all stages.
-        theirs: the names of what it is made of.
-        blocks: of its rows, each with an equal part of all that it is made of: groups of heads, or ranks.
-        pieces: that each of theirs has of it, one after the other.
-        transposed: theirs are.
+        theirs: the names of its sources.
+        blocks: number of groups of its rows with an equal part of all sources: groups of heads, or ranks.
+        pieces: number of consecutive pieces in each source.
+        transposed: whether the sources are transposed.
     """
 
     core: str
@@ -65,7 +65,7 @@ class Row:
     transposed: bool
 
     def pack(self, tensors: Sequence[torch.Tensor], rows: int) -> torch.Tensor:
-        """Return core's whole tensor, filled up with zeros to a number of rows."""
+        """Return core's full tensor, padded with zeros to a number of rows."""
         turned = [tensor.t() if self.transposed else tensor for tensor in tensors]
         whole = torch.cat(turned)[self._order([len(tensor) for tensor in turned])]
         return nn.functional.pad(whole, [0, 0] * (whole.dim() - 1) + [0, rows - len(whole)])
@@ -82,7 +82,7 @@ class Row:
         return torch.cat([part.reshape(self.blocks, -1) for part in parts], 1).flatten()
 
 
-# By the type of a model: its column of the modules, what its configuration must have, and what core's classes get beside its sizes.
+# By the type of a model: its column of the modules, its required configuration, and arguments of core's classes besides sizes.
 _FAMILIES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "llama": (
         1,
@@ -170,7 +170,7 @@ class Translation:
         for name, value in required.items():
             if getattr(config, name, value) != value:
                 raise NotImplementedError(
-                    f"{name}={getattr(config, name)!r} in the model's configuration: Megatron-LM trains it here with {name}={value!r} alone. Use "
+                    f"{name}={getattr(config, name)!r} in the model's configuration: Megatron-LM trains it here only with {name}={value!r}. Use "
                     "FullyShardedDataParallelPlugin."
                 )
         if config.model_type == "llama":

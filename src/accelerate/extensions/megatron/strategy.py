@@ -54,7 +54,7 @@ class MegatronLM(Strategy):
         if handler is not None:
             if handler != GradScalerKwargs(handler.init_scale, growth_interval=handler.growth_interval):
                 raise ValueError(
-                    f"{handler} with Megatron-LM, whose core doubles and halves the scale. Set init_scale and growth_interval alone."
+                    f"{handler} with Megatron-LM, whose core doubles and halves the scale. Set only init_scale and growth_interval."
                 )
             scale = {"initial_loss_scale": handler.init_scale, "loss_scale_window": handler.growth_interval}
             plugin.megatron_lm_default_args = scale | plugin.megatron_lm_default_args
@@ -70,13 +70,13 @@ class MegatronLM(Strategy):
             )
         if layout is not None and layout is not getattr(plugin, "_layout", None):
             raise ValueError(
-                "parallelism_config beside MegatronLMPlugin: set tp_degree and pp_degree of the plugin, and leave it out."
+                "parallelism_config with MegatronLMPlugin: set tp_degree and pp_degree of the plugin, and remove it."
             )
         sizes = [getattr(parallel_state, f"get_{kind}_model_parallel_world_size") for kind in ("tensor", "pipeline")]
         if not parallel_state.model_parallel_is_initialized() or [size() for size in sizes] != [tp, pp]:
             parallel_state.destroy_model_parallel()
             parallel_state.initialize_model_parallel(tp, pp)
-        # What reads data, gathers metrics and steps schedules asks the same of every layout.
+        # Loaders, gathered metrics and schedules ask every layout these questions.
         plugin._layout = state.parallelism_config = layout = ParallelismConfig()
         for axis, size in {"tp": tp, "pp": pp, "dp_replicate": state.num_processes // (tp * pp)}.items():
             layout._set_size(axis, size)
@@ -101,16 +101,16 @@ class MegatronLM(Strategy):
         return True
 
     def wrap_model(self, accelerator: Run, model: nn.Module) -> nn.Module:
-        """Refuse a model by itself: an engine is made of it and its optimizer, in one `prepare`."""
+        """Refuse a model without its optimizer: an engine is made of both, in one `prepare`."""
         raise ValueError(
             "Megatron-LM makes one engine of a model and its optimizer. Pass both to `prepare` in one call."
         )
 
     def batches(self, accelerator: Run, loader: Any) -> Any:
-        """Return a loader whose batch has the micro-batches of a step, each of the batch size that was given.
+        """Return a loader whose batch has the micro-batches of a step, each of the original batch size.
 
         Raises:
-            ValueError: it has no batch size of its own.
+            ValueError: it has no batch size.
         """
         count = accelerator.state.megatron_lm_plugin.num_micro_batches
         if count == 1:
@@ -158,7 +158,7 @@ class MegatronLM(Strategy):
     # -- step ----------------------------------------------------------------------------------------------------
 
     def backward(self, accelerator: Run, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Nothing: the engine has taken the whole step when the model was called."""
+        """Do nothing: the engine has taken the full step when the model was called."""
 
     def clip_grad_norm(
         self, accelerator: Run, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float
