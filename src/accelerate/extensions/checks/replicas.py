@@ -54,7 +54,7 @@ class ReplicaCheck(Extension):
         layout, traits = run.parallelism_config, traits_of(run.distributed_type)
         if not traits.scales_loss:
             warn_user(
-                f"{CHECK_EVERY}={interval} has no effect with {run.distributed_type}, whose engine steps by itself."
+                f"{CHECK_EVERY}={interval} has no effect with {run.distributed_type}, whose engine steps itself."
             )
             return None
         if layout is not None and layout.pp_enabled:
@@ -78,7 +78,7 @@ class ReplicaCheck(Extension):
             hook.remove()
         self._hooks.clear()
 
-    # What is noted in a step, without waiting for the device.
+    # Notes of a step, taken without waiting for the device.
 
     def phase_begins(self, phase: str, loss: Any) -> None:
         """Note whether the loss of a backward pass is finite."""
@@ -152,9 +152,9 @@ class ReplicaCheck(Extension):
         return text
 
     def _described(self, optimizer: AcceleratedOptimizer) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
-        """Return what is compared: numbers that are the same on all ranks, and checksums."""
+        """Return the compared values: numbers that are the same on all ranks, and checksums."""
         numbers, sums, gradients = {}, {}, {}
-        # Without a mesh, or without replicas in it, each shard is alone.
+        # Without a mesh, or without replicas in it, each shard has no copy.
         ranks, sharded = self.run.num_processes, traits_of(self.run.distributed_type).sharded
         alone = self._part()[1] == ranks or (self.run.torch_device_mesh is None and sharded)
         compared, zero = ranks > 1 and not alone, torch.zeros_like(self._first)

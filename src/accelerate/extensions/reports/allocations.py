@@ -1,4 +1,4 @@
-"""What holds a rank's memory at its peak: the memory of tensors that live, by what they are and by module, on any device or on none."""
+"""The contents of a rank's memory at its peak: living tensors by kind and by module, on any device or on none."""
 
 import contextlib
 import re
@@ -23,7 +23,7 @@ _HIGHER = 1.001
 
 @dataclass(eq=False)
 class _Held:
-    """Memory of tensors: its bytes, what it is, and the module whose forward made it, or the name of one."""
+    """Memory of tensors: its bytes, its kind, and the module whose forward made it, or a name."""
 
     size: int
     reference: Any
@@ -32,21 +32,21 @@ class _Held:
 
 
 class AllocationTracker:
-    """Follows the memory of tensors from the operators that make them; `see` gets what each returns.
+    """Follows the memory of tensors from the operators that make them; `see` gets the result of each.
 
-    It counts what tensors take: not what an allocator rounds up or keeps, nor what kernels need for themselves.
+    It counts tensors, without the rounding and cache of an allocator and the workspace of kernels.
 
     Not a collective.
     """
 
     def __init__(self) -> None:
         self._live: dict[int, _Held] = {}
-        # What lives now, by kind.
+        # Living memory, by kind.
         self.bytes: Counter[str] = Counter()
         self._looked_at = 0
         self._at_peak: list[tuple[_Held, int]] = []
         self._modules: list[nn.Module] = []
-        # Of modules that no other module called, by identity: how often, since the last `peak`.
+        # Calls since the last `peak` of modules that no other module called, by identity.
         self.forwards: Counter[int] = Counter()
 
     @contextlib.contextmanager
@@ -60,7 +60,7 @@ class AllocationTracker:
                 self._look()
             result = resize(storage, size)
             if allocation is not None:
-                self._count(allocation, size, EXCHANGED)  # of whole parameters, which `fully_shard` frees in this way
+                self._count(allocation, size, EXCHANGED)  # unsharded parameters, which `fully_shard` frees in this way
             return result
 
         hooks = nn.modules.module
@@ -80,7 +80,7 @@ class AllocationTracker:
             continue  # of a module that was left by an error
 
     def see(self, result: Any, kind: str | None = None, module: Any = None) -> None:
-        """Take note of the memory of tensors, which may be nested, and of what it is for."""
+        """Note the memory of tensors, which may be nested, and its kind."""
         for tensor in (result,) if isinstance(result, torch.Tensor) else pytree.tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
                 self._see(torch_private.local_part(tensor), kind, module)

@@ -20,7 +20,7 @@ from accelerate.runtime.torch_private import local_part, pytree
 _ENGINE = "optimizer: with DeepSpeed its copies of the weights, too. Its buffers of communication are in no column."
 _COLUMNS = ("rank", "parameters", "buffers", "gradients", "optimizer", "activations", "peak")
 _ADVICE = (
-    "What makes it smaller: shards (--use_fsdp --fsdp_version 2, or DeepSpeedPlugin(zero_stage=3)), activation checkpointing\n"
+    "To reduce it, use shards (--use_fsdp --fsdp_version 2, or DeepSpeedPlugin(zero_stage=3)), activation checkpointing\n"
     "(model.gradient_checkpointing_enable(), or torch.utils.checkpoint), half the batch size with twice the\n"
     "gradient_accumulation_steps, mixed_precision='bf16', an 8-bit optimizer, and on a GPU offload to the host.\n"
 )
@@ -29,11 +29,11 @@ _CACHED = "cache: {} that torch has reserved, and no tensor takes; PYTORCH_CUDA_
 
 @dataclass(frozen=True)
 class MemoryRow:
-    """What one rank holds, in bytes of its own memory; memory that several tensors share counts once.
+    """The memory of one rank, in bytes; memory that several tensors share counts once.
 
     Attributes:
-        gradients: whole ones included that wait for an exchange.
-        activations: the part of the peak that is in no other column; None where the device does not count its allocations.
+        gradients: with unsharded ones that wait for an exchange.
+        activations: the part of the peak that is in no other column; None if the device does not count its allocations.
         peak: the peak of the device's allocations, or of the process's resident memory on a CPU.
     """
 
@@ -58,9 +58,9 @@ def memory_report(
     gather: Callable[[torch.Tensor], torch.Tensor] | None,
     rank: int = 0,
 ) -> Report:
-    """Return what each rank holds, the same report on every rank; most after a first backward.
+    """Return each rank's memory, the same report on every rank; call it after a first backward pass.
 
-    Without a `gather`, the report is of this rank alone, with this number, and needs no memory of the device.
+    Without a `gather`, the report has only this rank, under this number, and needs no memory of the device.
 
     Collective: call on every rank.
     """
@@ -133,7 +133,7 @@ def explain(runs: Sequence[Run]) -> str:
 
 
 def _with_shards(run: Run, models: Sequence[nn.Module]) -> str:
-    """Return what this rank would keep if FSDP2 sharded its models over all ranks; an empty text where they are sharded, or it is alone."""
+    """Return this rank's need if FSDP2 sharded its models over all ranks; an empty text if they are sharded, or with one rank."""
     ranks = run.num_processes
     if ranks == 1 or any(piece.strategy for model in models for piece in pieces(model)):
         return ""

@@ -1,4 +1,4 @@
-"""Methods of the Accelerator that report what a run does."""
+"""Methods of the Accelerator that report on a run."""
 
 from typing import Any
 
@@ -58,15 +58,17 @@ def memory_report(accelerator: Any) -> Report:
 def throughput(
     accelerator: Any, tokens: float | None = None, samples: float | None = None, flops: float | None = None
 ) -> None:
-    """End a step of so many tokens and samples, for `throughput_report`. Any rank, alone; the first call starts to measure.
+    """End a step of so many tokens and samples, for `throughput_report`. The first call starts the measurement.
 
     Without any number it counts no step, and the next one begins here: after an evaluation, say.
+
+    Not a collective.
 
     Args:
         tokens: How many this rank has trained on since the last call.
         samples: How many this rank has trained on since the last call.
-        flops: Of the model in them, forward and backward, on this rank. None: `FlopCounterMode` counts those of the next
-            step once, which takes longer and is not measured; other steps have as many for each token (or sample).
+        flops: FLOPs of the model for them, forward and backward, on this rank. None: `FlopCounterMode` counts the next step
+            once, which takes longer and is not measured; other steps have as many for each token (or sample).
 
     Raises:
         ValueError: No model was prepared yet.
@@ -90,12 +92,12 @@ def throughput(
 
 
 def throughput_report(accelerator: Any, peak_flops: float | None = None) -> Report:
-    """Return each rank's rates, MFU and shares of its time since the last report, and which rank is slow.
+    """Return each rank's rates, MFU and shares of its time since the last report, and the slow rank.
 
     Collective: call on every rank.
 
     Args:
-        peak_flops: Of a device, per second; None takes a known GPU's dense bfloat16 figure.
+        peak_flops: Of a device, per second; None uses a known GPU's dense bfloat16 figure.
 
     Returns:
         A report with a row per rank; its text is a table, `values()` a dict for `log`, `slowest` the rank or None.

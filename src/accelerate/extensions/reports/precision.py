@@ -26,8 +26,8 @@ class PrecisionRow:
 
     Attributes:
         before: its dtype when the model came to ``prepare``.
-        count: elements of the whole, over all ranks of a shard group; None where nothing is counted.
-        local: bytes on this rank; `nbytes` are those of the whole.
+        count: elements of the full tensors, over all ranks of a shard group; None if not counted.
+        local: bytes on this rank; `nbytes` are those of the full tensors.
     """
 
     copy: str
@@ -45,11 +45,11 @@ class PrecisionRow:
 
 @dataclass(frozen=True)
 class PrecisionReport(Report):
-    """In which dtype each copy of a model's numbers is; printed, a table.
+    """The dtype of each copy of a model's numbers; printed as a table.
 
     Attributes:
         strategy: ``"none"``, ``"ddp"``, ``"fsdp1"``, ``"fsdp2"``, ``"tp"``, ``"zero0"`` to ``"zero3"``, or two of them joined by ``" x "``.
-        warnings: how many of the notes, from the first, contradict what was asked for.
+        warnings: how many of the notes, from the first, contradict the settings.
     """
 
     model: str = ""
@@ -190,7 +190,7 @@ def _model_rows(model: nn.Module, inner: nn.Module, parts: Sequence[Piece]) -> I
     if any(piece.strategy for piece in parts):
         yield PrecisionRow("gathered parameters", "-", handed)
     outputs = "float32" if autocast_of(inner.__dict__.get("forward")) is not None else handed
-    for module in (inner, model):  # torch.compile lies around what fully_shard made
+    for module in (inner, model):  # torch.compile is around the classes of fully_shard
         if (dtype := torch_private.output_dtype(module)) is not None:
             outputs = short(dtype)
     yield PrecisionRow("outputs", at_rest, outputs)

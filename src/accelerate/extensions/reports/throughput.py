@@ -1,7 +1,7 @@
-"""Throughput: tokens and samples per second, MFU, where the time of a step goes, and the rank that the others wait for.
+"""Throughput: tokens and samples per second, MFU, the parts of a step's time, and the rank that the others wait for.
 
-A clock stamps the moments at which a step goes from one part to the next: CUDA events, which are read when a report is asked
-for, elsewhere the host's clock. So the parts add up to the whole, and nothing is synchronised in a step.
+A clock stamps the moments at which a step enters its next part: CUDA events, read when a report is requested, or else the
+host's clock. So the parts add up to the full step, and nothing is synchronised in a step.
 """
 
 import bisect
@@ -29,7 +29,7 @@ from accelerate.runtime.run import Run
 PARTS = ("data", "forward", "backward", "communication", "optimizer", "checkpoint", "rest")
 # The part of a step that each call of the Accelerator is.
 _PHASES = {"backward": "backward", "save_state": "checkpoint", "gather": "communication", "reduce": "communication"}
-# Where a rank waits for the others; the remainder of a step is its own work.
+# Parts in which a rank waits for the others; the remainder of a step is its own work.
 _WAITING = ("communication", "checkpoint")
 _RATES = ("tokens", "samples", "flops")
 _COLUMNS = ("rank", "step", "tokens/s", "samples/s", "MFU", *PARTS, "score")
@@ -50,11 +50,11 @@ def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *_: Any
 
 
 def _grouped(first: Any, right: Any, *_: Any, out_shape: Any, **__: Any) -> int:
-    # Of two matrices each group is the product of its part of the columns and rows; a stack has a matrix for each group of rows.
+    # For two matrices each group is the product of its columns and rows; a stack has a matrix for each group of rows.
     return 2 * math.prod(out_shape) * first[-1] // (out_shape[0] if len(first) == len(right) == 2 else 1)
 
 
-# torch counts no grouped products and no attention kernel of the CPU, and in the backward passes of all of them what they compute again.
+# torch counts neither grouped products nor attention kernels of the CPU, nor recomputation in their backward passes.
 COUNTED = dict.fromkeys(torch_private.attention_operators("_backward"), _attention_backward)
 COUNTED |= dict.fromkeys(torch_private.attention_operators("_for_cpu"), _attention)
 COUNTED |= dict.fromkeys(torch_private.grouped_products(), _grouped)
@@ -69,15 +69,15 @@ def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
 
 @dataclass(frozen=True)
 class ThroughputRow:
-    """What one rank measured; nan is what it does not know.
+    """The measurements of one rank; nan if unknown.
 
     Attributes:
         step: seconds of a step, on average.
-        tokens, samples, flops: a second.
+        tokens, samples, flops: per second.
         shares: of the wall time, in the order of `PARTS`; their sum is 1.
-        own: seconds of the middle step without communication and checkpoint, where a rank waits for the others.
+        own: seconds of the median step without communication and checkpoint, in which a rank waits for the others.
         spread: the standard error of `own`, from its median deviation.
-        score: how much slower it is than the middle of the others, in multiples of what chance explains.
+        score: how much slower it is than the median of the others, as a multiple of the difference that chance explains.
     """
 
     rank: int
@@ -101,7 +101,7 @@ class ThroughputRow:
 
 @dataclass(frozen=True)
 class ThroughputReport(Report):
-    """What all ranks measured since the report before; printed, a table.
+    """The measurements of all ranks since the last report; printed as a table.
 
     Attributes:
         slowest: the rank that the others wait for; None if none stands out.
@@ -125,7 +125,7 @@ class ThroughputReport(Report):
 class Meter(Extension):
     """Measures the steps of one rank from its construction on; `step` ends one, `row` reads them."""
 
-    # Of a copy in another process, which measures nothing.
+    # A copy in another process measures nothing.
     _open: deque[tuple[str, Any]] = deque(maxlen=1)
     _stamp: Callable[[], Any] = staticmethod(time.perf_counter)
 
@@ -134,7 +134,7 @@ class Meter(Extension):
         if not accelerator._models:
             raise ValueError("throughput() found no prepared model to measure. Call it after `prepare`.")
         row = traits_of(accelerator.distributed_type)
-        # Whether what the ranks wait for is inside the passes, where it is not distinguished.
+        # Whether ranks wait for each other inside the passes, where waiting is not distinguished.
         self.hidden = row.steps_in_backward or (row.sharded and not accelerator.is_fsdp2)
         self.device, self._by_engine = accelerator.device, row.steps_in_backward
         if self.device.type == "cuda":
@@ -150,7 +150,7 @@ class Meter(Extension):
             if isinstance(optimizer, torch.optim.Optimizer):
                 self._hooks.append(optimizer.register_step_pre_hook(partial(self.enter, "optimizer")))
                 self._hooks.append(optimizer.register_step_post_hook(partial(self.enter, "rest")))
-        self._before: list[str] = []  # what goes on after each open phase
+        self._before: list[str] = []  # the part that continues after each open phase
         self._flops_each: float | None = None
         self._counter: FlopCounterMode | None = None
         self._open = deque(maxlen=0)  # the step before the first call is not measured
@@ -225,7 +225,7 @@ class Meter(Extension):
                 self._counter.__enter__()
 
     def row(self, rank: int, peak: float) -> ThroughputRow | None:
-        """Return what was measured since the last call; None if there was no step."""
+        """Return the measurements since the last call; None without a step."""
         if not self._steps:
             return None
         if self.device.type == "cuda":
@@ -238,7 +238,7 @@ class Meter(Extension):
                 totals[part] += seconds
                 local_seconds[-1] += 0.0 if part in _WAITING else seconds
         wall, middle = sum(totals.values()), statistics.median(local_seconds)
-        # Of a normal distribution, the median has 1.25 and the median deviation 1.48 times the usual error.
+        # For a normal distribution, the median has 1.25 and the median deviation 1.48 times the usual error.
         spread = (
             1.25
             * 1.48
@@ -263,7 +263,7 @@ def scored(rows: Sequence[ThroughputRow]) -> list[ThroughputRow]:
 
 
 def _median_of_others(ordered: Sequence[float], number_left_out: float) -> float:
-    """Return the median of numbers in order without one of them; that one where it is alone."""
+    """Return the median of numbers in order without one of them; that number if it is the only one."""
     place, count = bisect.bisect_left(ordered, number_left_out), len(ordered) - 1
     middle = [number + (number >= place) for number in ((count - 1) // 2, count // 2)]
     return sum(ordered[number] for number in middle) / 2 if count else number_left_out
@@ -272,7 +272,7 @@ def _median_of_others(ordered: Sequence[float], number_left_out: float) -> float
 def report(
     meter: Meter | None, gather: Callable[[Any], list[Any]], rank: int, peak_flops: float | None
 ) -> ThroughputReport:
-    """Return what all ranks measured since the last report; RuntimeError on all where one measured nothing.
+    """Return all ranks' measurements since the last report; RuntimeError on all if one measured nothing.
 
     Collective: call on every rank.
     """
