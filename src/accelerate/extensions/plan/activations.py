@@ -1,8 +1,8 @@
-"""What one training step allocates beside parameters and optimizer state, measured on fake tensors: shapes are computed, nothing else is.
+"""Memory of one training step besides parameters and optimizer state, measured on fake tensors, which have only shapes.
 
-The step of a model is cut into segments, a forward and a backward one of each unit that FSDP shards and of what lies between
-them. `extensions.reports.estimator` adds to each what a layout keeps meanwhile. Of repeated blocks three are run, and the others follow
-from the difference of the second and the third.
+The step of a model is cut into segments: a forward and a backward one for each unit that FSDP shards, and for the parts
+between units. `extensions.reports.estimator` adds a layout's other memory to each. Only three of repeated blocks are run;
+the others follow from the difference of the second and the third.
 """
 
 import contextlib
@@ -38,15 +38,17 @@ Inputs = Callable[[int, int], Mapping[str, torch.Tensor]]
 def measure(
     build: Callable[[], nn.Module], inputs: Inputs, layout: Layout, sequence: int, gpu: bool = False
 ) -> Profile:
-    """Return what one step of a model allocates. Any rank, alone; with `tp`, `cp`, `sp` or `ep` of a process that has joined no group.
+    """Return the allocations of one step of a model.
+
+    Not a collective. With `tp`, `cp`, `sp` or `ep` the process must have joined no group.
 
     Args:
         build: returns the model, on any device; best on torch's meta device.
         inputs: returns the arguments of its forward for a batch and a length of sequences.
-        layout: a micro-batch of it, its precision, whether it recomputes and casts, and how ranks share layers, sequences and experts,
-            among which tokens are taken to spread evenly.
-        sequence: tokens of a whole sequence.
-        gpu: as a GPU's kernels allocate, where those of the CPU do otherwise.
+        layout: its micro-batch, its precision, whether it recomputes and casts, and how ranks share layers, sequences and
+            experts. Tokens are assumed to spread evenly among experts.
+        sequence: tokens of a full sequence.
+        gpu: with the allocations of a GPU's kernels where they differ.
 
     Raises:
         ValueError: the model cannot be split or has no checkpointing, or its forward looks at values.
@@ -115,7 +117,7 @@ def measure(
 
 @contextlib.contextmanager
 def _joined(ranks: int) -> Iterator[None]:
-    """Let this process be one of so many ranks, of which there are no others, for a time."""
+    """Let this process be one of so many ranks without the others, for a time."""
     if dist.is_initialized():
         raise ValueError("A model that ranks split is measured in a process that has joined no process group.")
     torch_private.join_alone(0, ranks, dist.HashStore())
@@ -127,7 +129,7 @@ def _joined(ranks: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _cut_sequences(model: nn.Module, sequence: int, axis: str, ranks: int) -> Iterator[None]:
-    """Let the attention of a model exchange what it needs, as that of a rank which has a part of each sequence."""
+    """Let the attention of a model exchange data like that of a rank with a part of each sequence."""
     part = init_device_mesh("cpu", (ranks,), mesh_dim_names=(axis,))
     region = sequences.SequenceRegion(part) if axis == "sp" else sequences.GatheringRegion("cp", part, cuts=2)
     sequence_models.check(model, axis)
@@ -148,7 +150,7 @@ def _keys(model: nn.Module, tp: int) -> int:
 
 
 def _as_if_real() -> AbstractContextManager[None]:
-    """Let transformers take the way of a real run: it takes another one, with masks of its own, where it finds fake tensors."""
+    """Let transformers run as in a real run: with fake tensors it would make its own masks."""
     modules = [module for name, module in sys.modules.items() if name.partition(".")[0] == "transformers"]
     patched = [
         (module, name)
@@ -187,7 +189,7 @@ _RUN = 3
 
 
 def _shorten(model: nn.Module) -> tuple[list[str], int, str]:
-    """Leave three of a model's equal blocks in one list; return the units that are left, how many were taken out, and of which list."""
+    """Keep three of a model's equal blocks in one list; return the remaining units, the number removed, and the list."""
     blocks = block_names(model)
     for name, module in model.named_modules():
         inner = [f"{name}.{number}" for number in range(len(module))] if isinstance(module, nn.ModuleList) else []
@@ -201,15 +203,15 @@ def _shorten(model: nn.Module) -> tuple[list[str], int, str]:
 
 
 def _lengthen(segments: list[Segment], stem: str, count: int) -> list[Segment]:
-    """Put back the segments of blocks of a list that were taken out after the third one."""
+    """Insert the segments of the blocks that were removed after the third one."""
     second, third = (f"{stem}.{number}" for number in (_RUN - 2, _RUN - 1))
     at = {(segment.backward, segment.unit): segment for segment in segments}
-    grown = {  # what a block leaves in forward, and what it leaves for the backward pass
+    grown = {  # memory that a block keeps in forward, and for the backward pass
         False: at[False, third].end - at[False, second].end,
         True: at[True, third].peak - at[True, second].peak,
     }
     longer: list[Segment] = []
-    # What comes after the blocks in forward and before them in backward has all of their activations below it.
+    # Segments after the blocks in forward, and before them in backward, have all of their activations below them.
     above = 0
     for segment in segments:
         steps, names = [above], [segment.unit]
@@ -239,12 +241,12 @@ class _Recorder(TorchDispatchMode):
         self._start(False, "")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation, and count what it returns."""
+        """Run an operation, and count its results."""
         if any(map(torch_private.is_distributed, types)):
-            return NotImplemented  # it comes here again as what is done with local parts, exchanges included
+            return NotImplemented  # it is dispatched again as operations on local parts, exchanges included
         if torch_private.reads_value(func):
             if args[0].dtype == torch.bool:
-                return True  # models ask whether a mask is full, or sequences are whole: those of a plan are
+                return True  # models ask whether a mask is full, or sequences are complete: those of a plan are
             if self.each is not None and not args[0].is_floating_point():
                 return self.each
         out = torch_private.run_on_shapes(func, args, kwargs or {})

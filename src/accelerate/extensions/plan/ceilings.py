@@ -1,4 +1,4 @@
-"""What a device reaches at most, measured: products of large matrices, and copies within its memory."""
+"""The measured peak rates of a device: products of large matrices, and copies within its memory."""
 
 import statistics
 import time
@@ -13,7 +13,7 @@ from accelerate.devices import row
 from accelerate.extensions.reports.device_specs import DeviceSpec
 
 _DTYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-# Of the sides of the matrices, and of the copy: large enough that starting a kernel does not count.
+# Side of the matrices, and bytes of the copy: large enough to hide the start of a kernel.
 SIDE, COPIED = 8192, 2 << 30
 _TIMES = 10
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-# Of a device's memory, what its driver, the library of collectives and fragments take; an assumption.
+# The share of a device's memory for its driver, the library of collectives and fragments; an assumption.
 RESERVE = 0.08
 _COLUMNS = ("layout", "micro x steps", "recompute", "memory", "activations", "slow link", "step", "limit")
 _SHOWN = 12
@@ -48,7 +48,7 @@ _SEQUENCE = 2048
 
 @dataclass(frozen=True)
 class Choice:
-    """A layout with what it needs; `why` says what does not fit, or is empty."""
+    """A layout with its needs; `why` says why it does not fit, or is empty."""
 
     layout: Layout
     memory: Memory | None = None
@@ -77,11 +77,11 @@ def name_of(layout: Layout) -> str:
 def load(
     name: str, trust_remote_code: bool = False
 ) -> tuple[Callable[[], "nn.Module"], Callable[..., dict[str, Any]]]:
-    """Return what builds a model on the meta device, and what makes the arguments of its forward for a batch and a sequence.
+    """Return a builder of the model on the meta device, and one of its arguments for a batch and a sequence.
 
     Args:
-        name: a folder or file with a transformers configuration, the name of a model on the Hub, or "package.module:factory", where
-            the factory returns a model, or a model and a function of batch and sequence that returns the arguments.
+        name: a folder or file with a transformers configuration, the name of a model on the Hub, or "package.module:factory".
+            The factory returns a model, or a model and a function of batch and sequence that returns the arguments.
 
     Raises:
         LaunchError: it cannot be found or built.
@@ -220,7 +220,7 @@ class Profiles:
         config = getattr(model, "config", None)
         names = ("num_local_experts", "num_experts", "n_routed_experts")
         counts = [getattr(config, name, None) for name in names if getattr(model, "ep_plan", None)]
-        # Of a layer that ranks can share; 0 if they cannot.
+        # Number of experts of a layer that ranks can share; 0 if they cannot.
         self.experts = next((count for count in counts if isinstance(count, int)), 0)
 
     def of(self, layout: Layout) -> Profile:
@@ -230,7 +230,7 @@ class Profiles:
         within = layout.tp, layout.cp, layout.sp, layout.ep
         key = (layout.precision, layout.checkpointing, layout.casts, *within)
         if key not in self._found:
-            # torch's context parallelism keeps what a rank's own keys need
+            # torch's context parallelism keeps the memory of a rank's own keys
             alone = dataclasses.replace(layout, cp=1, fsdp=layout.shards > 0)
             single, two = (dataclasses.replace(alone, micro_batch=size) for size in (1, 2))
             length = self._sequence // layout.cp
@@ -247,7 +247,7 @@ class Profiles:
         profile = two.extended(single, layout.micro_batch)
         if layout.cp == 1:
             return profile
-        # Each rank's queries meet the keys of all: arithmetic is the part of that of the whole sequence.
+        # Each rank's queries meet the keys of all: arithmetic is a part of that of the full sequence.
         whole = self.of(dataclasses.replace(layout, cp=1, fsdp=True))
         pairs = zip(profile.segments, whole.segments, strict=True)
         parts = (dataclasses.replace(segment, flops=all_of.flops // layout.cp) for segment, all_of in pairs)
@@ -302,7 +302,7 @@ def choose(profiles: Profiles, base: Layout, fleet: Fleet, global_batch: int, si
             wholes
             and min(step_seconds(profiles.of(layout), layout, fleet).total for layout in wholes) >= best.time.total
         ):
-            break  # to compute again takes longer with each micro-batch, and those that would fit then are no faster without it
+            break  # recomputation takes longer with each micro-batch, and smaller ones that would fit are no faster without it
         for layout in (arranged(micro, again) for micro in micros):
             try:
                 profile = profiles.of(layout)
@@ -335,7 +335,7 @@ def _advice(needs: Memory, layout: Layout, fleet: Fleet) -> str:
 
 
 def plan(profiles: Profiles, fleet: Fleet, args: argparse.Namespace) -> list[Choice]:
-    """Return all layouts, those that fit first and the fastest of them first; offload is tried where none fits."""
+    """Return all layouts, fitting ones first and the fastest of them first; offload is tried if none fits."""
     choices = layouts(args.gpus, args.nodes, args.sequence, args.mixed_precision, profiles.experts)
     bases = [dataclasses.replace(base, state=args.state) for base in choices]
     sizes = [args.micro_batch] if args.micro_batch else [2**power for power in range(7)]
@@ -349,7 +349,7 @@ def plan(profiles: Profiles, fleet: Fleet, args: argparse.Namespace) -> list[Cho
     )
 
 
-# -- what is written ---------------------------------------------------------------------------------------------------
+# -- the configuration file --------------------------------------------------------------------------------------------
 
 
 def configuration(layout: Layout, nodes: int) -> dict[str, Any]:
@@ -386,7 +386,7 @@ def configuration(layout: Layout, nodes: int) -> dict[str, Any]:
 
 
 def in_the_program(layout: Layout) -> str:
-    """Say what the training program has to do for a layout, which no configuration file can."""
+    """Return the changes of the training program for a layout, which no configuration file can make."""
     steps = f"Accelerator(gradient_accumulation_steps={layout.accumulation})"
     lines = [f"a batch size of {layout.micro_batch}, and {steps}."]
     if layout.cp * layout.sp > 1:
@@ -411,7 +411,7 @@ def plan_command(args: argparse.Namespace) -> None:
         if (number := getattr(args, name)) is not None and number < 1:
             raise LaunchError(f"--{name} is {number}; it must be at least 1.")
     if bool(args.model) == bool(args.script):
-        raise LaunchError("Name one of MODEL and --script train.py: what is planned for.")
+        raise LaunchError("Name one of MODEL and --script train.py: the model to plan for.")
     if args.global_batch is None and args.model:
         raise LaunchError("--global_batch is missing: how many samples an optimizer step has, on all ranks together.")
     if not 0 < args.efficiency <= 1 or not 0 <= args.overlap <= 1:
@@ -438,7 +438,7 @@ def plan_command(args: argparse.Namespace) -> None:
     else:
         _print(args, choices, fleet)
     if args.write:
-        best = choices[0]  # those that fit come first
+        best = choices[0]  # fitting ones come first
         if best.why:
             raise LaunchError(f"No layout fits, so {args.write} was not written; the reasons are above.")
         config_utils.check_writable(args.write)

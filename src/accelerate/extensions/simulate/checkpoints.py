@@ -52,7 +52,7 @@ class MeasuredSave(Save):
 
 
 def _sizes(plan: SavePlan) -> dict[str, int]:
-    """Return about how many bytes each file takes; of a folder of shards all that this rank has, of which replicas write a part each."""
+    """Return the approximate bytes of each file; for a folder of shards all of this rank, of which replicas write a part each."""
     leaves = {name: torch_private.pytree.tree_leaves(value) for name, value in plan.contents().items()}
     return {name: sum(map(_bytes_of, values)) for name, values in leaves.items()}
 

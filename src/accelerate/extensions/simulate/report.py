@@ -1,4 +1,4 @@
-"""The report of a simulated run: what one rank was seen to do, as JSON and as text."""
+"""The report of a simulated run: the observations of one rank, as JSON and as text."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,10 +24,10 @@ _UNSEEN = "Masks and positions of shared sequences are not looked at: rows count
 
 
 class Facts:
-    """What a simulated rank was seen to do.
+    """The observations of a simulated rank.
 
     Attributes:
-        steps: optimizer steps that are over.
+        steps: finished optimizer steps.
         ended: how the program ended.
         names: of modules of prepared models.
     """
@@ -43,14 +43,14 @@ class Facts:
         self._seen: tuple[int, ...] = ()
 
     def look(self, accelerator: Run, forwards: int) -> None:
-        """Learn what an Accelerator has prepared, where that is new, and from forward passes of a step how many accumulate."""
+        """Note the prepared objects of an Accelerator if they are new, and the accumulation from the forward passes of a step."""
         models, loaders = accelerator._models, accelerator._dataloaders
         seen = tuple(map(id, (*models, *loaders)))
         if seen == self._seen:
             return
         self._seen = seen
         self.names = {module: name for model in models for name, module in model.named_modules()}
-        accumulation = forwards or accelerator.gradient_accumulation_steps  # a program may accumulate by itself
+        accumulation = forwards or accelerator.gradient_accumulation_steps  # a program may accumulate itself
         layout = accelerator.parallelism_config
         if layout is not None and layout.cp_size * layout.sp_size > 1:
             self.run.notes[_UNSEEN] = None
@@ -68,16 +68,16 @@ class Facts:
         }
 
     def step(self, number: int, calls: Sequence[Collective], kinds: dict[str, int], modules: dict[str, int]) -> None:
-        """Add a step: the first one with what comes before it, the last one as an example of the others; number 0 is no step."""
+        """Add a step: the first one with everything before it, the last one as an example of the others; number 0 is no step."""
         self._steps["first_step" if number < 2 else "step"] = {
             "collectives": [asdict(call) for call in calls],
             "memory": {"peak": sum(kinds.values()), "kinds": kinds, "modules": _largest(modules)},
         }
 
     def estimate(self, flops: Mapping[str, int], extents: Mapping[str, tuple[int, int]]) -> None:
-        """Add to the last step how long it would take on the device, if one was named.
+        """Add the duration on the device to the last step, if a device was named.
 
-        `flops` are its operations by precision; `extents` have of each group how many ranks it has, and how many lie between neighbours.
+        `flops` are its operations by precision. `extents` have each group's number of ranks, and the number between neighbours.
         """
         step = self._steps["step"] or self._steps["first_step"]
         if self._device is None:

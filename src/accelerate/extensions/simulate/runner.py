@@ -12,9 +12,9 @@ from accelerate.launch.runners import Process
 from accelerate.runtime.ranks import Ranks
 
 BY = "in place of the launcher, as one rank whose others are made up"
-# What start processes by themselves, or talk past torch's process groups.
+# Features that start processes themselves, or communicate without torch's process groups.
 _REFUSED = ("deepspeed", "megatron", "tpu", "mpi", "sagemaker", "fp8")
-# What says how processes of several machines are started and meet.
+# Settings that decide how processes of several machines are started and meet.
 _OF_A_LAUNCH = (
     *("machine_rank", "main_process_ip", "main_process_port", "rdzv_backend", "rdzv_conf", "max_restarts"),
     *("gpu_ids", "tee", "log_dir", "no_python"),

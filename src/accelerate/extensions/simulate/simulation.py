@@ -58,7 +58,7 @@ class StepsDone(SystemExit):
 
 
 class SimulatedRank(CollectiveRecorder):
-    """What one rank does, operator by operator: its collectives, for which it makes up the others' part, and its memory."""
+    """One rank's operators: its collectives, for which it invents the others' parts, and its memory."""
 
     def __init__(self, run: simulated.SimulatedRun, steps: int | None, shapes_only: bool, device: str | None) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class SimulatedRank(CollectiveRecorder):
         self._routed = 0
 
     def seen(self, func: Any, args: Any, result: Any) -> Any:
-        """Follow the memory of what operators return, and count what they compute."""
+        """Follow the memory of operators' results, and count their FLOPs."""
         self.memory.see(result)
         if count := flops_of(func, args, {}, result):
             self._flops[_PRECISIONS.get(args[0].dtype, "no")] += count
@@ -86,7 +86,7 @@ class SimulatedRank(CollectiveRecorder):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._shapes is not None and not types:
             tensor = torch_private.made_as_shape(self._shapes, func, args, kwargs or {})
-            # What experts count has no values either: it would be zeros.
+            # Results of routed experts have no values either: they would be zeros.
             if tensor is not None and (self._routed or tensor.is_floating_point() and tensor.numel() >= _LARGE):
                 self.memory.see(tensor)
                 return tensor
@@ -122,7 +122,7 @@ class SimulatedRank(CollectiveRecorder):
             raise StepsDone(0)
 
     def note(self, step: int) -> None:
-        """Add what was seen to the facts, as a step of this number, or as a run without steps."""
+        """Add the observations to the facts, as a step of this number, or as a run without steps."""
         if (accelerator := out_of_memory.newest()) is not None:
             self.name(accelerator.torch_device_mesh)
             label(self.memory, accelerator._models, accelerator._optimizers)
@@ -159,7 +159,7 @@ def _answer_for_others(last: contextlib.ExitStack) -> None:
         object_list: list[Any], src: int | None = None, group: Any = None, **options: Any
     ) -> None:
         options.pop("group_src", None)
-        objects(object_list, dist.get_rank(), group, **options)  # what this rank has stands for what the source has
+        objects(object_list, dist.get_rank(), group, **options)  # this rank's object replaces the source's
 
     @functools.wraps(init)  # whose arguments are looked at
     def init_process_group(*args: Any, **options: Any) -> None:
@@ -187,7 +187,7 @@ def _refuse_to_receive(scatter: BatchScatter) -> Round:
 
 
 def _keep_warnings(last: contextlib.ExitStack, kept: dict[str, None]) -> None:
-    """Keep the texts of warnings, for a time: Python's, and those that this package logs."""
+    """Collect the texts of warnings for a time: Python's, and those that this package logs."""
     show, logger, handler = warnings.showwarning, logging.getLogger("accelerate"), logging.Handler(logging.WARNING)
 
     def keep(message: Warning | str, *rest: Any, **options: Any) -> None:
@@ -293,11 +293,11 @@ class FirstCall:
 
 
 def first_call(words: list[str], rank_layout: ranks.Ranks) -> FirstCall:
-    """Run a program as a simulated rank on shapes alone, up to the first call of a model that it has prepared. Of a process without a group.
+    """Run a program as a simulated rank on shapes only, until it calls a prepared model. The process must have no group.
 
     Args:
         words: the script and its arguments.
-        own: the rank, which the environment names as well.
+        rank_layout: the rank, which the environment also names.
 
     Raises:
         ValueError: the program fails before, prepares no model, or calls none that it has prepared.
