@@ -1,8 +1,8 @@
-"""Who waits for whom: the report of ranks that stand still, printed by one of those that wait.
+"""The report of ranks that hang: which rank waits for which. One of the waiting ranks prints it.
 
-Each rank's watcher looks at its training thread (`Monitor.look`). Where that has stood still in an exchange for
-`ACCELERATE_HANG_REPORT_AFTER` seconds, the first rank to see it asks all others where they are, and reports what they say.
-`ACCELERATE_HANG_ABORT_AFTER` ends all ranks, after a report. A rank that runs is slow, and nothing is claimed about it.
+Each rank's watcher looks at its training thread (`Monitor.look`). If that has been in one exchange for
+`ACCELERATE_HANG_REPORT_AFTER` seconds, the first rank to see it asks all others for their positions, and reports them.
+`ACCELERATE_HANG_ABORT_AFTER` ends all ranks, after a report. A running rank is slow, and the report claims nothing about it.
 """
 
 import contextlib
@@ -83,7 +83,7 @@ def joining(store: Any, rank: int, world_size: int) -> Iterator[None]:
 
 
 class Monitor:
-    """Sees whether the training thread of this rank stands still, and reports why, if this rank asks for all that wait."""
+    """Sees whether this rank's training thread hangs, and reports the reason if this rank reports for all waiting ones."""
 
     def __init__(self, rank: int, world_size: int, limits: tuple[float, float]) -> None:
         self.rank, self.world_size = rank, world_size
@@ -114,7 +114,7 @@ class Monitor:
         self._place, self._since, self._waits = place, time.monotonic(), None
 
     def go_on(self, store: Any) -> bool:
-        """Ask and report, if this rank is the one to do so; say whether all ranks shall end. Does not wait."""
+        """Ask and report, if this rank is the one to do so; say whether all ranks must end. Does not wait."""
         keys = dist.PrefixStore(PREFIX, store)
         if not self._waits:
             if self._diagnosis is not None:
@@ -158,7 +158,7 @@ class Monitor:
 
 @dataclass(frozen=True)
 class Finding:
-    """What the answers of all ranks come to."""
+    """The conclusion from the answers of all ranks."""
 
     answers: Mapping[int, RankStatus]
 
@@ -177,7 +177,7 @@ class Finding:
 
     @property
     def key(self) -> str:
-        """What a further report would say again if this has not changed."""
+        """The content of a report, for comparison with the next one."""
         # A slow rank may come to many places in which it stands for a moment.
         others = [(rank, status.ended, status.still_s > 5 and status.site) for rank, status in self._others.items()]
         return repr((self.waiting, others))
@@ -201,7 +201,7 @@ class Finding:
         return "\n".join([*lines, f"  {'Likely cause: ' if certain else ''}{cause}."])
 
     def _cause(self) -> tuple[str, bool]:
-        """Return why the ranks that are not with the first do not come, and whether that is likely; of one that runs nobody knows."""
+        """Return why the missing ranks do not come, and whether that is likely; for a running rank the reason is unknown."""
         late = {rank: status for rank, status in self._others.items() if not status.gone}
         for rank, status in self.answers.items():
             if "exception" in status.note and status.waits:
