@@ -26,10 +26,10 @@ def _state(module: nn.Module) -> Any:
 
 
 def keep_unpacked(model: nn.Module) -> None:
-    """Keep 4-bit layers as they are through evaluations, and let them load their scales; ValueError: packed before.
+    """Keep 4-bit layers unpacked through evaluations, and let them load their scales; ValueError: packed before.
 
-    At a forward in `eval()` on CPUs with AVX512-BF16 bitsandbytes packs them: scales are rounded, and later no gradient
-    passes through the layer, or the packed numbers are lost with what a shard was gathered into.
+    In a forward in `eval()` on CPUs with AVX512-BF16 bitsandbytes packs them. Then scales are rounded, and later no gradient
+    passes through the layer, or the packed numbers are lost with the buffer that a shard was gathered into.
     """
     for name, module in _layers(model):
         module.quant_state = _state(module)

@@ -1,7 +1,7 @@
-"""Muon on shards: each matrix is whole on one rank for a moment, its owner, which orthogonalises those of one shape together.
+"""Muon on shards: each matrix is gathered on one rank, its owner, which orthogonalises matrices of one shape together.
 
-Torch's own step makes every matrix whole on every rank. Here a rank sends and receives what it has of the matrices in bfloat16, in which
-torch computes, once each way, and the ranks share the products.
+Torch's own step gathers every matrix on every rank. Here a rank sends and receives its parts of the matrices in bfloat16,
+the type in which torch computes, once each way, and the ranks share the products.
 
 Source:
     https://kellerjordan.github.io/posts/muon/, https://arxiv.org/abs/2502.16982, section 2.3
@@ -52,9 +52,11 @@ def share(optimizer: torch.optim.Muon) -> None:
 
 
 def orthogonalised(matrices: Sequence[torch.Tensor], settings: Mapping[str, Any]) -> list[torch.Tensor]:
-    """Return what this rank has of matrices after Newton-Schulz iterations. All ranks that share one.
+    """Return this rank's parts of matrices after Newton-Schulz iterations.
 
-    Those whose rows FSDP has divided have an owner each; of any other layout every rank computes the whole.
+    Matrices whose rows FSDP has sharded have an owner each; for any other layout every rank computes the full matrix.
+
+    Collective: call on every rank that shares one of the matrices.
     """
     results: dict[int, torch.Tensor] = {}
     by_group: dict[Any, list[int]] = defaultdict(list)
@@ -80,7 +82,7 @@ def _rows_divided(matrix: torch.Tensor) -> Any | None:
 
 
 def _by_owners(matrices: Sequence[DTensor], group: Any, settings: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    """Exchange parts so that each matrix is whole on its owner, orthogonalise there, and yield this rank's parts.
+    """Exchange parts so that each matrix is complete on its owner, orthogonalise there, and yield this rank's parts.
 
     Collective: call on every rank of the group.
     """
@@ -117,7 +119,7 @@ def _by_owners(matrices: Sequence[DTensor], group: Any, settings: Mapping[str, A
 def _plan(
     shapes: tuple[torch.Size, ...], ranks: int, me: int
 ) -> tuple[list[list[int]], list[int], list[int], list[list[int]]]:
-    """Return the matrices of each owner, the rows of a part, and how many numbers go to each owner and come from each rank, by matrix."""
+    """Return the matrices of each owner, the rows of a part, and how many numbers each owner gets and each rank sends, by matrix."""
     owned: list[list[int]] = [[] for _ in range(ranks)]
     costs = [0] * ranks
     for number in sorted(range(len(shapes)), key=lambda number: (-shapes[number].numel(), number)):

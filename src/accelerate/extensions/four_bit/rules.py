@@ -21,7 +21,7 @@ class Rule:
 
     Attributes:
         policy: The `MixedPrecisionPolicy` of modules that match.
-        modules: Those in which it begins, with their names; "" is the model.
+        modules: The outermost matching modules, with their names; "" is the model.
     """
 
     pattern: str
@@ -36,9 +36,9 @@ class Rule:
 
 
 def resolve(model: nn.Module, patterns: Mapping[str, Any], around: Any) -> dict[nn.Module, Rule]:
-    """Return which rule holds for which module; those of `Rule.modules` have to be sharded by themselves.
+    """Return the rule of each module; the keys of `Rule.modules` must be sharded separately.
 
-    `around` is the policy of the rest of the model. ValueError: a pattern decides about no module.
+    `around` is the policy of the rest of the model. ValueError: a pattern has no effect on any module.
 
     Not a collective.
     """

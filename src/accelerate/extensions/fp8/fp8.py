@@ -1,4 +1,4 @@
-"""fp8: the libraries that compute in 8 bits, which of them a run uses, and what each does to models."""
+"""fp8: the libraries that compute in 8 bits, the choice among them, and their conversion of models."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,8 +33,8 @@ _EMULATED = (
 class Engine:
     """A library that computes in 8 bits. Stateless: recipes live on the Accelerator, marks on the models.
 
-    `attribute` is the Accelerator's with its `recipe`, a class that asks the environment without arguments; `title`
-    stands in messages.
+    `attribute` is the Accelerator's attribute for its `recipe`, a class that reads the environment without arguments; `title`
+    is for messages.
     """
 
     kind: ClassVar[FP8BackendType]
