@@ -1,16 +1,16 @@
 """Several machines under torch's elastic launcher, one launcher on each: they join rounds together and watch each other.
 
-Torch's own rendezvous names neither a machine that is cut off (its peers wait until a collective times out) nor one that disagrees,
-and lets machines count restarts differently. So machine 0's launcher holds a store (torch's `TCPStore`) at the main address and
-port, and every other launcher is a client of it. A thread of each launcher, its `Heartbeat`, talks to the store; the main thread
-reads what that knows, so that a signal is answered meanwhile.
+Torch's own rendezvous names neither a machine that is cut off (its peers wait until a collective times out) nor one that
+disagrees, and lets machines count restarts differently. So machine 0's launcher holds a store (torch's `TCPStore`) at the
+main address and port, and every other launcher is a client of it. A thread of each launcher, its `Heartbeat`, talks to the
+store. The main thread reads the thread's data, so that it still answers signals.
 
-- Each launcher publishes its state again and again: who it is, the round it is in, whether it waits for the next one, how its processes
-  ended. Machine 0 alone reads the states. It publishes one small answer, which all read. A state that stands still belongs to a
-  machine that is lost: a cut link sends no message.
-- A *round* is one start of all processes: "RUN/0", "RUN/1", ... A machine that wants a restart waits for the next round; the others see
-  that, stop their processes and wait, too. When all numbers are there and agree, machine 0 begins the round: it writes down who
-  takes part and at which port the processes meet.
+- Each launcher publishes its state repeatedly: its identity, its round, whether it waits for the next one, how its
+  processes ended. Only machine 0 reads the states. It publishes one small answer, which all read. A state that does not
+  change belongs to a lost machine: a cut link sends no message.
+- A *round* is one start of all processes: "RUN/0", "RUN/1", ... A machine that wants a restart waits for the next round; the
+  others see that, stop their processes and also wait. When all numbers are present and agree, machine 0 begins the round:
+  it writes down the members and the port at which the processes meet.
 
 Importing this module imports torch.
 
@@ -48,23 +48,23 @@ _REPORT_S = 10.0
 # How long one request to the store of machine 0 may take, and one attempt to reach it.
 _ANSWER_S = timedelta(seconds=30)
 _CONNECT_S = 5.0
-# For how long a state may stand still and its launcher waits; after how long one of two with the same number is refused.
+# Seconds that a state may be unchanged while its launcher waits; seconds after which one of two equal numbers is refused.
 _FRESH_S = 1.0
 _STALE_S = 5.0
-# How long the processes of this machine have to end by themselves when those of another one have failed.
+# Seconds that this machine's processes have to end themselves after those of another machine have failed.
 _FOLLOWING_S = 5.0
 # How often a launcher publishes its state while its processes run.
 _BEAT_S = 1.0
-# Characters of what another machine says, and how many missing ones are named.
+# Characters of another machine's message, and the number of missing machines that are named.
 _LONGEST, _NAMED = 500, 16
-# What torch says about a port that another program has.
+# torch's messages about a port that another program has.
 _IN_USE = re.compile("EADDRINUSE|in use|only one usage", re.I)
-# What must be equal on all machines, and the option that says it.
+# The settings that must be equal on all machines, and their options.
 _CHECKS = {"machines": "--num_machines", "processes": "processes of each machine", "restarts": "--max_restarts"}
 
-# What a launcher publishes: its number (`machine`; None where machine 0 numbers it), `host`, `address` and what `_CHECKS` names; an
-# `identity` that differs from launcher to launcher; a `beat`, which counts up; the name of the `round` it is in, or was in last, and
-# whether it `waits` for the next one; and words about the round: its processes are `done`, it has `left`, its processes have `failed`, a
+# A launcher publishes: its number (`machine`; None if machine 0 numbers it), `host`, `address` and the settings of `_CHECKS`;
+# an `identity` that differs between launchers; a `beat`, which counts up; the name of its last `round`, and whether it
+# `waits` for the next one. Words about the round: its processes are `done`, it has `left`, its processes have `failed`, a
 # machine is `lost` (the last two are lines for the user).
 State = dict[str, Any]
 
@@ -112,7 +112,7 @@ class MachineRendezvous(StaticTCPRendezvous):
         self.place, self.pause = f"{self.host}, port {self.port}", max(_LOOK_S, self.machines / _LOOKS_PER_SECOND)
         self.name, self.round, self.members, self.heartbeat = "", -1, [], None
         self.names: dict[int, str] = {}  # of all machines on machine 0; of that one and this one elsewhere
-        # Machine 0 holds the store of the run and that of a round, and remembers the beat of each launcher and since when it stands.
+        # Machine 0 holds the store of the run and that of a round, and the last beat of each launcher with its time.
         self.server = self.round_server = None
         self.seen: dict[str, tuple[int, float]] = {}
 
@@ -124,7 +124,7 @@ class MachineRendezvous(StaticTCPRendezvous):
             current_time = time.monotonic()
             if current_time - began > self.join_timeout:
                 limit = f"{self.join_timeout:g} s (--rdzv_conf join_timeout)"
-                raise RunError(f"Waited {limit} in vain for {beat.awaited()}.")
+                raise RunError(f"Timed out after {limit} waiting for {beat.awaited()}.")
             if current_time - reported > _REPORT_S:
                 reported = current_time
                 self.report(f"waiting for {beat.awaited()}")
@@ -165,9 +165,9 @@ class MachineRendezvous(StaticTCPRendezvous):
         self.server.set("answer", json.dumps({"beat": 0, "round": ""}))
 
     def begin(self, launchers: dict[int, State]) -> str:
-        """Begin the next round with the launchers of all machines, by number; return its name. Machine 0 alone."""
+        """Begin the next round with the launchers of all machines, by number; return its name. Only machine 0 calls it."""
         self.names = {machine: _named(state) for machine, state in launchers.items()}
-        # Torch leaves the addresses of the last round in a store, so each round but the first one has a store of its own.
+        # Torch keeps the addresses of the last round in a store, so each round but the first one has a separate store.
         self.round_server = serve(self.host, 0, _ANSWER_S) if self.members else self.server
         self.members = [launchers[machine]["identity"] for machine in sorted(launchers)]
         name = f"{self.record['identity']}/{self.round + 1}"
@@ -214,10 +214,10 @@ def _line_of(error: BaseException) -> str:
 
 
 class Heartbeat(threading.Thread):
-    """Publishes the state of this machine, and reads machine 0's answer; on machine 0, which reads all states, it finds the answer.
+    """Publishes the state of this machine, and reads machine 0's answer; on machine 0 it reads all states and computes the answer.
 
-    It alone uses the connection to the store: a request behind a cut link does not return. While `busy` is held, the store is
-    used: a process that is forked meanwhile would inherit torch's own locks, locked.
+    Only this thread uses the connection to the store: a request over a cut link does not return. While `busy` is held, the
+    store is in use: a process forked at that moment would inherit torch's own locks, locked.
     """
 
     def __init__(self, rendezvous: MachineRendezvous) -> None:
@@ -250,7 +250,7 @@ class Heartbeat(threading.Thread):
         return self._begun if takes_part else None
 
     def awaited(self) -> str:
-        """Return what this launcher waits for, in words."""
+        """Return a description of the machines that this launcher waits for."""
         place, missing = self._home.place, self.answer.get("missing")
         if self._broken and self._home.may_host:
             return f"machine 0 to answer at {place}, which a program of this machine has: {self._broken}"
@@ -270,7 +270,7 @@ class Heartbeat(threading.Thread):
         return "missing" in self.answer or self.answer["round"] != self._home.name
 
     def publish(self, **words: Any) -> None:
-        """Let the other machines know what is new; what is said already stays."""
+        """Publish new words about this machine; published words stay."""
         self._home.said = {**words, **self._home.said}
         self._wake.set()
 
@@ -285,7 +285,7 @@ class Heartbeat(threading.Thread):
         return printable(lines[0], _LONGEST) if lines else None
 
     def failure(self) -> str | None:
-        """Return which processes of which machine failed first, as a line; None if none did."""
+        """Return a line with the processes and the machine that failed first; None if none did."""
         return self.says("failed")
 
     def all_done(self) -> bool:
@@ -305,7 +305,7 @@ class Heartbeat(threading.Thread):
         return line and RunError(f"{line} The processes of the other machines are ended.")
 
     def stop(self) -> None:
-        """Publish what is left and end; this waits a moment at most, because the store may never answer."""
+        """Publish the remaining words and end; this waits a moment at most, because the store may never answer."""
         self._stopped = True
         self._wake.set()
         self.join(timeout=1.2)
@@ -315,7 +315,7 @@ class Heartbeat(threading.Thread):
     def run(self) -> None:
         """Exchange states with the store until the thread is stopped, or the connection breaks in a round."""
         home, last = self._home, False
-        # What machine 0 sums up is new.
+        # Machine 0's answer has changed.
         running = min(_BEAT_S, home.heartbeat_timeout / 4) / (4 if home.is_host else 1)
         while not last:
             self._wake.clear()
@@ -357,7 +357,7 @@ class Heartbeat(threading.Thread):
         limit = timedelta(seconds=max(home.heartbeat_timeout, 1.0))
         return TCPStore(home.host, home.port, is_master=False, timeout=limit, wait_for_workers=False)
 
-    # -- machine 0 alone ---------------------------------------------------------------------------------------------
+    # -- machine 0 only ----------------------------------------------------------------------------------------------
 
     def _answer_to(self, states: list[State]) -> State:
         """Return the answer to the states of all launchers."""
@@ -392,7 +392,7 @@ class Heartbeat(threading.Thread):
         """Number the launchers that wait. Begin the round if all machines are there and agree, else return what keeps it."""
         home, launchers, doubled, refused = self._home, {}, set(), {}
         host_record = home.record | {"machine": 0}
-        # Those without a number get one of the rest.
+        # Launchers without a number get one of the rest.
         for state in sorted(waiting, key=lambda state: state["machine"] is None):
             free = (number for number in range(1, home.machines) if number not in launchers)
             machine = next(free, None) if state["machine"] is None else state["machine"]
@@ -408,7 +408,7 @@ class Heartbeat(threading.Thread):
                 why = f"There are {home.machines} machines already (--num_machines); this is one too many."
                 if machine is not None:
                     asked = f"--machine_rank is {machine} on this machine and on {_named(launchers[machine])}"
-                    why = f"{asked}; each needs a number of its own."
+                    why = f"{asked}; each needs a separate number."
                 refused[state["identity"]] = why
             elif machine is not None:  # which may be the number of a launcher that has just ended
                 doubled.add(machine)

@@ -19,7 +19,7 @@ from accelerate.runtime.ranks import DEFAULT_PORT
 
 BY = "by mpirun"
 _OPTION = "--mpirun_hostfile"
-# What `mpirun --version` prints. MVAPICH's and Intel's are Hydra, as MPICH's is.
+# The output of `mpirun --version`. MVAPICH's and Intel's are Hydra, as MPICH's is.
 _ANSWERS = {"Open MPI": r"open[ -]mpi|openrte|prrte", "Hydra": r"mvapich|intel\(r\) mpi|hydra|mpich"}
 # Settings of Intel's OpenMP for several processes on one machine; those of the user win.
 _OPENMP = {"KMP_AFFINITY": "granularity=fine,compact,1,0", "KMP_BLOCKTIME": "1"}
@@ -49,7 +49,7 @@ def _call(plan: LaunchPlan, environment: Mapping[str, str]) -> tuple[str, Proces
     hosts = read_hosts(plan["mpirun_hostfile"], _OPTION)
     shares = layout(hosts, plan.num_processes, asked.value if asked.source > Source.DEFAULT else None)
     variables = _variables(plan, environment, shares)
-    # The names alone: values on a command line could be read by others.
+    # Only the names: other users could read values on a command line.
     names = runners.handed_on(variables) if len(shares) > 1 else []
     distinct_counts, counted = {*shares.values()}, ",".join(f"{name}:{count}" for name, count in shares.items())
     flavour = flavour_of(variables)
@@ -82,10 +82,8 @@ def _call(plan: LaunchPlan, environment: Mapping[str, str]) -> tuple[str, Proces
 
 
 def flavour_of(environment: Mapping[str, str]) -> str:
-    """Ask mpirun what it is: a key of `_ANSWERS`."""
-    runners.require_program(
-        "mpirun", environment, f"Install Open MPI or MPICH on every machine, or leave out {_OPTION}."
-    )
+    """Ask mpirun for its implementation: a key of `_ANSWERS`."""
+    runners.require_program("mpirun", environment, f"Install Open MPI or MPICH on every machine, or remove {_OPTION}.")
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     done = subprocess.run(["mpirun", "--version"], env=dict(environment), **streams, text=True, errors="replace")
     for flavour, answers in _ANSWERS.items():

@@ -83,7 +83,7 @@ def method_for(device: Any) -> str:
 
 
 def _is_lost_by_forks(namespace: Any) -> bool:
-    """Whether a forked process could not use the device, also because this one has only looked for it; torch says so there alone."""
+    """Whether a forked process could not use the device, also because this process has queried it; torch raises only in the fork."""
     if getattr(namespace, "is_initialized", bool)():
         return True
     if (process := os.fork()) == 0:
@@ -140,7 +140,7 @@ class Request:
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """Return a function's name for the user; a `functools.partial` has the name of what it calls."""
+    """Return a function's name for the user; a `functools.partial` has the name of its function."""
     while isinstance(function, functools.partial):
         function = function.func
     return getattr(function, "__name__", type(function).__name__)
@@ -186,10 +186,10 @@ def _check_function(request: Request) -> None:
 
 
 class Worker:
-    """What a rank runs: the function, without what the process has inherited, and with a record of its failure.
+    """The call of a rank: the function, without the state that the process has inherited, and with a record of its failure.
 
     `may_run` says that all ranks are forked. Before that a rank must not connect to the launcher's store: a thread of the
-    launcher would look up its name, and a process that is forked meanwhile inherits the locked lock of glibc's resolver.
+    launcher would look up its name, and a process forked at that moment inherits the locked lock of glibc's resolver.
     """
 
     def __init__(self, function: Callable[..., Any], method: str = "fork") -> None:
@@ -204,7 +204,7 @@ class Worker:
         vars(self).update(state, function=pickle.loads(state["function"]))  # from the process that started this one
 
     def __call__(self) -> None:
-        """Run the function; what it returns is dropped, as it would have to be sent home and need not be picklable."""
+        """Run the function. Its result is dropped: it would have to be sent to the parent and need not be picklable."""
         try:
             self._begin_afresh()
             self.function()
@@ -229,7 +229,7 @@ class Worker:
         torch_private.end_with_the_parent(signal.SIGTERM)
         if os.getppid() != multiprocessing.parent_process().pid:
             os._exit(1)  # it had ended before that
-        # Signals do what they do in a fresh process: the launcher's handlers came along with the fork.
+        # Signals act as in a fresh process: the fork inherits the launcher's handlers.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         for number in (getattr(signal, name) for name in _SIGNALS):
             if callable(signal.getsignal(number)):
@@ -292,7 +292,7 @@ class FunctionAgent(elastic.Agent):
                 process.join()
             raise
         may_run.set()
-        # A rank that waits in a collective for one that is done would wait on. What that returns, None, outlives it in a pipe.
+        # A rank in a collective would wait for a rank that is done. The function's result, None, outlives it in a pipe.
         self.let_finished_functions_end()
         return started
 
@@ -311,7 +311,7 @@ class FunctionAgent(elastic.Agent):
         for local, process in self.processes.items():
             if statuses[local] or local in ended:
                 failure = ProcessFailure(local, process.pid, statuses[local], self.error_files[local])
-                # Torch has stopped those that were alive at the agent's last look.
+                # Torch has stopped the processes that were alive at the agent's last look.
                 failure.died = self._died.get(local, time.time() if local in ended else None)
                 failures[worker_group.workers[local].global_rank] = failure
         return RunResult(state=WorkerState.FAILED, failures=failures)
@@ -321,7 +321,7 @@ class FunctionAgent(elastic.Agent):
 
 
 def run(request: Request, environment: Mapping[str, str], num_processes: int, method: str = "fork") -> None:
-    """Start processes on this machine for a checked request, with these variables alone, and wait for their end.
+    """Start processes on this machine for a checked request, with only these variables, and wait for their end.
 
     Raises WorkerError (a process failed), MeetingError (they could not meet), LaunchError (the machines disagree),
     KeyboardInterrupt, SystemExit (they have saved themselves; its status says so), or torch's SignalException (another

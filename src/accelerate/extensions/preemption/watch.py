@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 # A launcher passes on a signal that its processes got from the scheduler already; that is one request, not two.
 REPEAT_S = 5.0
-# Those that end a process at once whatever it wants, that report its own faults, or that torch's data loaders live on.
+# Signals that end a process at once, that report its faults, or that torch's data loaders use.
 _UNSUITABLE = {"SIGKILL", "SIGSTOP", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT", "SIGTRAP", "SIGCHLD"}
 
 
@@ -151,7 +151,7 @@ def install(accelerator: TrainingRun) -> None:
         )
     received = 0
     if _installed is not None and not _installed.closed:
-        # A run that builds a new Accelerator has not done yet what it was asked to.
+        # A run that builds a new Accelerator has not yet handled the signal.
         received = 0 if _installed.leaving else _installed.received
         _installed.close()
     _installed = Watch(accelerator, numbers, received)
@@ -181,9 +181,9 @@ def _signal(value: Any) -> signal.Signals:
 
 
 class Watch:
-    """What a process knows of the signals it watches, and of the training between two batches.
+    """The signals that a process watches, and the state of the training between two batches.
 
-    It lets go of a dead Accelerator: the signals go to those who handled them before. `received` came before, or is 0.
+    It releases a dead Accelerator: the former handlers get the signals. `received` is an earlier signal, or 0.
     """
 
     def __init__(self, accelerator: TrainingRun, numbers: tuple[signal.Signals, ...], received: int = 0) -> None:
@@ -204,7 +204,7 @@ class Watch:
 
     @property
     def stops(self) -> bool:
-        """Whether the run shall stop, as far as all ranks know."""
+        """Whether the run must stop, as far as all ranks know."""
         if self._alone:
             self.number = self.number or self.received
         return bool(self.number)
@@ -269,10 +269,9 @@ class Watch:
     # -- loaders -----------------------------------------------------------------------------------------------------
 
     def leave_if_due(self, loader: Any) -> None:
-        """Leave right after a step, where a loader of the loop that took it goes on, or begins its next epoch.
+        """Leave right after a step, when a loader of the step's loop continues, or begins its next epoch.
 
-        So an evaluation in the middle of a training loop, or after it, is never cut off, and what a program does
-        between two epochs is done.
+        So an evaluation in the middle of a training loop, or after it, is never cut off, and code between two epochs runs.
 
         Collective: call on every rank.
         """
@@ -286,12 +285,12 @@ class Watch:
     def _leave(self, accelerator: TrainingRun) -> NoReturn:
         number = signal.Signals(self.number)
         location = str(_save(accelerator))
-        # From here on the process is ending; the launcher may still pass on what it was asked to.
+        # From here on the process is ending; the launcher may still pass on the signal.
         self.leaving = True
         if accelerator.is_main_process:
             logger.warning(
                 f"{number.name} came: the run is saved in {location}, and ends with status {PREEMPTED}. Submitted again, it "
-                "goes on there with load_state(latest=True, missing_ok=True)."
+                "resumes there with load_state(latest=True, missing_ok=True)."
             )
         metrics.finish(accelerator)
         accelerator.wait_for_everyone()
@@ -310,7 +309,7 @@ def _save(accelerator: TrainingRun) -> Any:
     storage = storage_of(project.project_dir).child(CHECKPOINTS_FOLDER)  # type: ignore[arg-type]  # `install` has looked
     used_numbers = [number for number, _ in storage.checkpoints()] if accelerator.is_main_process else []
     (following,) = comm.current().broadcast_object_list([max(used_numbers, default=-1) + 1])
-    # A run that began anew beside older checkpoints must not fail now, nor save under a number that is not the latest.
+    # A run that started anew next to older checkpoints must not fail now, nor save under a number that is not the latest.
     project.iteration = max(project.iteration, following)
     location = storage.child(numbered_folder(project.iteration)).location
     accelerator.save_state(None if project.automatic_checkpoint_naming else location)

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 
 class SignalMask:
-    """A `worker_init_fn` that blocks signals in the worker, which takes them from its parent alone.
+    """A `worker_init_fn` that blocks signals in the worker, which only its parent may stop.
 
     Schedulers signal all processes of a job; a worker that ended would make torch fail in the training process.
     """
@@ -38,7 +38,7 @@ class SignalMask:
 
 @contextmanager
 def masked_start(loader: DataLoader, numbers: tuple[int, ...]) -> Iterator[None]:
-    """Mask signals in the workers that a loader starts inside the block. Any rank, alone; main thread."""
+    """Mask signals in the workers that a loader starts inside the block. Main thread only. Not a collective."""
     if not loader.num_workers or not hasattr(signal, "sigwaitinfo"):
         yield
         return

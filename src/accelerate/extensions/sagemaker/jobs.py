@@ -118,7 +118,7 @@ def _described(plan: LaunchPlan) -> tuple[Any, dict[str, Any], _Inputs]:
     for name in ("module", "no_python"):
         if plan[name]:
             raise LaunchError(f"--{name} does not go with SageMaker, which starts a Python file.")
-    path = config_file.find(plan["config_file"], os.environ)  # it alone can ask for SageMaker
+    path = config_file.find(plan["config_file"], os.environ)  # only it can ask for SageMaker
     content = config_file.modernise(config_file.load_mapping(path))
     job_settings = {name: content[name] for name in _JOB if content.get(name) is not None}
     # A flag or a variable may name the number as well; where neither does, the plan has the value of the file.
@@ -165,7 +165,7 @@ def estimator_arguments(
 
 
 def keys(access_key_id: str | None, secret_access_key: str | None) -> tuple[str | None, str | None]:
-    """Return the two keys of an AWS account, or two times None; one alone is refused."""
+    """Return the two keys of an AWS account, or two times None; a single one is refused."""
     if bool(access_key_id) != bool(secret_access_key):
         lacking = "--aws_secret_access_key" if access_key_id else "--aws_access_key_id"
         raise LaunchError(f"{lacking} is missing: the two keys go together. A profile in the file needs neither.")

@@ -1,7 +1,7 @@
-"""What Slurm writes into the environment of a task: its lists of nodes, its counts, its steps. It needs no torch.
+"""The variables that Slurm sets in a task: lists of nodes, counts, steps. It needs no torch.
 
-The variables are documented at https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES. What is not there was
-seen with Slurm 22.05 and is noted where it matters.
+They are documented at https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES. Undocumented ones were seen
+with Slurm 22.05 and are marked in the code.
 """
 
 import itertools
@@ -72,11 +72,11 @@ def tasks_on(text: str, node: int, name: str = "SLURM_STEP_TASKS_PER_NODE") -> i
 
 
 def step(environ: Mapping[str, str]) -> Step | None:
-    """Return the task that this process is, in a step of several tasks.
+    """Return this process's task in a step of several tasks.
 
-    None outside of a step, in a step of one task, and where the variables are those of another step: a batch script
-    that was submitted from within a step inherits that step's. Also None for what is typed into the shell of
-    `srun --pty`: Slurm starts the shell in all tasks, but it ends at once where there is no terminal.
+    None outside of a step, in a step of one task, and if the variables are those of another step: a batch script submitted
+    from within a step inherits that step's. Also None for commands typed into the shell of `srun --pty`: Slurm starts the
+    shell in all tasks, but it ends at once if there is no terminal.
     """
     if not in_step(environ):
         return None
@@ -111,7 +111,7 @@ def in_step(environ: Mapping[str, str]) -> bool:
 
 
 def is_terminal(environ: Mapping[str, str]) -> bool:
-    """Say whether this process was started by hand from a shell of `srun --pty`, or of salloc."""
+    """Say whether a user started this process from a shell of `srun --pty`, or of salloc."""
     # Steps that are started from the shell inherit the variable, but not the terminal.
     return bool(environ.get("SLURM_PTY_PORT")) and _has_terminal()
 
@@ -119,7 +119,7 @@ def is_terminal(environ: Mapping[str, str]) -> bool:
 def _has_terminal() -> bool:
     """Say whether this process belongs to a terminal, as a command that was typed there."""
     try:
-        # Not isatty(): what is typed may be redirected.
+        # Not isatty(): a typed command may be redirected.
         os.close(os.open(os.ctermid(), os.O_RDONLY | os.O_NOCTTY))
         # Only an interactive shell gives each command a process group. `srun --pty accelerate launch`, or a script of
         # it, runs in all tasks, and the one with the terminal is a task like the others.
