@@ -1,9 +1,10 @@
-"""Modules that a rank may leave out of a step, as the part of a model that reads pictures where its batch has none.
+"""Modules that a rank may skip in a step, such as the image part of a model if its batch has no images.
 
-The other ranks wait for such a rank: all of them gather sharded weights, and average gradients. So the ranks agree, when the forward of
-the whole model begins, on who calls the module. A rank that does not, while others do, calls it there with inputs that were declared for
-this, and gives zeros to that call in backward: all ranks gather and reduce the same weights in the same order. Where no rank calls it, none
-does, and its gradients stay None, as in one process. DistributedDataParallel has a way of its own, `find_unused_parameters`.
+The other ranks wait for such a rank: all of them gather sharded weights, and average gradients. So the ranks agree on who
+calls the module when the forward of the full model begins. If some ranks call it, the others call it at that point with
+inputs that were declared for this, and give zeros to that call in backward. So all ranks gather and reduce the same weights
+in the same order. If no rank calls it, its gradients stay None, as in one process. DistributedDataParallel has its own
+method, `find_unused_parameters`.
 """
 
 import inspect
@@ -26,11 +27,11 @@ from accelerate.strategies.registry import resolve
 
 @dataclass(frozen=True)
 class _Declared:
-    """How a module that ranks may leave out is called for others.
+    """The call of a skipped module for other ranks.
 
     Attributes:
-        given: The argument of the whole model's forward without which the module is not called.
-        inputs: What a rank without that argument calls it with.
+        given: The argument of the full model's forward without which the module is not called.
+        inputs: The arguments of the call on a rank without that argument.
     """
 
     given: str
@@ -38,15 +39,17 @@ class _Declared:
 
 
 def conditional(accelerator: Any, module: nn.Module, given: str, inputs: Any) -> None:
-    """Declare a part of a model that some ranks may leave out of a step, where others would wait for them. All ranks, before `prepare`.
+    """Declare a part of a model that some ranks may skip in a step, in which others would wait for them.
 
-    Under FSDP2 the ranks agree with one number for each declared module in each forward, for which the host waits. If some call the
-    module, the others call it too, with `inputs` and without gradients; so its parts must be called before other blocks that
-    are sharded, and several such modules in the order in which they are declared. DDP finds unused parameters by itself.
+    Under FSDP2 the ranks agree with one number for each declared module in each forward, for which the host waits. If some call
+    the module, the others also call it, with `inputs` and without gradients. So its parts must be called before other sharded
+    blocks, and several such modules in the order of their declarations. DDP finds unused parameters itself.
+
+    Collective: call on every rank, before `prepare`.
 
     Args:
         module: The part, which belongs to a model that is not prepared yet.
-        given: The argument of the whole model's forward without which the part is not called: None or an empty tensor.
+        given: The argument of the full model's forward without which the part is not called: None or an empty tensor.
         inputs: A tensor, or a tuple of arguments, that the part can be called with.
 
     Raises:
@@ -75,7 +78,7 @@ def conditional(accelerator: Any, module: nn.Module, given: str, inputs: Any) ->
 
 
 class Conditionals(Extension):
-    """The modules that ranks of one run may leave out.
+    """The modules that ranks of one run may skip.
 
     Attributes:
         declared: The modules that `conditional` was called for, while they are alive.
