@@ -1,8 +1,8 @@
-"""Whether training arguments agree with a shared accelerator state that they are about to keep.
+"""Checks that training arguments agree with a shared accelerator state that they are about to keep.
 
-Preserving a state means training on it as it is. Where the arguments ask for something else, that must not pass silently:
-what would change the numbers or the hardware raises, what cannot be changed any more on a live process group warns once.
-This file needs torch and accelerate's two state classes alone, so that it can travel into another package as it is.
+A preserved state is used without changes. If the arguments ask for something else, that must not pass silently. Differences
+in numbers or hardware raise; settings that a live process group cannot change any more warn once. This file only needs
+torch and accelerate's two state classes, so that it can be copied into another package.
 """
 
 import os
@@ -46,7 +46,7 @@ def check(arguments: Any) -> None:
     _check_engine(arguments, state)
     _check_device(arguments, state.device)
     full: dict[str, Any] = AcceleratorState._shared_state
-    # A state of the process alone has no precision and no plugins yet: the Trainer's own Accelerator will set them.
+    # A state of only the process has no precision and no plugins yet: the Trainer's own Accelerator will set them.
     if full:
         _check_precision(arguments, full.get("_mixed_precision", "no"))
         _check_layout(arguments, full.get("parallelism_config"))
@@ -96,7 +96,7 @@ def _accelerator_type() -> str | None:
 
 
 def requested_precision(arguments: Any) -> str:
-    """Return the mixed precision that training arguments stand for: "fp16", "bf16", or what the launcher exported."""
+    """Return the mixed precision of training arguments: "fp16", "bf16", or the value that the launcher exported."""
     requested = (name for name in ("fp16", "bf16") if getattr(arguments, name, False))
     return next(requested, os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower())
 

@@ -1,4 +1,4 @@
-"""One symbol of transformers that is replaced: what its code must look like, and how it is put back. `checkpoints` and `losses` list theirs."""
+"""One replaced symbol of transformers: the expected shape of its code, and its restoration. `checkpoints` and `losses` list theirs."""
 
 import functools
 import inspect
@@ -14,15 +14,15 @@ from transformers_patch.training_args import Strategy, names_in
 
 @dataclass(frozen=True)
 class Patch:
-    """One symbol, and what takes its place.
+    """One symbol, and its replacement.
 
     Attributes:
         owner: The class that has it; empty for a function of the module.
         name: Its name.
-        parameters: Those that it begins with.
+        parameters: Its first parameters.
         reads: Names that its code must read, because the replacement acts on them.
-        replacement: Returns what takes the place of the function that it gets.
-        mended: A piece of the names that its code reads where a release has the repair, which would then be made twice.
+        replacement: Returns the replacement of the function that it gets.
+        mended: A part of a name that its code reads in a release with the fix, which must not be applied twice.
     """
 
     owner: str

@@ -10,17 +10,17 @@ from transformers import Trainer, TrainerCallback
 
 
 class ThroughputCallback(TrainerCallback):
-    """Adds what ``Accelerator.throughput_report`` measures to each entry of the Trainer's log that has a loss, and so to its trackers.
+    """Adds the values of ``Accelerator.throughput_report`` to each entry of the Trainer's log with a loss, and so to its trackers.
 
     The keys are those of the report's ``values()``: ``throughput/tokens_per_second`` and ``samples_per_second`` of all ranks
-    together, ``mfu``, ``share_data``, ``share_forward`` and the other parts of a step, ``step_seconds``, ``slowest_rank`` (-1: none). The
-    first step counts FLOPs, and is not measured; nor is a step that comes after a save or an evaluation. It needs this fork's
+    together, ``mfu``, ``share_data``, ``share_forward`` and the other parts of a step, ``step_seconds``, ``slowest_rank`` (-1:
+    none). The first step counts FLOPs, and is not measured, like a step after a save or an evaluation. It needs this fork's
     accelerate; with another one it warns, and adds nothing.
 
     Collective: call on every rank.
 
     Args:
-        peak_flops: Of a device, per second, for the MFU; None takes a known GPU's dense bfloat16 figure.
+        peak_flops: Of a device, per second, for the MFU; None uses a known GPU's dense bfloat16 figure.
 
     Example:
         >>> from transformers_patch import ThroughputCallback
@@ -42,7 +42,7 @@ class ThroughputCallback(TrainerCallback):
                 raise ValueError("no Trainer was found" if trainer is None else "another accelerate is installed")
             trainer.accelerator.throughput()
         except ValueError as error:
-            # A second `train` of a Trainer on several ranks, for one, trains a model that its Accelerator has let go of.
+            # For example, a second `train` of a Trainer on several ranks trains a model that its Accelerator has released.
             warnings.warn(f"ThroughputCallback adds nothing to the logs: {error}", UserWarning, stacklevel=2)
             return
         self._trainer, self._values, self._interrupted = trainer, {}, False
@@ -63,7 +63,7 @@ class ThroughputCallback(TrainerCallback):
         """End the measurement of a step."""
         if self._trainer is None:
             return
-        # What came before this step is in it; and not all of a save is over when `on_save` is called.
+        # The measured step includes work before it, and a save is not fully over when `on_save` is called.
         numbers = () if self._interrupted else (self._tokens or None, self._samples or None)
         self._trainer.accelerator.throughput(*numbers)
         self._measured += not self._interrupted
@@ -81,13 +81,13 @@ class ThroughputCallback(TrainerCallback):
     on_evaluate = on_save
 
     def _report(self, control: Any) -> None:
-        # Here and not in `on_log`, because all ranks report together, and a program may log on one alone.
+        # Here and not in `on_log`, because all ranks report together, and a program may log on one rank only.
         if self._trainer is not None and control.should_log and self._measured > 0:
             self._values = self._trainer.accelerator.throughput_report(self.peak_flops).values()
             self._measured = 0
 
     def _log(self, log: Any, logs: dict[str, float], *args: Any, **options: Any) -> Any:
-        """Log what was measured with the loss of the same steps."""
+        """Log the measurements with the loss of the same steps."""
         if self._values and "loss" in logs:
             logs, self._values = {**logs, **self._values}, {}
         return log(logs, *args, **options)

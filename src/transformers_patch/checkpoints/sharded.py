@@ -1,7 +1,7 @@
-"""What the Trainer does not save or read by itself: models of which ranks have parts, and checkpoints of another strategy.
+"""Saves and loads that the Trainer does not support: models with parts on each rank, and checkpoints of another strategy.
 
-They are written into the plan of the save, so each rank writes and hashes its own part, and are read by names: any layout that
-`accelerate.checkpoint.layouts` knows, into any other, DeepSpeed's engines included.
+Models are written into the plan of the save, so each rank writes and hashes its own part. They are read by names, from any
+layout that `accelerate.checkpoint.layouts` knows into any other, DeepSpeed's engines included.
 """
 
 import os
@@ -38,7 +38,7 @@ def writers(trainer: Any, plan: SavePlan) -> dict[str, Callable[..., None]]:
         if trainer.args.should_save:
             plan.add_object("scheduler.pt", trainer.lr_scheduler.state_dict())
 
-    # Of a model that arrives split the Trainer gathers the weights; of any other, rank 0 would write its own part.
+    # The Trainer gathers the weights of a model that arrives sharded; of any other, rank 0 would write its own part.
     methods: dict[str, Callable[..., None]] = {"_save_optimizer_and_scheduler": save_rest}
     if not getattr(trainer, "is_distributed_loading_by_transformers", False):
         whole = trainer.accelerator.get_state_dict
@@ -47,7 +47,7 @@ def writers(trainer: Any, plan: SavePlan) -> dict[str, Callable[..., None]]:
 
 
 def readers(trainer: Any, wait: Callable[[Any], Any]) -> dict[str, Callable[..., Any]]:
-    """Return the Trainer's methods, by name, that read what it does not read by itself; the best model after a `wait`.
+    """Return replacements of the Trainer's reading methods, by name; the best model is read after a `wait`.
 
     Collective: call on every rank.
     """
@@ -65,7 +65,7 @@ def readers(trainer: Any, wait: Callable[[Any], Any]) -> dict[str, Callable[...,
             return load_rest(folder)
         fsdp_utils.load_fsdp_optimizer(None, trainer.accelerator, trainer.optimizer, trainer.model, folder)
         schedule, groups = load.read_file(folder, "scheduler.pt", "the scheduler"), len(trainer.optimizer.param_groups)
-        # Experts that are spread have groups of their own, with the rates of the others.
+        # Experts that are spread have separate groups, with the rates of the others.
         for name, values in schedule.items():
             if isinstance(values, list) and all(value == values[0] for value in values):
                 schedule[name] = values[:1] * groups
@@ -80,9 +80,10 @@ def readers(trainer: Any, wait: Callable[[Any], Any]) -> dict[str, Callable[...,
 
 
 def _reader_of(trainer: Any, folder: str, kind: layouts.Kind) -> str:
-    """Return which library reads a model or an optimizer: the "trainer" by itself, "accelerate" by names, or "transformers".
+    """Return which library reads a model or an optimizer: the "trainer" itself, "accelerate" by names, or "transformers".
 
-    Of some models, as those with experts, files have other names than the model: transformers converts them, but not in its Trainer.
+    The files of some models, such as those with experts, have other names than the model: transformers converts them, but not
+    in its Trainer.
     """
     model, leaves = trainer.model, trainer.is_deepspeed_enabled or not os.path.isdir(folder)
     stored_model = None if leaves else layouts.find(load.with_manifest(folder), kind)
@@ -112,7 +113,7 @@ def _convert(model: Any, folder: str) -> None:
 
 
 def engines(trainer: Any) -> dict[str, Callable[..., None]]:
-    """Return the functions of transformers' module, by name, by which DeepSpeed's engines take what any strategy wrote, and run no code of a file."""
+    """Return the functions, by name, with which DeepSpeed's engines read any strategy's checkpoint without running code of a file."""
 
     def read(engine: Any, folder: str, load_module_strict: bool = True) -> None:
         from accelerate.extensions.deepspeed import checkpoint
