@@ -219,16 +219,12 @@ def _length(original: Callable[..., Any]) -> Callable[..., Any]:
 def _summed(original: Callable[..., Any]) -> Callable[..., Any]:
     def install_forward(self: Any, module: Any, mesh: Any) -> Any:
         module = original(self, module, mesh)
-        forward, watched_parameters = module.forward, {}
+        forward, watched_by = module.forward, {}
 
         def watched(*inputs: Any, **options: Any) -> Any:
             for name, parameter in module.named_parameters(recurse=False):
-                if (
-                    torch.is_grad_enabled()
-                    and parameter.requires_grad
-                    and watched_parameters.get(name) is not parameter
-                ):
-                    watched_parameters[name] = parameter  # a loader replaces parameters
+                if torch.is_grad_enabled() and parameter.requires_grad and watched_by.get(name) is not parameter:
+                    watched_by[name] = parameter  # a loader replaces parameters
                     parameter.register_hook(_sharing(parameter, mesh.size()))
             return forward(*inputs, **options)
 

@@ -95,14 +95,8 @@ class ThroughputCallback(TrainerCallback):
     def _training_step(self, step: Any, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
         """Count a micro-batch."""
         named = inputs if hasattr(inputs, "items") else {"": inputs}  # some Trainers get a list of rows
-        batch = {
-            str(name): column
-            for name, column in named.items()
-            if isinstance(column, list) or getattr(column, "ndim", 0)
-        }
-        ids = [
-            column for name, column in batch.items() if name.endswith("input_ids") and isinstance(column, torch.Tensor)
-        ]
+        batch = {str(name): rows for name, rows in named.items() if isinstance(rows, list) or getattr(rows, "ndim", 0)}
+        ids = [rows for name, rows in batch.items() if name.endswith("input_ids") and isinstance(rows, torch.Tensor)]
         layout = getattr(self._trainer.accelerator, "parallelism_config", None)
         # Ranks that share a batch count a part of it each.
         sharing = layout.tp_size * layout.cp_size if layout is not None else 1

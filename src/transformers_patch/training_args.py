@@ -95,14 +95,8 @@ def _resetting(module: ModuleType) -> list[str]:
     """Return the functions of a module, and those of its classes, that reset the state."""
     owners = [module, *(value for value in vars(module).values() if inspect.isclass(value))]
     members = [(name, getter_of(value) or value) for owner in owners for name, value in vars(owner).items()]
-    local_members = [
-        (name, function) for name, function in members if getattr(function, "__module__", None) == module.__name__
-    ]
-    return [
-        name
-        for name, function in local_members
-        if inspect.isfunction(function) and "_reset_state" in names_in(function.__code__)
-    ]
+    local = [(name, value) for name, value in members if getattr(value, "__module__", None) == module.__name__]
+    return [name for name, value in local if inspect.isfunction(value) and "_reset_state" in names_in(value.__code__)]
 
 
 def install(module: ModuleType, strategy: Callable[[], Strategy], undo: ExitStack) -> None:

@@ -20,10 +20,7 @@ def printable(text: str, limit: int | None = None) -> str:
     Control characters become ``\\xNN`` or ``\\uNNNN``, except newlines and tabs. Text longer than `limit` ends with an ellipsis.
     """
     text = text if limit is None or len(text) <= limit else f"{text[:limit]}…"
-    return _CONTROL.sub(
-        lambda character: f"\\x{ord(character[0]):02x}" if character[0] <= "\xff" else f"\\u{ord(character[0]):04x}",
-        text,
-    )
+    return _CONTROL.sub(lambda char: f"\\x{ord(char[0]):02x}" if char[0] <= "\xff" else f"\\u{ord(char[0]):04x}", text)
 
 
 def warn_user(message: str, category: type[Warning] = UserWarning) -> None:

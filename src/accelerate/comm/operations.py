@@ -367,19 +367,17 @@ def pad_with(
             CannotPadNestedTensorWarning,
             stacklevel=3,
         )
-    lengthened = [not item.is_nested and -item.ndim <= dim < item.ndim for item in tensors]
+    to_pad = [not item.is_nested and -item.ndim <= dim < item.ndim for item in tensors]
     if communicator.world_size == 1 or not tensors:
         return rebuild(tensor, tensors)
     # One exchange for all tensors. The ranks must agree on which tensors are padded, not on dtypes or sizes.
-    sizes = torch.tensor(
-        [item.shape[dim] if lengthen else 0 for item, lengthen in zip(tensors, lengthened, strict=True)]
-    )
+    sizes = torch.tensor([item.shape[dim] if lengthen else 0 for item, lengthen in zip(tensors, to_pad, strict=True)])
     words = filled(structure, ["nested" if item.is_nested else f"{item.ndim}-dimensional" for item in tensors])
     note = f" for {words} along {dim}"
     longest = communicator.all_reduce(sizes, "max", "pad_across_processes", note).tolist()
     results = [
         padded(item, dim, length, pad_index, pad_first) if lengthen else item
-        for item, lengthen, length in zip(tensors, lengthened, longest, strict=True)
+        for item, lengthen, length in zip(tensors, to_pad, longest, strict=True)
     ]
     return rebuild(tensor, results)
 

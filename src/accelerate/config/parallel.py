@@ -127,11 +127,9 @@ class DeepSpeedSequenceParallelConfig:
             if self.sp_seq_length is None:
                 raise ValueError(f"sp_seq_length_is_variable=False needs the length, sp_seq_length or {variable}.")
             self.sp_seq_length = to_int(self.sp_seq_length, variable)
-        chosen, supported = self.sp_attn_implementation, ("flash_attention_2", "flash_attention_3", "sdpa")
-        if chosen is None or chosen in supported or ("/" in chosen and "flash-attn" in chosen):
+        chosen, names = self.sp_attn_implementation, ("flash_attention_2", "flash_attention_3", "sdpa")
+        if chosen is None or chosen in names or ("/" in chosen and "flash-attn" in chosen):
             return
         why = " It builds its mask from the full sequence." if chosen in ("eager", "flex_attention") else ""
-        usable = (
-            f"{', '.join(supported)} or a flash attention kernel of the hub, such as 'kernels-community/flash-attn2'"
-        )
+        usable = f"{', '.join(names)} or a flash attention kernel of the hub, such as 'kernels-community/flash-attn2'"
         raise ValueError(f"Invalid sp_attn_implementation: {chosen!r}.{why} Use one of {usable}.")

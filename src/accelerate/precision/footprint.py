@@ -96,20 +96,13 @@ def tensors_here(model: nn.Module) -> dict[str, list[torch.Tensor]]:
     # While nothing is exchanged, the full gradients exist next to the parameters.
     gradients += itertools.chain.from_iterable(whole for *_, whole in torch_private.sharded_parameters(model))
     gradients += itertools.chain.from_iterable(map(torch_private.flat_gradients, model.modules()))
-    tensors_of_kind = {
-        "parameters": parameters,
-        "buffers": model.buffers(),
-        "gradients": gradients,
-        "optimizer": updated,
-    }
-    return {kind: [tensor for tensor in tensors if tensor is not None] for kind, tensors in tensors_of_kind.items()}
+    kinds = {"parameters": parameters, "buffers": model.buffers(), "gradients": gradients, "optimizer": updated}
+    return {kind: [tensor for tensor in tensors if tensor is not None] for kind, tensors in kinds.items()}
 
 
 def _piece(name: str, parameter: nn.Parameter, owner: Any) -> Piece:
-    local_numel, dtype = local_part(parameter).numel(), parameter.dtype
-    piece = Piece(
-        name, dtype, parameter.requires_grad, parameter.numel(), local_numel, local_numel, dtype, dtype, dtype, dtype
-    )
+    local, dtype = local_part(parameter).numel(), parameter.dtype
+    piece = Piece(name, dtype, parameter.requires_grad, parameter.numel(), local, local, dtype, dtype, dtype, dtype)
     if (part := getattr(parameter, "ds_tensor", None)) is not None:
         return replace(piece, numel=parameter.ds_numel, here=part.numel(), whole=parameter.ds_numel, strategy="zero3")
     return piece if owner is None else replace(piece, strategy="fsdp2", **owner)

@@ -278,15 +278,13 @@ class GradScaler(torch.amp.GradScaler):
                 part.grad = part.detach()
             parameters = parts
         group = types.SimpleNamespace(param_groups=[{"params": parameters}])
-        overflows = super()._unscale_grads_(group, inv_scale, found_inf, allow_fp16 or sharded)
-        overflows = overflows or {
-            found_inf.device: found_inf
-        }  # without gradients a step changes nothing, as in float32
+        flags = super()._unscale_grads_(group, inv_scale, found_inf, allow_fp16 or sharded)
+        flags = flags or {found_inf.device: found_inf}  # without gradients a step changes nothing, as in float32
         if sharded or others:
-            for seen in (*overflows.values(), *(value for other in others for value in other.values())):
+            for seen in (*flags.values(), *(value for other in others for value in other.values())):
                 found_inf = torch.maximum(found_inf, seen.to(found_inf.device))
             if sharded:
                 torch.distributed.all_reduce(found_inf, torch.distributed.ReduceOp.MAX)
-            overflows = {device: found_inf.to(device) for device in overflows}
-        _note_unscaled(self, optimizer, overflows)
-        return overflows
+            flags = {device: found_inf.to(device) for device in flags}
+        _note_unscaled(self, optimizer, flags)
+        return flags

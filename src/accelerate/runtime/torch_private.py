@@ -102,9 +102,7 @@ def collectives_started(backend: Any) -> int:
 def live_timeout() -> timedelta | None:
     """Return how long collectives of the live process group may wait, or None if torch does not say."""
     options = (getattr(backend, "options", None) for backend in backends(dist.group.WORLD))
-    return next(
-        (backend_options._timeout for backend_options in options if hasattr(backend_options, "_timeout")), None
-    )
+    return next((option._timeout for option in options if hasattr(option, "_timeout")), None)
 
 
 def set_live_timeout(timeout: timedelta) -> bool:
@@ -569,10 +567,7 @@ def convolution_scratch(operator: Any, args: Any, result: Any) -> int:
         # In its own memory layout it has a copy of the input, and then one of the output.
         sizes = gradient.nbytes, sum(tensor.nbytes for tensor in tensors)
         return sum(sizes) if backward else max(sizes)
-    samples, columns = (
-        tensors[0].shape[0],
-        tensors[1][0].numel() * rest[-1],
-    )  # each output's inputs are stored side by side
+    samples, columns = tensors[0].shape[0], tensors[1][0].numel() * rest[-1]  # each output's inputs are adjacent
     return samples * columns * gradient[0, 0].numel() * gradient.element_size()
 
 

@@ -129,24 +129,20 @@ def checksum(tensor: torch.Tensor, samples: int | None = None) -> torch.Tensor:
     return total
 
 
-def _first_difference(model: str, description: dict[str, tuple[str, bool]]) -> ValueError:
+def _first_difference(model: str, local: dict[str, tuple[str, bool]]) -> ValueError:
     """Return the error of the first rank whose model is described otherwise than that of rank 0.
 
     Collective: call on every rank.
     """
     communicator = comm.current()
-    main_description = communicator.broadcast_object_list([description], 0)[0]
+    main = communicator.broadcast_object_list([local], 0)[0]
     absent = ("missing", False)
-    names = (
-        name
-        for name in [*main_description, *description]
-        if main_description.get(name, absent) != description.get(name, absent)
-    )
+    names = (name for name in [*main, *local] if main.get(name, absent) != local.get(name, absent))
     name, rank = next(names, None), communicator.rank
     differs = torch.tensor(communicator.world_size if name is None else rank)
     text = ""
     if name is not None:
-        (first, hollow), (local_text, _) = main_description.get(name, absent), description.get(name, absent)
+        (first, hollow), (local_text, _) = main.get(name, absent), local.get(name, absent)
         text = (
             f"The ranks prepare different models ({model}): {name!r} is {first} on rank 0 and {local_text} on rank {rank}. Build the "
             "same model on all ranks, with the same parameters frozen."
@@ -174,9 +170,7 @@ def register_whole_parameters(accelerator: Run, model: nn.Module, parameters: Ma
 
     Collective: call on every rank.
     """
-    if dist.get_world_size() == 1 or any(
-        replicated_model is model for replicated_model, _ in accelerator.prepared.replicated
-    ):
+    if dist.get_world_size() == 1 or any(other is model for other, _ in accelerator.prepared.replicated):
         return
     checksums = [checksum(tensor).to(accelerator.device, non_blocking=True) for tensor in parameters.values()]
     sums = dict(zip(parameters, torch.stack(checksums).tolist() if checksums else [], strict=True))
@@ -226,17 +220,15 @@ def average_gradients(parameters: Sequence[nn.Parameter], group: Any = None) -> 
     for bucket in _buckets([parameter for parameter in parameters if parameter.requires_grad]):
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
         # The flags say whether any rank has a gradient: if none has, the gradient stays None, as on one process.
-        has_gradient = gradients[0].new_tensor([parameter.grad is not None for parameter in bucket])
-        flat = torch.cat([*(gradient.flatten() for gradient in gradients), has_gradient]).div_(
-            dist.get_world_size(group)
-        )
+        flags = gradients[0].new_tensor([parameter.grad is not None for parameter in bucket])
+        flat = torch.cat([*(gradient.flatten() for gradient in gradients), flags]).div_(dist.get_world_size(group))
         sent.append((bucket, gradients, flat, dist.all_reduce(flat, group=group, async_op=True)))
     for bucket, gradients, flat, work in sent:
         work.wait()
-        *means, has_gradient = flat.split([*(gradient.numel() for gradient in gradients), len(bucket)])
+        *means, flags = flat.split([*(gradient.numel() for gradient in gradients), len(bucket)])
         torch._foreach_copy_(gradients, [mean.view_as(target) for mean, target in zip(means, gradients, strict=True)])
         if missing := [place for place, parameter in enumerate(bucket) if parameter.grad is None]:
-            present = has_gradient.tolist()
+            present = flags.tolist()
             for place in missing:
                 bucket[place].grad = gradients[place] if present[place] else None
 

@@ -159,20 +159,16 @@ class ReplicaCheck(Extension):
         alone = self._part()[1] == ranks or (self.run.torch_device_mesh is None and sharded)
         compared, zero = ranks > 1 and not alone, torch.zeros_like(self._first)
         models = [self.run.unwrap_model(model) for model in self.run._models]
-        names = {
-            id(parameter): canonical_name(name) for model in models for name, parameter in model.named_parameters()
-        }
+        names = {id(p): canonical_name(name) for model in models for name, p in model.named_parameters()}
         for index, group in enumerate(optimizer.param_groups):
             numbers[f"learning rate of group {index}"] = float(group["lr"])
-            for place, parameter in enumerate(group["params"]):
+            for place, p in enumerate(group["params"]):
                 if not place:
-                    numbers[f"step counter of group {index}"] = float(
-                        optimizer.state.get(parameter, {}).get("step", 0)
-                    )
+                    numbers[f"step counter of group {index}"] = float(optimizer.state.get(p, {}).get("step", 0))
                 if compared:
-                    name = names.get(id(parameter), f"number {place} of group {index}")
-                    sums[f"parameter {name!r}"] = checksum(parameter)
-                    gradient = parameter.grad
+                    name = names.get(id(p), f"number {place} of group {index}")
+                    sums[f"parameter {name!r}"] = checksum(p)
+                    gradient = p.grad
                     gradients[f"gradient of {name!r}"] = zero if gradient is None else checksum(gradient)
         return numbers, sums | gradients
 

@@ -154,26 +154,23 @@ def _plan(engine: Any, folder: str, index: int, optimizer: int, strict: bool, we
 
 def _matched(engine: Any, stored: "CheckpointReader", strict: bool, written: zero.Folder | None) -> dict[str, Any]:
     """Return the stored values by the engine's names, not read; refuse other names and shapes."""
-    engine_shapes = _shapes(engine)
-    stored_values, missing, others = layouts.matched(
-        engine_shapes,
-        layouts.model_values(stored),
-        partial(io_of(engine.module).tied_names, engine.module),
-        stored.aliases,
+    shapes = _shapes(engine)
+    values, missing, others = layouts.matched(
+        shapes, layouts.model_values(stored), partial(io_of(engine.module).tied_names, engine.module), stored.aliases
     )
     # Values skipped by `exclude_frozen_parameters` do not change.
     frozen = {name for name, parameter in engine.module.named_parameters() if not parameter.requires_grad}
     optional = frozen if written is not None and written.head["frozen_param_shapes"] is None else set()
     problems = [
-        f"{name} has {tuple(stored_values[name].shape)} in the checkpoint and {tuple(shape)} in the engine"
-        for name, shape in engine_shapes.items()
-        if name in stored_values and stored_values[name].shape != shape
+        f"{name} has {tuple(values[name].shape)} in the checkpoint and {tuple(shape)} in the engine"
+        for name, shape in shapes.items()
+        if name in values and values[name].shape != shape
     ]
     if strict:
         problems += [f"{name} is missing in the checkpoint" for name in missing if name not in optional]
         problems += [f"{name} is unexpected in the checkpoint" for name in others]
     refuse_misfit(stored.origin, type(engine.module).__name__, problems)
-    return stored_values
+    return values
 
 
 def _shapes(engine: Any) -> dict[str, torch.Size]:
@@ -261,11 +258,7 @@ def _flats(engine: Any) -> Iterator[_Flat]:
         for number, (flat, group) in enumerate(
             zip(inner.single_partition_of_fp32_groups, inner.bit16_groups, strict=True)
         ):
-            linked = [
-                (canonical_name(names[parameter]), parameter._hp_mapping)
-                for parameter in group
-                if parameter._hp_mapping is not None
-            ]
+            linked = [(canonical_name(names[p]), p._hp_mapping) for p in group if p._hp_mapping is not None]
             parts = [
                 (n, m.hp_fragment_address.start, m.lp_fragment_address.start, m.lp_fragment_address.numel)
                 for n, m in linked
@@ -274,9 +267,9 @@ def _flats(engine: Any) -> Iterator[_Flat]:
         return
     for number, group in enumerate(inner.fp16_groups):
         parts, offset = [], 0
-        for parameter in group:
-            start, count, length = _part(engine, parameter)
-            parts.append((canonical_name(names[parameter]), offset, start, count))
+        for p in group:
+            start, count, length = _part(engine, p)
+            parts.append((canonical_name(names[p]), offset, start, count))
             offset += length
         yield _Flat(inner.fp32_partitioned_groups_flat[number], inner.sub_group_to_group_id[number], parts)
 

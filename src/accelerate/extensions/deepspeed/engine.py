@@ -83,9 +83,7 @@ def check(plugin: DeepSpeedPlugin, model: nn.Module, optimizer: Any, scheduler: 
             f"prepare got DummyOptim and a {type(scheduler).__name__}: a torch scheduler needs the torch optimizer that it was made for. "
             "Pass DummyScheduler as well, or a torch optimizer."
         )
-    optimizer_ids = {
-        id(parameter) for group in getattr(optimizer, "param_groups", ()) for parameter in group["params"]
-    }
+    optimizer_ids = {id(p) for group in getattr(optimizer, "param_groups", ()) for p in group["params"]}
     if optimizer_ids and optimizer_ids.isdisjoint(map(id, model.parameters())):
         raise ValueError(
             f"The optimizer ({type(optimizer).__name__}) holds no parameter of {type(model).__name__}: its steps would change nothing. Make "
@@ -138,9 +136,7 @@ def resolve(
     if config[_STEPS] == "auto":
         config[_STEPS] = steps
     elif config[_STEPS] != steps:
-        if (
-            steps != 1 and accelerator.process_index == 0
-        ):  # 1 is the default that no program has set, as under transformers' Trainer
+        if steps != 1 and accelerator.process_index == 0:  # 1 is the default
             logger.warning(
                 f"gradient_accumulation_steps is {config[_STEPS]} in the DeepSpeed configuration and {steps} in the Accelerator: "
                 "the configuration holds."
@@ -358,16 +354,14 @@ class DeepSpeed(Strategy):
     @contextlib.contextmanager
     def no_sync(self, accelerator: Run, model: nn.Module) -> Iterator[None]:
         """Let backward passes of a model's engine take no step. Its stage still exchanges gradients in each of them."""
-        engines = [
-            wrapper for wrapper in accelerator.prepared.engines if model in (wrapper.engine, wrapper.engine.module)
-        ]
-        for wrapper in engines:
-            wrapper._held += 1
+        engines = [outer for outer in accelerator.prepared.engines if model in (outer.engine, outer.engine.module)]
+        for outer in engines:
+            outer._held += 1
         try:
             yield
         finally:
-            for wrapper in engines:
-                wrapper._held -= 1
+            for outer in engines:
+                outer._held -= 1
 
     def clip_grad_norm(
         self, accelerator: Run, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float
@@ -380,9 +374,7 @@ class DeepSpeed(Strategy):
         if len(engines) > 1:
             clipped_ids = {id(item) for item in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)}
             engines = [
-                wrapper
-                for wrapper in engines
-                if not clipped_ids.isdisjoint(map(id, wrapper.engine.module.parameters()))
+                outer for outer in engines if not clipped_ids.isdisjoint(map(id, outer.engine.module.parameters()))
             ]
         if not engines:
             raise ValueError("clip_grad_norm_ got parameters of no prepared model. Pass model.parameters().")

@@ -20,10 +20,7 @@ def set_up(state: Any, plugins: Any) -> None:
 
 def refuse_another_engine(state: Any, plugins: Any, hint: str) -> None:
     """Raise NotImplementedError where plugins ask for another engine than the one of the state."""
-    asked, live = (
-        plugin_set if isinstance(plugin_set, dict) else {"": plugin_set}
-        for plugin_set in (plugins, state.deepspeed_plugins)
-    )
+    asked, live = (value if isinstance(value, dict) else {"": value} for value in (plugins, state.deepspeed_plugins))
     for key, plugin in asked.items():
         contradictions = plugin.contradictions(live[key]) if key in live else [f"the key {key!r}"]
         if contradictions:

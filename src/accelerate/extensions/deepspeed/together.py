@@ -45,9 +45,9 @@ def prepare(accelerator: TrainingRun, objects: Sequence[Any]) -> tuple[Any, ...]
             "GradientAccumulationPlugin(exact=True) is not possible with DeepSpeed, whose engine divides each loss by "
             "gradient_accumulation_steps. Remove exact."
         )
-    prepared_objects, engine, trains = engines.prepare(accelerator, objects, "DeepSpeed", kind_of)
+    results, engine, trains = engines.prepare(accelerator, objects, "DeepSpeed", kind_of)
     if engine is None:
-        return tuple(prepared_objects)
+        return tuple(results)
     accelerator.deepspeed_config = accelerator.deepspeed_plugin.deepspeed_config
     wrapped, trained = DeepSpeedEngineWrapper(engine), accelerator.prepared.engines
     if trains:
@@ -56,10 +56,8 @@ def prepare(accelerator: TrainingRun, objects: Sequence[Any]) -> tuple[Any, ...]
     if shares:
         for position, item in enumerate(objects):
             if kind_of(item) == "loader":
-                prepared_objects[position] = accelerator.deepspeed_ulysses_dl_adapter(
-                    prepared_objects[position], engine
-                )
-    return tuple(prepared_objects)
+                results[position] = accelerator.deepspeed_ulysses_dl_adapter(results[position], engine)
+    return tuple(results)
 
 
 def share_loader(accelerator: TrainingRun, loader: Any) -> Any:

@@ -179,8 +179,8 @@ def ema(accelerator: Any, model: nn.Module, decay: float = 0.999) -> Ema:
     parameters = {id(parameter): parameter for parameter in model.parameters()}
     optimizers = (outer.optimizer for outer in accelerator._optimizers)
     trained = {
-        optimizer: [p for group in optimizer.param_groups for p in group["params"] if id(p) in parameters]
-        for optimizer in optimizers
+        inner: [p for group in inner.param_groups for p in group["params"] if id(p) in parameters]
+        for inner in optimizers
     }
     if not any(trained.values()):
         raise ValueError("ema() got a model of which no prepared optimizer has a parameter. Prepare both first.")
@@ -190,6 +190,4 @@ def ema(accelerator: Any, model: nn.Module, decay: float = 0.999) -> Ema:
         )
     if any(average.has(parameters) for average in accelerator.extensions.of_kind(Ema)):
         raise ValueError("ema() was called before for a part of this model. Keep the object that it returned.")
-    return accelerator.extensions.add(
-        Ema(accelerator, model, [optimizer for optimizer, its in trained.items() if its], decay)
-    )
+    return accelerator.extensions.add(Ema(accelerator, model, [inner for inner, its in trained.items() if its], decay))

@@ -91,14 +91,10 @@ def _by_owners(matrices: Sequence[DTensor], group: Any, settings: Mapping[str, A
     local_parts = [local_part(matrix).bfloat16().flatten() for matrix in matrices]
     order = [number for of in owned for number in of]
     sent = torch.cat([local_parts[number] for number in order])
-    received_counts = [sum(counts) for counts in from_ranks]
-    received = sent.new_empty(sum(received_counts))
-    dist.all_to_all_single(received, sent, received_counts, to_owners, group=group)
-    parts = [
-        chunk.split(counts)
-        for chunk, counts in zip(received.split(received_counts), from_ranks, strict=True)
-        if counts
-    ]
+    sizes = [sum(counts) for counts in from_ranks]
+    received = sent.new_empty(sum(sizes))
+    dist.all_to_all_single(received, sent, sizes, to_owners, group=group)
+    parts = [chunk.split(counts) for chunk, counts in zip(received.split(sizes), from_ranks, strict=True) if counts]
     whole = {
         number: torch.cat(pieces).view(matrices[number].shape)
         for number, pieces in zip(owned[me], zip(*parts, strict=True), strict=True)
@@ -109,7 +105,7 @@ def _by_owners(matrices: Sequence[DTensor], group: Any, settings: Mapping[str, A
     parts_of = [whole[number].split(rows[number]) for number in owned[me]]
     back = [parts[rank].flatten() for rank in range(ranks) for parts in parts_of if rank < len(parts)]
     returned = torch.empty_like(sent)
-    dist.all_to_all_single(returned, torch.cat([received[:0], *back]), to_owners, received_counts, group=group)
+    dist.all_to_all_single(returned, torch.cat([received[:0], *back]), to_owners, sizes, group=group)
     result_of = dict(zip(order, returned.split([local_parts[number].numel() for number in order]), strict=True))
     for number, matrix in enumerate(matrices):
         yield result_of[number].view(-1, matrix.shape[1])
@@ -138,11 +134,9 @@ def _newton_schulz(matrices: torch.Tensor, settings: Mapping[str, Any]) -> torch
     """Return matrices [count, rows, columns] with all singular values near 1, as torch's Muon computes each."""
     first, second, third = settings["ns_coefficients"]
     is_tall = matrices.shape[-2] > matrices.shape[-1]
-    estimate = matrices.mT if is_tall else matrices
-    estimate = estimate / estimate.norm(dim=(-2, -1), keepdim=True).clamp(min=settings["eps"])
+    value = matrices.mT if is_tall else matrices
+    value = value / value.norm(dim=(-2, -1), keepdim=True).clamp(min=settings["eps"])
     for _ in range(settings["ns_steps"]):
-        gram = estimate @ estimate.mT
-        estimate = torch.baddbmm(
-            estimate, torch.baddbmm(gram, gram, gram, beta=second, alpha=third), estimate, beta=first
-        )
-    return estimate.mT if is_tall else estimate
+        gram = value @ value.mT
+        value = torch.baddbmm(value, torch.baddbmm(gram, gram, gram, beta=second, alpha=third), value, beta=first)
+    return value.mT if is_tall else value

@@ -130,9 +130,7 @@ class Monitor:
         if self._diagnosis.news():
             answers = self._diagnosis.latest
             # On a busy machine an answer may come late: once more, before a rank is said to give none.
-            self._unsure = not self._unsure and any(
-                not (status.answered or status.gone) for status in answers.values()
-            )
+            self._unsure = not self._unsure and any(not (other.answered or other.gone) for other in answers.values())
             if self._unsure:
                 self._diagnosis.ask_now()
             else:

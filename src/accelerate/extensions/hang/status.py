@@ -196,12 +196,10 @@ class Diagnosis(MissingRanks):
 
     def stuck(self, missing: list[int]) -> list[int]:
         """Return which of the missing ranks wait for something that only happens if we go on."""
-        waiting_counters = [status.counters for rank, status in self.latest.items() if rank not in missing]
-        missing_statuses = [self.latest[rank] for rank in missing]
-        together = all(status.blocked and status.still_s >= STILL_TOGETHER_S for status in missing_statuses)
-        return [
-            status.rank for status in missing_statuses if self._is_stuck(status, waiting_counters)
-        ] or missing * together
+        counters = [status.counters for rank, status in self.latest.items() if rank not in missing]
+        late = [self.latest[rank] for rank in missing]
+        together = all(status.blocked and status.still_s >= STILL_TOGETHER_S for status in late)
+        return [status.rank for status in late if self._is_stuck(status, counters)] or missing * together
 
     @staticmethod
     def _is_stuck(status: RankStatus, waiting_counters: list[dict[str, int]]) -> bool:

@@ -76,13 +76,10 @@ class MegatronIO(StateIO):
         _refuse_code(place)
         refuse_misfit(place, type(model.source).__name__, model.misfits(place))
         common, degrees = load_common_state_dict(place), [model.plugin.tp_degree, model.plugin.pp_degree]
-        divided, loads_optimizer = (
-            common.get("divided"),
-            model.optimizer is not None and not model.plugin.no_load_optim,
-        )
-        if loads_optimizer and "divided" not in common:
+        divided, trains = (common.get("divided"), model.optimizer is not None and not model.plugin.no_load_optim)
+        if trains and "divided" not in common:
             raise RuntimeError(f"{place} has no state of an optimizer; nothing was loaded. Set no_load_optim=True.")
-        if loads_optimizer and divided not in (None, degrees):
+        if trains and divided not in (None, degrees):
             raise RuntimeError(
                 f"{place} has a distributed optimizer of tp_degree, pp_degree = {divided}, and here they are {degrees}; nothing was loaded. Without Apex or "
                 "Transformer Engine, set no_load_optim=True, or save it with use_distributed_optimizer=False."

@@ -285,9 +285,9 @@ class MegatronEngine(nn.Module):
         if optimizer and self.optimizer is not None:
             # Core loads the format that any layout reads only into Apex's and Transformer Engine's Adam.
             layout = "dp_reshardable" if _begin(self.optimizer) else "fully_reshardable"
-            metadata = {"distrib_optim_sharding_type": layout}
+            layouts = {"distrib_optim_sharding_type": layout}
             state["optimizer"] = self.optimizer.sharded_state_dict(
-                state["model"], is_loading=loading, metadata=metadata
+                state["model"], is_loading=loading, metadata=layouts
             )
             bound = layout == "dp_reshardable" and self.plugin.use_distributed_optimizer
             state["divided"] = [self.plugin.tp_degree, self.plugin.pp_degree] if bound else None
@@ -312,13 +312,11 @@ class MegatronEngine(nn.Module):
 
         stored = dist_checkpointing.load_tensors_metadata(place)
         tensors = [entry for entry in self.core.sharded_state_dict().values() if isinstance(entry, ShardedTensor)]
-        shapes = {
-            tensor.key: stored[tensor.key].global_shape if tensor.key in stored else "no value" for tensor in tensors
-        }
+        shapes = {t.key: stored[t.key].global_shape if t.key in stored else "no value" for t in tensors}
         return [
-            f"{tensor.key} has {shapes[tensor.key]} in the checkpoint and {tensor.global_shape} in the engine"
-            for tensor in tensors
-            if shapes[tensor.key] != tensor.global_shape
+            f"{t.key} has {shapes[t.key]} in the checkpoint and {t.global_shape} in the engine"
+            for t in tensors
+            if shapes[t.key] != t.global_shape
         ]
 
     @torch.no_grad()

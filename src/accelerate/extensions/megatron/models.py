@@ -141,10 +141,8 @@ class Norm:
 
 def build(kind: Callable[..., Any], arguments: Mapping[str, Any], **more: Any) -> Any:
     """Return one of core's classes, built from those of Megatron's arguments that it takes; `more` are overridden by them."""
-    parameters = inspect.signature(kind).parameters
-    return kind(
-        **more | {name: value for name, value in arguments.items() if name in parameters and value is not None}
-    )
+    names = inspect.signature(kind).parameters
+    return kind(**more | {name: value for name, value in arguments.items() if name in names and value is not None})
 
 
 class Translation:

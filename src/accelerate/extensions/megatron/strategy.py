@@ -167,12 +167,8 @@ class MegatronLM(Strategy):
 
         Not a collective.
         """
-        clipped_ids = {
-            id(parameter) for parameter in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)
-        }
+        clipped_ids = {id(p) for p in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)}
         for model in accelerator._models:
-            if isinstance(model, MegatronEngine) and any(
-                id(parameter) in clipped_ids for parameter in model.parameters()
-            ):
+            if isinstance(model, MegatronEngine) and any(id(p) in clipped_ids for p in model.parameters()):
                 return torch.tensor(float("nan") if model.grad_norm is None else float(model.grad_norm))
         raise ValueError("clip_grad_norm_ got parameters of no prepared model. Pass model.parameters().")

@@ -51,25 +51,17 @@ def _call(plan: LaunchPlan, environment: Mapping[str, str]) -> tuple[str, Proces
     variables = _variables(plan, environment, shares)
     # Only the names: other users could read values on a command line.
     names = runners.handed_on(variables) if len(shares) > 1 else []
-    distinct_counts, counted = {*shares.values()}, ",".join(f"{name}:{count}" for name, count in shares.items())
+    counts, counted = {*shares.values()}, ",".join(f"{name}:{count}" for name, count in shares.items())
     flavour = flavour_of(variables)
     if any(":" in name for name in shares):  # an IPv6 address: `name:count` could not be told from it
         is_open_mpi, path = flavour == "Open MPI", str(plan["mpirun_hostfile"])
         listed = ["--hostfile", path] if is_open_mpi else ["-f", path]
-        if len(distinct_counts) == 1:
-            listed += (
-                ["--map-by", "ppr:{}:node".format(*distinct_counts)]
-                if is_open_mpi
-                else ["-ppn", str(*distinct_counts)]
-            )
+        if len(counts) == 1:
+            listed += ["--map-by", "ppr:{}:node".format(*counts)] if is_open_mpi else ["-ppn", str(*counts)]
     elif flavour == "Open MPI":
         listed = ["--host", counted]
     else:
-        listed = (
-            ["-hosts", ",".join(shares), "-ppn", str(*distinct_counts)]
-            if len(distinct_counts) == 1
-            else ["-hosts", counted]
-        )
+        listed = ["-hosts", ",".join(shares), "-ppn", str(*counts)] if len(counts) == 1 else ["-hosts", counted]
     if flavour == "Open MPI":
         # More processes than cores of a socket are slow, not wrong.
         words = [*listed, "--bind-to", "socket:overload-allowed"]

@@ -299,9 +299,7 @@ class FunctionAgent(elastic.Agent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)
         statuses = self.statuses
-        ended = {
-            failure.local_rank for failure in result.failures.values() if getattr(failure, "died", 0.0) is not None
-        }
+        ended = {record.local_rank for record in result.failures.values() if getattr(record, "died", 0.0) is not None}
         if result.state == WorkerState.HEALTHY:
             # Processes that ended well before their function did (`os._exit(0)`): torch would wait for them for ever.
             ended = {local for local, status in statuses.items() if status == 0 and not self.has_returned(local)}
@@ -310,10 +308,10 @@ class FunctionAgent(elastic.Agent):
         failures = {}
         for local, process in self.processes.items():
             if statuses[local] or local in ended:
-                failure = ProcessFailure(local, process.pid, statuses[local], self.error_files[local])
+                record = ProcessFailure(local, process.pid, statuses[local], self.error_files[local])
                 # Torch has stopped the processes that were alive at the agent's last look.
-                failure.died = self._died.get(local, time.time() if local in ended else None)
-                failures[worker_group.workers[local].global_rank] = failure
+                record.died = self._died.get(local, time.time() if local in ended else None)
+                failures[worker_group.workers[local].global_rank] = record
         return RunResult(state=WorkerState.FAILED, failures=failures)
 
 

@@ -109,10 +109,7 @@ class PipelineParallel(Sharded):
         if not pipelines:
             return super().clip_grad_norm(accelerator, parameters, max_norm, norm_type)
         repeated = {
-            id(p)
-            for pipeline in pipelines
-            for name, p in pipeline.named_parameters()
-            if name in pipeline.holdings.repeated
+            id(p) for part in pipelines for name, p in part.named_parameters() if name in part.holdings.repeated
         }
         return norms.clip_grad_norm(
             parameters, max_norm, norm_type, stages=pipelines[0].holdings.group, repeated=repeated

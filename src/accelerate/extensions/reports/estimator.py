@@ -121,7 +121,7 @@ def resting(model: Inventory, layout: Layout) -> Memory:
     Half-precision types stand for mixed precision. The rank is the one with the highest need.
     """
     compute, ranks = layout.compute, layout.batches
-    numbers, trained = (sum(item.elements for item in inventory.parameters) for inventory in (model, model.trained))
+    numbers, trained = (sum(item.elements for item in part.parameters) for part in (model, model.trained))
     buffers, copies = model.size - 4 * numbers, compute * numbers if compute < 4 else 0
     if layout.zero is not None:
         # DeepSpeed lays parameters end to end, and fills up to a multiple of two numbers a rank.
@@ -132,15 +132,8 @@ def resting(model: Inventory, layout: Layout) -> Memory:
         gathered = 0 if ranks == 1 else compute * exchanged
         return Memory(weights + buffers, gradients, (4 + layout.state) * part, gathered)
     if layout.shards:
-        all_numbers, trained_numbers = (
-            sum(_cut(item, layout)[1] for item in inventory.parameters) for inventory in (model, model.trained)
-        )
-        return Memory(
-            4 * all_numbers + buffers,
-            4 * trained_numbers,
-            layout.state * trained_numbers,
-            compute * _whole(model, layout.reshard),
-        )
+        total, local = (sum(_cut(item, layout)[1] for item in part.parameters) for part in (model, model.trained))
+        return Memory(4 * total + buffers, 4 * local, layout.state * local, compute * _whole(model, layout.reshard))
     gathered = copies + (0 if ranks == 1 else 4 * trained)
     return Memory(4 * numbers + buffers, 4 * trained, layout.state * trained, gathered)
 

@@ -225,13 +225,11 @@ def _files_in(folder: str) -> list[str]:
         return [folder]
     # Names that libraries load from a folder. Others may exist next to them, such as the same weights in their author's layout.
     usual = [name for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, f"{FSDP_MODEL_NAME}_0") if name in names]
-    weight_names = usual[:1] or [name for name in names if name.endswith((_SUFFIX, _SUFFIX + INDEX_SUFFIX))]
-    if len(weight_names) == 1:
-        return _files_of(os.path.join(folder, weight_names[0]))
-    if weight_names:
-        raise ValueError(
-            f"{folder!r} has several files of weights: {', '.join(weight_names[:5])}. Name one, or an index."
-        )
+    files = usual[:1] or [name for name in names if name.endswith((_SUFFIX, _SUFFIX + INDEX_SUFFIX))]
+    if len(files) == 1:
+        return _files_of(os.path.join(folder, files[0]))
+    if files:
+        raise ValueError(f"{folder!r} has several files of weights: {', '.join(files[:5])}. Name one, or an index.")
     if CONFIG in names:
         return []
     inside = ", ".join(names[:5]) or "nothing"

@@ -68,11 +68,8 @@ def memory_report(
     states = pytree.tree_leaves([dict(optimizer.state) for optimizer in optimizers])
     states = [value for value in states if isinstance(value, torch.Tensor)]
     notes = [_ENGINE] if any(zero_stage(model) is not None for model in models) else []
-    tensors_of_kinds = [*map(tensors_here, models), {"optimizer": states}]
-    bytes_of_kinds = [
-        _count((tensor for kinds in tensors_of_kinds for tensor in kinds.get(kind, ())), counted)
-        for kind in _COLUMNS[1:5]
-    ]
+    groups = [*map(tensors_here, models), {"optimizer": states}]
+    sizes = [_count((t for kinds in groups for t in kinds.get(kind, ())), counted) for kind in _COLUMNS[1:5]]
     allocated = getattr(getattr(torch, device.type, None), "max_memory_allocated", None)
     if device.type == "cpu" or allocated is None:
         peak = _resident_peak()
@@ -83,7 +80,7 @@ def memory_report(
         note = f"peak: most that torch had allocated since the start or torch.{device.type}.reset_peak_memory_stats()."
         rest = max(0, peak - sum(key[2] for key in counted if key[0].type == device.type))
         kind = "the part of the peak that is in no other column, buffers of communication included"
-    lines = [[*bytes_of_kinds, rest, peak]]
+    lines = [[*sizes, rest, peak]]
     if gather is not None:
         rank, lines = 0, gather(torch.tensor(lines, dtype=torch.int64, device=device)).tolist()
     rows = [

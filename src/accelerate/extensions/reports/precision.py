@@ -213,12 +213,10 @@ def _gradient_rows(model: nn.Module, strategy: str, parts: Sequence[Piece], comm
     trained = [piece for piece in parts if piece.trainable]
     if not trained:
         return
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    seen = (
-        _names(gradient.dtype for gradient in gradients) if gradients else _names(piece.gradient for piece in trained)
-    )
+    present = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    seen = _names(gradient.dtype for gradient in present) if present else _names(piece.gradient for piece in trained)
     whole = sum(piece.numel * piece.gradient.itemsize for piece in trained)
-    local = sum(local_part(gradient).numel() * gradient.element_size() for gradient in gradients)
+    local = sum(local_part(gradient).numel() * gradient.element_size() for gradient in present)
     yield PrecisionRow("gradients", "-", seen, sum(piece.numel for piece in trained), whole, local)
     if strategy in ("none", "tp"):
         return

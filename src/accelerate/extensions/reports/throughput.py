@@ -230,25 +230,20 @@ class Meter(Extension):
             return None
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        totals, local_seconds = dict.fromkeys(PARTS, 0.0), []
+        totals, busy = dict.fromkeys(PARTS, 0.0), []
         for stamps, _ in self._steps:
-            local_seconds.append(0.0)
+            busy.append(0.0)
             for (part, start), (_, end) in pairwise(stamps):
                 seconds = end - start if isinstance(end, float) else start.elapsed_time(end) / 1000
                 totals[part] += seconds
-                local_seconds[-1] += 0.0 if part in _WAITING else seconds
-        wall, middle = sum(totals.values()), statistics.median(local_seconds)
+                busy[-1] += 0.0 if part in _WAITING else seconds
+        wall, middle = sum(totals.values()), statistics.median(busy)
         # For a normal distribution, the median has 1.25 and the median deviation 1.48 times the usual error.
-        spread = (
-            1.25
-            * 1.48
-            * statistics.median(abs(seconds_of_step - middle) for seconds_of_step in local_seconds)
-            / len(local_seconds) ** 0.5
-        )
+        spread = 1.25 * 1.48 * statistics.median(abs(step - middle) for step in busy) / len(busy) ** 0.5
         rates = [sum(numbers) / wall for numbers in zip(*(counts for _, counts in self._steps), strict=True)]
         shares = tuple(total / wall for total in totals.values())
         self._steps.clear()
-        return ThroughputRow(rank, wall / len(local_seconds), *rates, rates[2] / peak, shares, middle, spread)
+        return ThroughputRow(rank, wall / len(busy), *rates, rates[2] / peak, shares, middle, spread)
 
 
 def scored(rows: Sequence[ThroughputRow]) -> list[ThroughputRow]:

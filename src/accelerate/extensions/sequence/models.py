@@ -271,13 +271,10 @@ class ModelHook:
         return None if mask is None and positions is None else self._compare(active, mask, positions)
 
     @torch.compiler.disable  # what follows waits for the device
-    def _compare(self, active: Active, mask: Tensor | None, position_ids: Tensor | None) -> Documents | None:
+    def _compare(self, active: Active, mask: Tensor | None, ids: Tensor | None) -> Documents | None:
         """Check a mask and positions on all ranks in one message and one wait for the device; return the documents, if packed."""
-        named = position_ids is None or (position_ids.dim() < 3 and active.has(position_ids))
-        rows = [
-            active.positions,
-            active.positions if position_ids is None else position_ids[0] if position_ids.dim() > 2 else position_ids,
-        ]
+        named = ids is None or (ids.dim() < 3 and active.has(ids))
+        rows = [active.positions, active.positions if ids is None else ids[0] if ids.dim() > 2 else ids]
         rows.append(torch.ones_like(rows[0]) if mask is None else mask)
         if rows[2].shape[-1] == active.length != rows[0].shape[-1]:  # the mask is unsharded
             rows[2] = rows[2][:, active.positions[0]]

@@ -68,11 +68,7 @@ def read(
     """Find what would be loaded, also among what would have been saved; nothing changes."""
     run, location = simulated.current(), search.storage.location
     saved = [save.location for save in run.saves]
-    saved = [
-        saved_location
-        for saved_location in saved
-        if saved_location == location or (search.latest and os.path.dirname(saved_location) == location)
-    ]
+    saved = [path for path in saved if path == location or (search.latest and os.path.dirname(path) == location)]
     answer = {"location": saved[-1], "following": None} if saved else search.answer()
     if (refusal := refused(answer)) is not None:
         if missing_ok and answer["nothing"]:

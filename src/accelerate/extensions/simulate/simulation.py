@@ -313,10 +313,7 @@ def first_call(words: list[str], rank_layout: ranks.Ranks) -> FirstCall:
                 empty = {
                     id(tensor): torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for tensor in tensors
                 }
-                empty |= {
-                    id(parameter): nn.Parameter(empty[id(parameter)], parameter.requires_grad)
-                    for parameter in model.parameters()
-                }
+                empty |= {id(p): nn.Parameter(empty[id(p)], p.requires_grad) for p in model.parameters()}
                 models[model] = copy.deepcopy(model, empty)
                 model.register_forward_pre_hook(noting(accelerator, models[model]), prepend=True, with_kwargs=True)
         return prepare(accelerator, *objects, **options)

@@ -86,18 +86,18 @@ def step(environ: Mapping[str, str]) -> Step | None:
         return None
     node = integer_in(environ, "SLURM_NODEID") or 0
     numbers = environ.get("SLURM_GTIDS", "").strip()  # of the tasks that Slurm has started here; some users unset it
-    task_count = numbers.count(",") + 1 if numbers else None
+    tasks = numbers.count(",") + 1 if numbers else None
     listed = tasks_on(environ.get("SLURM_STEP_TASKS_PER_NODE", ""), node)
     # A heterogeneous step lists the nodes by name, and numbers them by component.
     mixed = (integer_in(environ, "SLURM_HET_SIZE") or 1) > 1
     nodes = integer_in(environ, "SLURM_STEP_NUM_NODES") or integer_in(environ, "SLURM_NNODES")
     allocated = integer_in(environ, "SLURM_JOB_NUM_NODES")
     if not mixed and (
-        (None not in (task_count, listed) and task_count != listed) or (nodes and allocated and nodes > allocated)
+        (None not in (tasks, listed) and tasks != listed) or (nodes and allocated and nodes > allocated)
     ):
         return None
     local_rank = integer_in(environ, "SLURM_LOCALID")
-    local_size = task_count if mixed and task_count else listed or task_count
+    local_size = tasks if mixed and tasks else listed or tasks
     if not nodes:
         listing, name = node_list(environ)
         nodes = len(hosts(listing, name)) if listing else node + 1

@@ -102,9 +102,9 @@ def check_reduce(accelerator: Accelerator) -> None:
     count, rank = accelerator.num_processes, accelerator.process_index
     tensor = torch.full((4,), float(rank + 1), device=accelerator.device)
     for how, expected in (("sum", count * (count + 1) / 2), ("mean", (count + 1) / 2)):
-        reduced = reduce(tensor.clone(), how)
+        total = reduce(tensor.clone(), how)
         _require(
-            torch.allclose(reduced, torch.full_like(tensor, expected)), f"{how} is {reduced.tolist()}, not {expected}."
+            torch.allclose(total, torch.full_like(tensor, expected)), f"{how} is {total.tolist()}, not {expected}."
         )
 
 
