@@ -211,7 +211,7 @@ class ParallelismConfig:
 
     @property
     def _sp_by_deepspeed(self) -> bool:
-        """Whether DeepSpeed splits sequences, in separate groups: no mesh is built, and each rank reads separate batches."""
+        """Whether DeepSpeed splits sequences, in separate groups: there is no mesh, and each rank reads separate batches."""
         return self.sp_enabled and self.sp_backend == "deepspeed"
 
     # -- mesh ----------------------------------------------------------------------------------------------------
@@ -228,7 +228,7 @@ class ParallelismConfig:
 
         Returns:
             The mesh, or None when no dimension is active, or when DeepSpeed's sequence parallelism keeps separate groups.
-            It is not remembered; `get_device_mesh` does that.
+            It is not cached; `get_device_mesh` does that.
 
         Example:
             >>> ParallelismConfig().build_device_mesh("cpu") is None

@@ -80,7 +80,7 @@ class CustomArgumentGroup(_SpelledTwice, argparse._ArgumentGroup):
 
 
 class CustomArgumentParser(_SpelledTwice, argparse.ArgumentParser):
-    """A parser that takes long flags with underscores and with hyphens, and remembers which arguments were given.
+    """A parser that takes long flags with underscores and with hyphens, and remembers which arguments were passed.
 
     Parsed arguments carry `nondefault`, the names of all arguments on the command line, so that resolution can distinguish
     a choice from a default of the same value.

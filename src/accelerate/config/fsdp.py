@@ -366,7 +366,7 @@ class FullyShardedDataParallelPlugin:
         elif self.auto_wrap_policy is wrap.size_based_auto_wrap_policy:
             size, policy = self.min_num_params, self.auto_wrap_policy
             if not size:
-                logger.warning("min_num_params is not set, so size_based_wrap makes the whole model one shard.")
+                logger.warning("min_num_params is not set, so size_based_wrap makes the full model one shard.")
             self.auto_wrap_policy = functools.partial(policy, min_num_params=size) if size else None
 
     def set_mixed_precision(self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False) -> None:

@@ -103,7 +103,7 @@ class Device:
 
 
 class Lone(Device):
-    """A kind of device of which a process sees one, without an index."""
+    """A kind of device with one device per process, without an index."""
 
     def torch_device(self, index: int) -> torch.device:
         """Return the device; there is only one."""

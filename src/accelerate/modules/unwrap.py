@@ -457,13 +457,13 @@ def same_tensors(state: Mapping[str, Any]) -> dict[str, str]:
 
 
 def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state dict that safetensors can write: each tensor once, contiguous, and sharing memory with no other.
+    """Return a state dict that safetensors can write: contiguous tensors, each once, without shared memory.
 
     Of several names for one tensor (tied weights) the first in the dict stays; loading a model ties the others again.
     Tensors that only overlap in memory are different data, so each of them is copied.
 
     Args:
-        state_dict: Names and tensors. It stays as it is.
+        state_dict: Names and tensors. It is not changed.
 
     Raises:
         ValueError: A value is not a tensor; the message names it.

@@ -22,9 +22,9 @@ class Piece:
     Attributes:
         dtype: Of the copy at rest, which optimizers update.
         numel: Elements of the full tensor.
-        here: Elements that this rank keeps.
+        here: Elements on this rank.
         whole: Elements here while the strategy has gathered the tensor (a slice of it under tensor parallelism).
-        compute: Dtype in which the strategy hands it to forward.
+        compute: Dtype of the parameter in forward.
         reduce: Dtype in which its gradient is exchanged, before a communication hook.
         unreduced: Dtype of the gradient on this rank while nothing is exchanged.
         gradient: Dtype of the gradient at rest.

@@ -78,7 +78,7 @@ def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
 def extremes(
     numbers: torch.Tensor, part: int = 0, parts: int = 1, communicator: Communicator | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the maximum and minimum of whole numbers over the ranks with each of `parts` parts, by one all-reduce.
+    """Return the maximum and minimum of whole numbers over the ranks of each of `parts` parts, by one all-reduce.
 
     Collective: call on every rank.
     """

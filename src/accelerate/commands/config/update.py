@@ -47,7 +47,7 @@ def _update(path: pathlib.Path) -> tuple[pathlib.Path | None, tuple[str, ...]]:
     settings = files.inspect(path)
     fatal = [problem.text for problem in settings.problems if problem.fatal]
     if fatal:
-        raise LaunchError(f"The configuration file {path} was left alone: {' '.join(fatal[:5])}")
+        raise LaunchError(f"The configuration file {path} was not changed: {' '.join(fatal[:5])}")
     config = config_of(settings.content, path)
     if config.to_dict() == files.load_mapping(path):
         return None, ()

@@ -50,7 +50,7 @@ class Option:
         default: the value if no source sets it. None means that the launcher or the worker decides.
         corrections: accepted words that stand for others.
         unset: words, in a file or a variable, that mean "not set".
-        flags: spellings with underscores (hyphens work too); None is `--name`, an empty tuple a setting of files alone.
+        flags: spellings with underscores (hyphens work too); None is `--name`, an empty tuple a setting of files only.
         switch: True for a flag that takes no value and means true.
         negation: a flag that sets it to false.
         env: the variable in which the launcher passes the value to the worker; a user can also set it.
