@@ -183,7 +183,7 @@ def ema(accelerator: Any, model: nn.Module, decay: float = 0.999) -> Ema:
         for inner in optimizers
     }
     if not any(trained.values()):
-        raise ValueError("ema() got a model of which no prepared optimizer has a parameter. Prepare both first.")
+        raise ValueError("ema() got a model without parameters in a prepared optimizer. Prepare both first.")
     if half := [str(p.dtype) for its in trained.values() for p in its if p.dtype in (torch.float16, torch.bfloat16)]:
         raise ValueError(
             f"ema() got weights in {half[0]}, too coarse for an average. Load them in float32, with mixed_precision."

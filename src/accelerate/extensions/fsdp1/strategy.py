@@ -159,7 +159,7 @@ def _check_replicas(layout: ParallelismConfig, plugin: Any) -> None:
         )
     if replicas > 1 and name == "NO_SHARD":
         raise ValueError(
-            f"sharding_strategy=NO_SHARD keeps whole parameters, but dp_shard_size={layout.dp_shard_size} shards them. Use FULL_SHARD."
+            f"sharding_strategy=NO_SHARD keeps unsharded parameters, but dp_shard_size={layout.dp_shard_size} shards them. Use FULL_SHARD."
         )
     if replicas == 1 and shards and "HYBRID" in name:
         raise ValueError(

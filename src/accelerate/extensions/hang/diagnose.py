@@ -74,7 +74,7 @@ def _error(path: Path) -> str:
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         return f"{path.name} is damaged, and is not shown: {error}\n{text[:_SHOWN]}"
     hung = record.get("status") == failure.HUNG
-    return "ended itself because some ranks waited in vain" if hung else str(record.get("traceback", ""))
+    return "ended itself because some ranks waited too long" if hung else str(record.get("traceback", ""))
 
 
 def stacks_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:

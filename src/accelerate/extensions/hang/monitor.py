@@ -203,7 +203,7 @@ class Finding:
         late = {rank: status for rank, status in self._others.items() if not status.gone}
         for rank, status in self.answers.items():
             if "exception" in status.note and status.waits:
-                return f"rank {rank} {status.note}, and left out what the others wait in", True
+                return f"rank {rank} {status.note}, and skipped the exchange that the others wait in", True
             if rank in late and status.note and not status.answered:
                 return f"the process of rank {rank} is {status.note}", "stopped" in status.note
             if rank in late and "workers" in status.note and status.stands:

@@ -150,7 +150,7 @@ def _check_points(model: nn.Module, split_points: Sequence[str], stages: int) ->
     if not len(set(split_points)) == len(split_points) == stages - 1:
         raise ValueError(
             f"split_points={list(split_points)} name {len(set(split_points))} modules, but {stages} processes are {stages} stages, "
-            f"each but the first of which begins with one of them. Name {stages - 1} modules, or use 'auto'."
+            f"and each but the first begins with one of them. Name {stages - 1} modules, or use 'auto'."
         )
 
 

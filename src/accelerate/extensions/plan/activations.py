@@ -109,7 +109,7 @@ def measure(
                 loss.backward()
             except torch_private.looks_at_values() as error:
                 raise ValueError(
-                    f"The forward of {type(model).__name__} looks at values, so it cannot run on shapes alone: {error}."
+                    f"The forward of {type(model).__name__} looks at values, so it cannot run on shapes only: {error}."
                 ) from error
     segments = recorder.segments if not left_out else _lengthen(recorder.segments, stem, left_out)
     return Profile(inventory, tuple(segments), batch * sequence // cp * _keys(model, tp))

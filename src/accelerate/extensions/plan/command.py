@@ -116,7 +116,7 @@ def inputs_of(model: "nn.Module") -> Callable[[int, int], dict[str, Any]]:
     main, config = getattr(model, "main_input_name", None), getattr(model, "config", None)
     if main not in ("input_ids", "pixel_values"):
         raise LaunchError(
-            f"What {type(model).__name__} takes is not known (main_input_name is {main!r}). Name a package.module:factory that "
+            f"The inputs of {type(model).__name__} are not known (main_input_name is {main!r}). Name a package.module:factory that "
             "returns the model and a function of batch and sequence with the arguments of its forward."
         )
     takes_labels = "labels" in inspect.signature(model.forward).parameters
@@ -328,7 +328,7 @@ def _advice(needs: Memory, layout: Layout, fleet: Fleet) -> str:
         cut = layout.cp * layout.tp * layout.sp > 1
         hint = "a larger cp_size or a shorter --sequence" if cut else "cp_size=2 or tp_size=2"
     elif needs.largest == "gathered":
-        hint = "tp_size=2, so that less is whole at once" if layout.shards else "FSDP2, which has no buckets"
+        hint = "tp_size=2, so that less is gathered at once" if layout.shards else "FSDP2, which has no buckets"
     else:
         hint = "more ranks, tp_size or offload" if layout.shards else "FSDP2, which shards them"
     return f"{needs.largest} {size} of {room}, {size_text(needs.total)} in all: use {hint}"

@@ -44,14 +44,14 @@ def check(model: nn.Module, axis: str) -> None:
             if used not in (None, "sdpa"):
                 raise ValueError(
                     f"{kind} was loaded with attn_implementation={used!r}, but {what} works through "
-                    "torch.nn.functional.scaled_dot_product_attention alone. Load it with attn_implementation='sdpa'."
+                    "torch.nn.functional.scaled_dot_product_attention only. Load it with attn_implementation='sdpa'."
                 )
         kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
         reason = None
         if getattr(config, "is_encoder_decoder", False):
             reason = f"is an encoder-decoder, whose two sequences {what} cannot cut"
         elif kind.endswith(_WHOLE):
-            reason = "pools or compares tokens over the whole sequence after attention, and a rank has a part"
+            reason = "pools or compares tokens over the full sequence after attention, and a rank has a part"
         elif "position_ids" not in _parameters(inner):
             reason = "takes no position_ids in its forward, so positions would restart on every rank"
         elif kinds:
@@ -153,7 +153,7 @@ class OutsideHook:
     def __call__(self, module: nn.Module, args: tuple) -> None:
         """Check only the first call in training; ValueError for a refused call inside the context."""
         if self.region.active is not None and self.refusal:
-            raise ValueError(f"{self.refusal} Or call it outside of maybe_context_parallel, on whole sequences.")
+            raise ValueError(f"{self.refusal} Or call it outside of maybe_context_parallel, on unsharded sequences.")
         if self.done or not (module.training and torch.is_grad_enabled()):
             return
         self.done = True
@@ -245,7 +245,7 @@ class ModelHook:
         if self.shifts and kwargs.get("labels") is not None and kwargs.get("shift_labels") is None:
             raise ValueError(
                 f"{self.name} was called with labels= under {self.region.what}, and would lose the last label of every part. Shift "
-                "the whole labels before the context, `shifted = accelerate.utils.shift_labels(labels)`, name `shifted` in its "
+                "the unsharded labels before the context, `shifted = accelerate.utils.shift_labels(labels)`, name `shifted` in its "
                 "buffers, and pass labels=shifted, shift_labels=shifted; or compute the loss from the logits."
             )
 
@@ -256,7 +256,7 @@ class ModelHook:
             if active.positions is None or not self.numbers_from_zero:
                 raise ValueError(
                     f"{self.name} was called without position_ids under {self.region.what}, and would count from 0 on every rank. "
-                    "Make position_ids for the whole sequence, name them in the buffers, and pass them to the model."
+                    "Make position_ids for the full sequence, name them in the buffers, and pass them to the model."
                 )
             kwargs["position_ids"] = active.positions
         if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2 or active.positions is None):
@@ -299,15 +299,15 @@ class ModelHook:
             )
         if self.numbers_from_zero and unnamed.any() and ((positions != places) & real).any():
             raise ValueError(
-                f"position_ids are not 0, 1, 2, ... over the whole sequence ({active.length} tokens). If they were made for a part, "
-                "name whole ones in the buffers, or none; name those of packed documents there, too, and pass the same tensor."
+                f"position_ids are not 0, 1, 2, ... over the full sequence ({active.length} tokens). If they were made for a part, "
+                "name unsharded ones in the buffers, or none; name those of packed documents there, too, and pass the same tensor."
             )
         if not ((np.diff(positions) != 1) & real[:, 1:]).any():
             return None
         if mask is not None:
             raise ValueError(
                 f"{self.name} was called with an attention_mask and position_ids of packed documents (they start again within a row). "
-                "Leave attention_mask out: position_ids alone separate the documents."
+                "Omit attention_mask: position_ids separate the documents."
             )
         ordered, size = bool((np.diff(order) == 1).all()), self.region.size
         local_places = places[0] if self.region.axis == "sp" else np.split(whole[0, 0], size)[self.region.rank]

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 ATTENTION = torch_private.scaled_dot_product_attention
 WHAT = {"cp": "context parallelism", "sp": "sequence parallelism"}
 NO_MASK = (
-    "attn_mask was given to scaled_dot_product_attention under {what}, where each rank holds a part of the rows and columns, and "
-    "a mask of that part says nothing about the whole. Pass attn_mask=None; padding at the right needs no mask if is_causal=True."
+    "attn_mask was given to scaled_dot_product_attention under {what}, where each rank has a part of the rows and columns. A mask "
+    "of that part does not describe the full one. Pass attn_mask=None; padding at the right needs no mask if is_causal=True."
 )
 
 
@@ -237,7 +237,7 @@ class Region:
             if isinstance(buffer, torch.nn.Parameter) or buffer.requires_grad:
                 return (
                     f"buffers[{place}] of shape {shape} requires a gradient, and cannot be cut in place. Give the inputs of the "
-                    "model; what is computed from them inside the context is cut already."
+                    "model; tensors computed from them inside the context are sharded already."
                 )
             if any(buffer is other for other in buffers[:place]):
                 return f"buffers[{place}] of shape {shape} is in the list twice, and would be cut twice."

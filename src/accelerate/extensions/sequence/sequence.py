@@ -78,7 +78,7 @@ class GatheringRegion(Region):
         if dropout > 0:
             raise ValueError(
                 f"dropout_p={dropout} in scaled_dot_product_attention: context parallelism on CPU, or of packed documents, would draw "
-                "other numbers than over a whole sequence. Set the attention dropout of the model to 0 (`attention_dropout`, "
+                "other numbers than over a full sequence. Set the attention dropout of the model to 0 (`attention_dropout`, "
                 "`attn_pdrop` or `attention_probs_dropout_prob` of a transformers config)."
             )
         together = torch.cat((key, value), dim=-1)
@@ -150,7 +150,7 @@ class TorchRegion(GatheringRegion):
         return type(query).from_local(out, query.device_mesh, query.placements, run_check=False)
 
     def _no_buffers(self) -> str | None:
-        return "maybe_context_parallel got no buffers; torch's context parallelism needs at least the input that it shall cut."
+        return "maybe_context_parallel got no buffers; torch's context parallelism needs at least the input to shard."
 
 
 def _torch_parts() -> tuple[Callable, Callable, Any]:
@@ -193,7 +193,7 @@ def _fixed_length(handler: "DeepSpeedSequenceParallelConfig | None") -> int | No
     if handler.sp_attn_implementation not in (None, "sdpa"):
         raise ValueError(
             f"sp_handler.sp_attn_implementation is {handler.sp_attn_implementation!r}, but sp_backend='torch' works through "
-            "scaled_dot_product_attention alone. Set it to 'sdpa' or leave it out, or use sp_backend='deepspeed'."
+            "scaled_dot_product_attention only. Set it to 'sdpa' or remove it, or use sp_backend='deepspeed'."
         )
     if handler.sp_seq_length is not None and handler.sp_seq_length_is_variable:
         warn_user(

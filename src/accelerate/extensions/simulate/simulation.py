@@ -42,15 +42,11 @@ from accelerate.runtime import ranks, torch_private
 from accelerate.strategies.mesh import ranks_of_experts
 from accelerate.training import restoring, saving
 
-_COPIES = (
-    "Other ranks are made up: what they send are copies of what this rank sends, so losses and weights mean nothing."
-)
+_COPIES = "Other ranks are simulated: they send copies of this rank's data, so losses and weights mean nothing."
 # Numbers of floating point in so many are weights, gradients or activations, and need no values; what steers a program has fewer.
 _LARGE = 256
 _PRECISIONS = {torch.float16: "fp16", torch.bfloat16: "bf16"}
-_FAKE_ITEM = (
-    "Large tensors have no values: what the program reads of them, as by loss.item(), is NaN, or 0 of an integer."
-)
+_FAKE_ITEM = "Large tensors have no values: loss.item() and similar reads return NaN, or 0 for an integer."
 
 
 class StepsDone(SystemExit):

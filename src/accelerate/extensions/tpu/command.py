@@ -78,7 +78,7 @@ def _gcloud(args: argparse.Namespace, config: dict[str, Any]) -> list[str]:
         requirement = "accelerate -U" if version == "latest" else f"accelerate=={version}"
         commands = [f"pip install {requirement}", *commands]
     if not commands:
-        raise LaunchError("What shall run? Give --command or --command_file, or --install_accelerate.")
+        raise LaunchError("Nothing to run. Give --command or --command_file, or --install_accelerate.")
     return gcloud_ssh(str(name), str(zone), "; ".join(["cd /usr/share", *commands]), alpha=args.use_alpha)
 
 
