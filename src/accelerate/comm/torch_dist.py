@@ -206,14 +206,14 @@ def _reduced_as(dtype: torch.dtype) -> torch.dtype:
 
 def operations_started() -> dict[str, int]:
     """Return how many operations this rank has started in each of its process groups; groups that do not count are skipped."""
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for group in torch_private.groups():
         try:
             # Groups that `split_group` makes have one name and different ranks.
             members = zlib.crc32(repr(dist.get_process_group_ranks(group)).encode())
             for backend in torch_private.backends(group):
                 key = f"{backend.name()}:{group.group_name}:{members:x}"
-                found[key] = torch_private.collectives_started(backend)
+                counts[key] = torch_private.collectives_started(backend)
         except Exception:  # no backend counts by contract, and a group may be destroyed while we ask
             continue
-    return found
+    return counts

@@ -32,11 +32,11 @@ class ReplicasDiffer(RuntimeError):
 
 
 class ReplicaCheck(Extension):
-    """Compares the ranks of one Accelerator at every `every`-th step; with `modules` it looks at the outputs of modules, too."""
+    """Compares the ranks of one Accelerator every `interval` steps; with `modules` also the outputs of modules."""
 
-    def __init__(self, run: Any, every: int, modules: bool) -> None:
+    def __init__(self, run: Any, interval: int, modules: bool) -> None:
         super().__init__(run)
-        self.every, self.modules = every, modules
+        self.interval, self.modules = interval, modules
         # Backward passes so far, where they were since the last comparison, and the first with a loss that is not finite.
         self._passes = 0
         self._places: list[str] = []
@@ -103,7 +103,7 @@ class ReplicaCheck(Extension):
     def step_begins(self, optimizer: AcceleratedOptimizer) -> None:
         """Compare the ranks at every N-th step of an optimizer; raise the same error on all of them."""
         self._steps[optimizer] = step = self._steps.get(optimizer, 0) + 1
-        if step % self.every or ends_are_uneven():
+        if step % self.interval or ends_are_uneven():
             return
         numbers, sums = self._described(optimizer)
         names = [*numbers, *sums]
@@ -125,8 +125,8 @@ class ReplicaCheck(Extension):
             lines = self._differences(names, len(bits), values, places)
             raise ReplicasDiffer(
                 f"The ranks have parted before step {step} of {type(optimizer.optimizer).__name__}; the first of each kind:"
-                f"{lines}\nThey were equal {self.every} steps ago, or at the start. A smaller ACCELERATE_CHECK_EVERY "
-                f"than {self.every} finds the step; look there for code that only some ranks run."
+                f"{lines}\nThey were equal {self.interval} steps ago, or at the start. A smaller ACCELERATE_CHECK_EVERY "
+                f"than {self.interval} finds the step; look there for code that only some ranks run."
             )
         self._first = -torch.ones_like(self._first)
         self._places.clear()

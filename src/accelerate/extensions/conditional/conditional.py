@@ -30,11 +30,11 @@ class _Declared:
     """The call of a skipped module for other ranks.
 
     Attributes:
-        given: The argument of the full model's forward without which the module is not called.
+        argument: The argument of the full model's forward without which the module is not called.
         inputs: The arguments of the call on a rank without that argument.
     """
 
-    given: str
+    argument: str
     inputs: tuple[Any, ...]
 
 
@@ -112,9 +112,9 @@ class Conditionals(Extension):
 def _install(run: Any, model: nn.Module, declared: Mapping[str, _Declared]) -> list[RemovableHandle]:
     """Register hooks by which ranks agree, at each forward, on who calls the declared modules, which are given by name."""
     arguments, name = list(inspect.signature(model.forward).parameters), type(model).__name__
-    if unknown := [part.given for part in declared.values() if part.given not in arguments]:
+    if unknown := [part.argument for part in declared.values() if part.argument not in arguments]:
         raise ValueError(f"given={unknown[0]!r} is no argument of {name}.forward, which has {arguments}.")
-    places = [(arguments.index(part.given), part.given) for part in declared.values()]
+    places = [(arguments.index(part.argument), part.argument) for part in declared.values()]
     trained = [any(weight.requires_grad for weight in model.get_submodule(path).parameters()) for path in declared]
     outputs: list[torch.Tensor] = []  # of calls for other ranks
     joins = False

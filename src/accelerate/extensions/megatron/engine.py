@@ -90,7 +90,7 @@ class MegatronEngine(nn.Module):
         core_parameters = self._own
         ranks: int = self.plugin.tp_degree  # type: ignore[assignment]  # no degree is None
         for row in self.translation.rows:
-            tensors = [parameters[name].detach().to(self.device) for name in row.theirs]
+            tensors = [parameters[name].detach().to(self.device) for name in row.sources]
             for tensor in tensors:
                 take_from_first(tensor, self.device)
             if row.core in core_parameters:
@@ -243,16 +243,16 @@ class MegatronEngine(nn.Module):
         stages: int = self.plugin.pp_degree  # type: ignore[assignment]  # no degree is None
         for row in self.translation.rows:
             if row.core not in self._stage_of or not any(
-                is_selected(name) and name not in again for name in row.theirs
+                is_selected(name) and name not in again for name in row.sources
             ):
                 continue
             stage = dist.get_global_rank(self._pipeline, self._stage_of[row.core])
-            dtype, shapes = self.core.config.params_dtype, [self.translation.shapes[name] for name in row.theirs]
+            dtype, shapes = self.core.config.params_dtype, [self.translation.shapes[name] for name in row.sources]
             if stage == dist.get_rank():
                 parts = row.unpack(self._whole(core_parameters[row.core]), shapes)
             else:
                 parts = [torch.empty(shape, dtype=dtype, device=self.device) for shape in shapes]
-            for name, value in zip(row.theirs, parts, strict=True):
+            for name, value in zip(row.sources, parts, strict=True):
                 if stages > 1:
                     dist.broadcast(value, stage, group=self._pipeline)
                 if is_selected(name):
@@ -366,10 +366,12 @@ def _groups_of(rows: list[Row], parameters: Mapping[str, nn.Parameter], optimize
     numbers = {id(parameter): number for number, group in enumerate(groups) for parameter in group["params"]}
     group_of = {}
     for row in rows:
-        of_row = {numbers.get(id(parameters[name])) if parameters[name].requires_grad else None for name in row.theirs}
+        of_row = {
+            numbers.get(id(parameters[name])) if parameters[name].requires_grad else None for name in row.sources
+        }
         if len(of_row) > 1:
             raise ValueError(
-                f"{row.theirs} are one parameter of Megatron core. Put them into one group of the optimizer."
+                f"{row.sources} are one parameter of Megatron core. Put them into one group of the optimizer."
             )
         group_of[row.core] = of_row.pop()
     if numbers and set(group_of.values()) == {None}:

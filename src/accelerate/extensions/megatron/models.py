@@ -52,14 +52,14 @@ class Row:
 
     Attributes:
         core: its name, the layers counted through all stages.
-        theirs: the names of its sources.
+        sources: the names of the tensors that it is made of.
         blocks: number of groups of its rows with an equal part of all sources: groups of heads, or ranks.
         pieces: number of consecutive pieces in each source.
         transposed: whether the sources are transposed.
     """
 
     core: str
-    theirs: tuple[str, ...]
+    sources: tuple[str, ...]
     blocks: int
     pieces: int
     transposed: bool
@@ -77,7 +77,7 @@ class Row:
         return [(part.t() if self.transposed else part).contiguous() for part in parts]
 
     def _order(self, lengths: list[int]) -> torch.Tensor:
-        """Return which row of theirs, one tensor after the other, each row of core's is."""
+        """Return, for each row of core's tensor, the number of its row in the concatenated sources."""
         parts = [part for places in torch.arange(sum(lengths)).split(lengths) for part in places.chunk(self.pieces)]
         return torch.cat([part.reshape(self.blocks, -1) for part in parts], 1).flatten()
 
@@ -184,7 +184,7 @@ class Translation:
         self.plugin, self.arguments = plugin, _USUAL | options | arguments | sizes
         self.shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
         self.rows = self._rows(column, ranks)
-        translated = {name for row in self.rows for name in row.theirs}
+        translated = {name for row in self.rows for name in row.sources}
         if others := sorted(self.shapes.keys() ^ translated):
             raise ValueError(
                 f"{type(model).__name__} is no plain decoder with a head: {others[:5]}. Pass the ...ForCausalLM or ...LMHeadModel."

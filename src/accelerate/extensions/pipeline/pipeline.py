@@ -39,7 +39,7 @@ class _Batch:
     """The batch that is under way: how its rows count, and what has come out so far."""
 
     rows: int
-    each: int
+    micro_rows: int
     target: Any
     factor: float
     losses: list[torch.Tensor] = field(default_factory=list)
@@ -47,11 +47,11 @@ class _Batch:
 
     def samples(self, number: int) -> int:
         """Return how many samples of a micro-batch are the user's; the others fill it."""
-        return min(max(self.rows - number * self.each, 0), self.each)
+        return min(max(self.rows - number * self.micro_rows, 0), self.micro_rows)
 
     def target_of(self, number: int) -> Any:
         """Return the part of the target that belongs to a micro-batch; of one without samples, that of what fills it."""
-        start = min(number * self.each, self.rows - 1)
+        start = min(number * self.micro_rows, self.rows - 1)
         stop = start + max(self.samples(number), 1)
         return pytree.tree_map_only(
             torch.Tensor, lambda tensor: tensor[start:stop] if tensor.ndim else tensor, self.target

@@ -228,13 +228,13 @@ def _lengthen(segments: list[Segment], stem: str, count: int) -> list[Segment]:
 class _Recorder(TorchDispatchMode):
     """Follows the memory that a step makes, segment by segment.
 
-    An integer that is read is `each`: with experts on several ranks, how many tokens one gets from another; where ranks share sequences
-    0, for how many places are wrong.
+    `read_value` is the value of integers that the model reads. With experts on several ranks it is the number of tokens that a
+    rank gets from another. If ranks share sequences, it is 0, the number of wrong positions.
     """
 
     def __init__(self, model: nn.Module, tokens_of_expert: int | None, gpu: bool) -> None:
         super().__init__()
-        self.each, self.gpu = tokens_of_expert, gpu
+        self.read_value, self.gpu = tokens_of_expert, gpu
         self.segments: list[Segment] = []
         self.tracker = AllocationTracker()
         label(self.tracker, [model], [])
@@ -247,8 +247,8 @@ class _Recorder(TorchDispatchMode):
         if torch_private.reads_value(func):
             if args[0].dtype == torch.bool:
                 return True  # models ask whether a mask is full, or sequences are complete: those of a plan are
-            if self.each is not None and not args[0].is_floating_point():
-                return self.each
+            if self.read_value is not None and not args[0].is_floating_point():
+                return self.read_value
         out = torch_private.run_on_shapes(func, args, kwargs or {})
         self.tracker.see(out)
         self.flops += flops_of(func, args, kwargs or {}, out)

@@ -124,7 +124,7 @@ class Profile:
         return sum(segment.flops for segment in self.segments)
 
     def extended(self, single: "Profile", factor: int) -> "Profile":
-        """Return the profile of a batch that is larger, where this is of two samples and `one` of one: sizes are linear in it."""
+        """Return the profile of a larger batch; this one is of two samples, `single` of one: sizes are linear in the batch."""
         pairs = zip(single.segments, self.segments, strict=True)
         segments = tuple(_line(first, second, factor - 1) for first, second in pairs)
         return replace(self, segments=segments, keys=single.keys * factor)
