@@ -1,6 +1,6 @@
 """Accelerate's interface, implemented independently: every public name, imported when it is first used.
 
-The package imports nothing heavy by itself, so that ``accelerate --help`` and ``import accelerate`` stay cheap; a name is
+The package imports nothing heavy itself, so that ``accelerate --help`` and ``import accelerate`` stay cheap. A name is
 looked up in its home module at the first access (PEP 562).
 """
 

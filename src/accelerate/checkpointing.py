@@ -91,9 +91,11 @@ def load_accelerator_state(
     load_kwargs: dict[str, Any] | None = None,
     **load_model_func_kwargs: Any,
 ) -> dict[str, Any]:
-    """Give objects the state that ``save_accelerator_state`` wrote. Every rank calls it; none waits for another.
+    """Give objects the state that ``save_accelerator_state`` wrote.
 
-    Everything is read and checked before anything is changed.
+    All data is read and checked before anything is changed.
+
+    Call it on every rank; no rank waits for another.
 
     Args:
         input_dir: The folder.
@@ -103,12 +105,12 @@ def load_accelerator_state(
         dataloaders: Prepared loaders.
         process_index: This rank.
         scaler: The gradient scaler, if the loss is scaled.
-        map_location: Where tensors are read to: ``"cpu"`` (the default) or ``"on_device"``.
+        map_location: The device of the tensors read: ``"cpu"`` (the default) or ``"on_device"``.
         load_kwargs: Passed to ``torch.load``.
         **load_model_func_kwargs: Passed to ``load_state_dict`` of the models, such as ``strict=False``.
 
     Returns:
-        Attributes for the Accelerator to take over: ``step``, when the checkpoint has it.
+        Attributes that the Accelerator takes over: ``step``, if the checkpoint has it.
 
     Raises:
         FileNotFoundError: The folder lacks a file; the message names it.
@@ -155,7 +157,9 @@ def save_custom_state(obj: Any, path: Folder, index: int = 0, save_on_each_node:
 
 
 def load_custom_state(obj: Any, path: Folder, index: int = 0) -> None:
-    """Give an object the state in ``custom_checkpoint_{index}.pkl``. Any rank, alone.
+    """Give an object the state in ``custom_checkpoint_{index}.pkl``.
+
+    Not a collective.
 
     Args:
         obj: An object with ``load_state_dict``.

@@ -1,7 +1,7 @@
 """Loaders that give every process its part of the data.
 
 `prepare_data_loader` turns a torch loader into one that is sharded (`DataLoaderShard`) or dispatched
-(`DataLoaderDispatcher`); `skip_first_batches` leaves out what an interrupted epoch has behind it.
+(`DataLoaderDispatcher`); `skip_first_batches` skips the batches of an interrupted epoch.
 """
 
 from accelerate.base import _lazy
@@ -17,7 +17,7 @@ __getattr__ = _lazy.aliases(__name__)
 
 logger = get_logger(__name__)
 
-# What programs copy a torch loader by: its arguments besides the dataset, with torch's defaults.
+# Arguments of a torch loader, except the dataset, that programs copy it by, with torch's defaults.
 _PYTORCH_DATALOADER_KWARGS = {
     "batch_size": 1,
     "shuffle": False,
@@ -36,7 +36,7 @@ _PYTORCH_DATALOADER_KWARGS = {
     "pin_memory_device": "",
     "in_order": True,
 }
-# Those that came with a later torch.
+# Arguments of a later torch.
 v, additional_kwargs = "2.6.0", {"in_order": True}
 _PYTORCH_DATALOADER_ADDITIONAL_KWARGS = {v: additional_kwargs}
 

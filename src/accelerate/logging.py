@@ -1,4 +1,4 @@
-"""Loggers that speak once per run instead of once per process, and the form of what they say: text, or lines of JSON."""
+"""Loggers that log once per run instead of once per process, as text or as lines of JSON."""
 
 import datetime
 import functools
@@ -45,7 +45,7 @@ class JsonFormatter(logging.Formatter):
 
 @functools.cache
 def _choose_format() -> None:
-    """Write what all loggers say as JSON if ACCELERATE_LOG_FORMAT asks for it: into a file of the rank, or instead of text."""
+    """Write the messages of all loggers as JSON if ACCELERATE_LOG_FORMAT asks for it: into a file of the rank, or to the terminal."""
     word = os.environ.get("ACCELERATE_LOG_FORMAT", "").strip().lower()
     if word not in ("", "text", "json"):
         raise ValueError(f"ACCELERATE_LOG_FORMAT is {word!r}; set it to json or text.")
@@ -58,7 +58,7 @@ def _choose_format() -> None:
             os.makedirs(folder, exist_ok=True)
             handlers: list[logging.Handler] = [logging.FileHandler(path, encoding="utf-8")]
         except OSError as error:  # a log is no reason to end a run
-            text = "%sGoes on without a log as JSON: the folder of --log_dir (ACCELERATE_LOG_DIR) is %r, where %s. Name another one."
+            text = "%sContinues without a log as JSON: the folder of --log_dir (ACCELERATE_LOG_DIR) is %r, where %s. Name another one."
             logging.getLogger(__name__).warning(text, _tag(), folder, error)
             return
         if not root.handlers:  # then Python prints warnings by this one, until there is another
@@ -69,7 +69,7 @@ def _choose_format() -> None:
         handlers = handlers or [logging.StreamHandler()]
     for handler in handlers:
         handler.setFormatter(JsonFormatter())
-        root.addHandler(handler)  # which knows those that it has
+        root.addHandler(handler)  # which skips handlers that it has
 
 
 class MultiProcessAdapter(logging.LoggerAdapter):
@@ -131,8 +131,9 @@ class MultiProcessAdapter(logging.LoggerAdapter):
 def get_logger(name: str, log_level: str | int | None = None) -> MultiProcessAdapter:
     """Return a logger that knows the processes of the run.
 
-    With ACCELERATE_LOG_FORMAT=json, from the first message on, what any logger of the process says is written as one JSON object
-    per line: to ``rank_<rank>.jsonl`` in the folder of ``--log_dir`` (ACCELERATE_LOG_DIR), or instead of text to the terminal.
+    With ACCELERATE_LOG_FORMAT=json, every message of any logger of the process is written as one JSON object per line, from
+    the first message on. They go to ``rank_<rank>.jsonl`` in the folder of ``--log_dir`` (ACCELERATE_LOG_DIR), or to the
+    terminal instead of text.
 
     Args:
         name: usually `__name__`.

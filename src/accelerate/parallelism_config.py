@@ -88,10 +88,10 @@ class ParallelismConfig:
                 raise ValueError(f"{name} is {size}; it must be at least 1.")
             setattr(self, name, size)
         self._sizes = {axis: getattr(self, f"{axis}_size") for axis in _AXES}
-        for name, known in (("cp_backend", ("torch",)), ("sp_backend", ("deepspeed", "torch"))):
-            value = env.setting(getattr(self, name), f"parallelism_config_{name}", known[0])
-            if value not in known:
-                raise ValueError(f"{name} is {value!r}; choose {' or '.join(map(repr, known))}.")
+        for name, supported in (("cp_backend", ("torch",)), ("sp_backend", ("deepspeed", "torch"))):
+            value = env.setting(getattr(self, name), f"parallelism_config_{name}", supported[0])
+            if value not in supported:
+                raise ValueError(f"{name} is {value!r}; choose {' or '.join(map(repr, supported))}.")
             setattr(self, name, value)
         if self.cp_size > 1 and self.sp_size > 1:
             raise ValueError(
@@ -107,7 +107,7 @@ class ParallelismConfig:
         if self.pp_size > 1 and (others := {axis: size for axis, size in inside.items() if size > 1}):
             axis, size = next(iter(others.items()))
             raise ValueError(
-                f"pp_size={self.pp_size} with {axis}_size={size}: a pipeline combines with data parallelism alone. Set {axis}_size=1, and use "
+                f"pp_size={self.pp_size} with {axis}_size={size}: a pipeline combines only with data parallelism. Set {axis}_size=1, and use "
                 "dp_replicate_size, or dp_shard_size with FSDP."
             )
         if (
@@ -132,7 +132,7 @@ class ParallelismConfig:
         return {name: value for name, value in self.__dict__.items() if not name.endswith("_mesh")}
 
     def to_json(self) -> dict[str, Any]:
-        """Return the settings as a dictionary of JSON values; the device mesh is left out.
+        """Return the settings as a dictionary of JSON values, without the device mesh.
 
         Example:
             >>> ParallelismConfig(dp_shard_size=2).to_json()["dp_shard_size"]
@@ -211,7 +211,7 @@ class ParallelismConfig:
 
     @property
     def _sp_by_deepspeed(self) -> bool:
-        """Whether DeepSpeed splits sequences, in groups of its own: no mesh is laid, and each rank reads batches of its own."""
+        """Whether DeepSpeed splits sequences, in separate groups: there is no mesh, and each rank reads separate batches."""
         return self.sp_enabled and self.sp_backend == "deepspeed"
 
     # -- mesh ----------------------------------------------------------------------------------------------------
@@ -219,14 +219,16 @@ class ParallelismConfig:
     def build_device_mesh(self, device_type: str) -> "DeviceMesh | None":
         """Build the mesh of the active dimensions, with the flattened dimensions `dp`, `dp_shard_cp` and `dp_cp`.
 
-        Every rank calls it. torch.distributed is started from the environment if it is not running.
+        torch.distributed is started from the environment if it is not running.
+
+        Collective: call on every rank.
 
         Args:
             device_type: such as "cuda" or "cpu".
 
         Returns:
-            The mesh, or None when no dimension is active, or when DeepSpeed's sequence parallelism keeps groups of its
-            own. It is not remembered; `get_device_mesh` does that.
+            The mesh, or None when no dimension is active, or when DeepSpeed's sequence parallelism keeps separate groups.
+            It is not cached; `get_device_mesh` does that.
 
         Example:
             >>> ParallelismConfig().build_device_mesh("cpu") is None
@@ -266,7 +268,7 @@ class ParallelismConfig:
     def _get_mesh(self) -> tuple[tuple[str, ...], tuple[int, ...]] | tuple[()]:
         """Return the names and sizes of the active dimensions, outermost first; nothing if there are none."""
         active = set(self.active_mesh_dims)
-        # A dimension that a subclass adds has no place of its own; it goes innermost.
+        # A dimension that a subclass adds goes innermost.
         names = [axis for axis in _MESH_ORDER if axis in active]
         names += [axis for axis in self._sizes if axis in active and axis not in names]
         return (tuple(names), tuple(self._sizes[axis] for axis in names)) if names else ()
@@ -289,7 +291,7 @@ class ParallelismConfig:
         if self.total_size == 1 and processes > 1 and several and not accelerator.is_fsdp2:
             sharded = getattr(accelerator, "distributed_type", None) == "FSDP"
             self._set_size("dp_shard" if sharded else "dp_replicate", processes)
-        # DeepSpeed keeps its own groups: beside sequence parallelism, the ranks left over are its data parallelism.
+        # DeepSpeed keeps separate groups: the ranks left over from sequence parallelism are its data parallelism.
         fits = processes % self.total_size == 0 if self._sp_by_deepspeed else processes == self.total_size
         if self.total_size > 1 and not fits:
             arithmetic = " x ".join(

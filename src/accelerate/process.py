@@ -30,7 +30,7 @@ failure.watch()
 
 
 def do_nothing(*args: Any, **kwargs: Any) -> None:
-    """Take any arguments and do nothing: what a decorated function becomes on the processes it is not for."""
+    """Take any arguments and do nothing; it replaces a decorated function on the other processes."""
 
 
 class SharedDict:
@@ -47,7 +47,7 @@ class SharedDict:
 
 
 class Processes:
-    """What an object can do that knows the place of its process in the run: `Accelerator` and the states have it in common."""
+    """Methods of an object that knows its process's position in the run, common to `Accelerator` and the states."""
 
     distributed_type: DistributedType
     num_processes: int
@@ -75,7 +75,9 @@ class Processes:
         return self.process_index == self.num_processes - 1
 
     def wait_for_everyone(self) -> None:
-        """Wait until every rank is here. All ranks; alone, it returns at once.
+        """Wait until every rank has made this call; a single process returns at once.
+
+        Collective: call on every rank.
 
         Example:
             >>> from accelerate import Accelerator
@@ -85,11 +87,11 @@ class Processes:
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """Give each process its piece of the inputs; where they do not divide, the first processes get one more.
+        """Give each process its piece of the inputs; the first processes get one more if the division has a remainder.
 
         Args:
             inputs: a list, tuple, tensor (cut along its first dimension), `datasets.Dataset`, or a dictionary of such
-                values of one length, also nested. Everything else, such as a string, goes to every process whole.
+                values of one length, also nested. Every process gets other values, such as a string, unchanged.
             apply_padding: repeat the last element until every piece is as long as the longest, so that results can be
                 gathered; drop the surplus afterwards.
 
@@ -116,11 +118,17 @@ class Processes:
                 self.wait_for_everyone()
 
     def main_process_first(self) -> AbstractContextManager[None]:
-        """Return a context that the main process goes through before the others enter. All ranks."""
+        """Return a context that the main process goes through before the others enter.
+
+        Collective: call on every rank.
+        """
         return self._goes_first(self.is_main_process)
 
     def local_main_process_first(self) -> AbstractContextManager[None]:
-        """Return a context that each machine's main process goes through before its others. All ranks."""
+        """Return a context that each machine's main process goes through before its others.
+
+        Collective: call on every rank.
+        """
         return self._goes_first(self.is_local_main_process)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
@@ -134,7 +142,7 @@ class Processes:
             builtins.print(*args, **kwargs)
 
     def on_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
-        """Decorate a function to run on the main process alone; elsewhere it returns None.
+        """Decorate a function to run only on the main process; elsewhere it returns None.
 
         Args:
             function: The function, when used without parentheses.
@@ -157,13 +165,13 @@ class Processes:
         return _only_on(self, function, self.is_local_main_process)
 
     def on_last_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Decorate a function to run on the last rank alone; elsewhere it returns None."""
+        """Decorate a function to run only on the last rank; elsewhere it returns None."""
         return _only_on(self, function, self.is_last_process)
 
     def on_process(
         self, function: Callable[..., Any] | None = None, process_index: int | None = None
     ) -> Callable[..., Any]:
-        """Decorate a function to run on one rank alone (always, where there is one process); elsewhere it returns None.
+        """Decorate a function to run only on one rank (always, with one process); elsewhere it returns None.
 
         Args:
             function: The function, when used without parentheses.
@@ -184,7 +192,7 @@ class Processes:
 
 
 class ProcessView(Processes):
-    """A state of a process: what is not there says so, and what is there can be printed."""
+    """The state of a process. A missing attribute raises an error that explains it, and the state can be printed."""
 
     _known_attrs: ClassVar[tuple[str, ...]] = (
         *("_cpu", "backend", "device", "debug", "distributed_type", "num_processes", "process_index"),
@@ -231,11 +239,11 @@ class ProcessView(Processes):
 
 
 class PartialState(ProcessView):
-    """The process's place in the run: ranks, device, process group; enough for inference without an `Accelerator`.
+    """The process's position in the run: ranks, device, process group; enough for inference without an `Accelerator`.
 
     All instances share their attributes. The first one joins the process group, so every rank must build one; later ones
-    are free. After `_reset_state`, existing instances keep what they know, and the next one adopts a process group that is
-    alive instead of joining a second one.
+    cost nothing. After `_reset_state`, existing instances keep their attributes. The next instance adopts a live process group
+    instead of joining a second one.
 
     Args:
         cpu: use the processor even if there is an accelerator. ACCELERATE_USE_CPU=1 does the same.
@@ -315,7 +323,7 @@ class PartialState(ProcessView):
     def _prepare_backend(
         self, cpu: bool = False, sagemaker_dp: bool = False, backend: str | None = None
     ) -> tuple[str | None, DistributedType]:
-        """Return the backend (None alone) and how processes cooperate; downstream libraries replace this method."""
+        """Return the backend (None without a group) and the distributed type; downstream libraries replace this method."""
         if sagemaker_dp:
             importlib.import_module("smdistributed.dataparallel.torch.torch_smddp")
             return "smddp", DistributedType.MULTI_GPU
@@ -341,7 +349,7 @@ class PartialState(ProcessView):
 
     @staticmethod
     def _reset_state() -> None:
-        """Let the next instance be built anew; existing instances keep what they know."""
+        """Let the next instance be built anew; existing instances keep their attributes."""
         storage.process.renew()
 
     @property
@@ -359,7 +367,7 @@ class PartialState(ProcessView):
 
 
 def _only_on(state: Processes, function: Callable[..., Any] | None, chosen: bool) -> Callable[..., Any]:
-    """Return the function on the chosen process, or where there is one alone; without a function return a decorator."""
+    """Return the function on the chosen process or on a single one; without a function return a decorator."""
     if function is None:
         return partial(_only_on, state, chosen=chosen)
     return function if chosen or not state.use_distributed else do_nothing
@@ -368,12 +376,12 @@ def _only_on(state: Processes, function: Callable[..., Any] | None, chosen: bool
 def _settings(kwargs: dict[str, Any]) -> dict[str, Any]:
     settings = {name: value for name, value in kwargs.items() if value is not None}
     if settings and dist.is_available():
-        known = {"_use_sagemaker_dp", *inspect.signature(dist.init_process_group).parameters}
-        unknown = settings.keys() - known
+        accepted = {"_use_sagemaker_dp", *inspect.signature(dist.init_process_group).parameters}
+        unknown = settings.keys() - accepted
         if unknown:
             raise TypeError(
                 f"PartialState does not know {', '.join(sorted(unknown))}; it takes `cpu` and the arguments of "
-                f"torch.distributed.init_process_group: {', '.join(sorted(known))}."
+                f"torch.distributed.init_process_group: {', '.join(sorted(accepted))}."
             )
     if isinstance(settings.get("timeout"), (int, float)):
         settings["timeout"] = timedelta(seconds=settings["timeout"])
@@ -386,9 +394,9 @@ def group_is_gone(values: dict[str, Any]) -> bool:
     return had_one and not dist.is_initialized()
 
 
-def _cannot_change(name: str, given: Any, live: Any) -> ValueError:
+def _cannot_change(name: str, value: Any, live: Any) -> ValueError:
     return ValueError(
-        f"{name}={given!r} cannot take effect: a process group with {name}={live!r} exists already. Give the setting where "
+        f"{name}={value!r} cannot take effect: a process group with {name}={live!r} exists already. Give the setting where "
         "the first `Accelerator()` or `PartialState()` is built, or call `destroy_process_group()` before."
     )
 
@@ -410,7 +418,7 @@ def _live_backends() -> dict[str, str]:
 
 
 def device_for(cpu: bool, backend: str | None) -> Device:
-    """Return the kind of device that several processes use; a live process group decides by itself."""
+    """Return the kind of device that several processes use; a live process group determines it."""
     hardware = detect(cpu)
     if dist.is_available() and dist.is_initialized():
         live = _live_backends()
@@ -425,12 +433,12 @@ def device_for(cpu: bool, backend: str | None) -> Device:
 
 def _adopted_backend(hardware: Device, cpu: bool, backend: str | None) -> str:
     live = _live_backends()
-    found = live.get(hardware.type) or dist.get_backend()
-    if backend not in (None, found) and backend != dist.get_backend():
-        raise _cannot_change("backend", backend, found)
+    live_backend = live.get(hardware.type) or dist.get_backend()
+    if backend not in (None, live_backend) and backend != dist.get_backend():
+        raise _cannot_change("backend", backend, live_backend)
     if cpu and live and hardware.type not in live:
         raise _cannot_change("cpu", cpu, False)
-    return found
+    return live_backend
 
 
 def _choose_backend(hardware: Device) -> str:
@@ -467,9 +475,9 @@ def _join(backend: str | None, hardware: Device, settings: dict[str, Any]) -> re
 
 def _place(hardware: Device, local_rank: int, distributed: bool) -> torch.device:
     """Choose this process's device and make it current."""
-    wanted = os.environ.get("ACCELERATE_TORCH_DEVICE", "").strip()
-    if wanted and hardware.type == row(wanted).type:
-        device = torch.device(wanted)
+    device_name = os.environ.get("ACCELERATE_TORCH_DEVICE", "").strip()
+    if device_name and hardware.type == row(device_name).type:
+        device = torch.device(device_name)
     elif distributed:
         device = hardware.torch_device(local_rank)
     else:

@@ -14,9 +14,9 @@ from accelerate.state import AcceleratorState, GradientState
 class AcceleratedScheduler:
     """A torch scheduler that follows the optimizers it was prepared with.
 
-    A schedule is written for the batches of *one* process. Where each of n data-parallel replicas takes its own batch,
-    one optimizer step uses n of them, so the scheduler advances n times; tensor, context and sequence parallel ranks
-    work on the same batch and do not count. With ``split_batches`` the batch is shared out and it advances once.
+    A schedule is written for the batches of *one* process. If each of n data-parallel replicas takes a separate batch,
+    one optimizer step uses n of them, so the scheduler advances n times. Tensor, context and sequence parallel ranks work on
+    the same batch and do not count. With ``split_batches`` the ranks share one batch, and it advances once.
 
     Args:
         scheduler: The scheduler to wrap.
@@ -71,8 +71,8 @@ class AcceleratedScheduler:
             saved: Steps for one optimizer step in that run; None for those of this run.
         """
         self._restored_advance = None
-        own, name = self.advance, type(self.scheduler).__name__
-        if saved is None or saved == own:
+        steps, name = self.advance, type(self.scheduler).__name__
+        if saved is None or saved == steps:
             return None
         if not self.step_with_optimizer:
             return (
@@ -82,7 +82,7 @@ class AcceleratedScheduler:
         self._restored_advance = saved
         if lacking := sorted(set(_not_in_state(self.scheduler))):
             return (
-                f"{name} was saved with {saved} steps per optimizer step (one per data-parallel replica) and would take {own} in this "
+                f"{name} was saved with {saved} steps per optimizer step (one per data-parallel replica) and would take {steps} in this "
                 f"run. It takes {saved}, but the checkpoint does not hold {', '.join(lacking)}, so its learning rate may differ from "
                 "the uninterrupted run's. Build it with the step counts of the run that saved it."
             )
@@ -156,7 +156,7 @@ _FUNCTIONS = types.FunctionType | types.MethodType | types.BuiltinFunctionType |
 
 
 def _not_in_state(schedule: Any) -> Iterator[str]:
-    """Yield what the rates of a schedule may depend on and its state does not hold: functions, and numbers of other schedules."""
+    """Yield inputs of a schedule's rates that its state does not hold: functions, and numbers of other schedules."""
     name, state = type(schedule).__name__, schedule.state_dict()
     for attribute, value in vars(schedule).items():
         if type(value) in (int, float) and attribute not in state:

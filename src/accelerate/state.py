@@ -1,6 +1,6 @@
-"""`AcceleratorState`, what an `Accelerator` is set up with, and `GradientState`, where training stands.
+"""`AcceleratorState`, the settings of an `Accelerator`, and `GradientState`, the position of the training.
 
-`PartialState` is at home in `accelerate.process`, and public here.
+`PartialState` is defined in `accelerate.process`, and public here.
 """
 
 import logging
@@ -36,11 +36,11 @@ class ThreadLocalSharedDict(threading.local):
     The state classes keep theirs in `accelerate.runtime.storage`; this class serves code that shares state in the same way.
 
     Args:
-        thread_local: give every thread a dictionary of its own.
+        thread_local: give every thread a separate dictionary.
     """
 
     def __init__(self, thread_local: bool = False) -> None:
-        # Runs once per thread, on the same object: what is common to the threads must be kept elsewhere.
+        # Runs once per thread, on the same object: data common to the threads must be kept elsewhere.
         self._values: dict[str, Any] = {} if thread_local else _common.setdefault(self, {})
 
     def __get__(self, obj: Any, objtype: type | None = None) -> dict[str, Any]:
@@ -67,10 +67,10 @@ def is_initialized() -> bool:
 
 
 class AcceleratorState(ProcessView):
-    """What the process's `Accelerator` is set up with: everything of `PartialState`, plus precision, plugins and layout.
+    """The settings of the process's `Accelerator`: everything of `PartialState`, plus precision, plugins and layout.
 
     All instances share their attributes; the first one is built by `Accelerator`. After `_reset_state`, existing instances
-    keep what they know.
+    keep their attributes.
 
     Args:
         mixed_precision: "no", "fp16", "bf16" or "fp8"; None reads ACCELERATE_MIXED_PRECISION, else "no".
@@ -85,7 +85,7 @@ class AcceleratorState(ProcessView):
         kwargs: arguments of `torch.distributed.init_process_group`.
 
     Attributes:
-        distributed_type: how the processes cooperate; names the engine where a plugin asks for one.
+        distributed_type: how the processes cooperate; a plugin's engine if there is one.
         device_mesh: the mesh that `parallelism_config` describes, once the `Accelerator` has built it.
 
     Raises:
@@ -135,12 +135,12 @@ class AcceleratorState(ProcessView):
                 {**plugins, "dynamo_plugin": dynamo_plugin, "parallelism_config": parallelism_config}, engine
             )
             _check_unchanged(self, _settings(kwargs))
-            if not storage.process.current:  # it was reset alone, and libraries ask whether it is there
+            if not storage.process.current:  # only this state was reset, and libraries ask whether it exists
                 PartialState(self.__dict__.get("_cpu", cpu))
             return
         if not _from_accelerator:
             raise ValueError(
-                "AcceleratorState is not set up. Build an `Accelerator()` first; it sets up what the rest of the library uses."
+                "AcceleratorState is not set up. Build an `Accelerator()` first; it sets up the state that the rest of the library uses."
             )
         try:
             self._build(mixed_precision, cpu, plugins, kwargs)
@@ -188,7 +188,7 @@ class AcceleratorState(ProcessView):
         if plugin is None:
             plugin = imported(spec.plugin_class)()
         elif getattr(plugin, "cpu_ram_efficient_loading", False) and not asked_for(spec.plugin):
-            os.environ[flag] = _MIRRORED  # transformers looks here before it reads weights on rank 0 alone
+            os.environ[flag] = _MIRRORED  # transformers reads this before it reads weights only on rank 0
         if spec.sets_switch:
             os.environ.setdefault(flag, _MIRRORED)
         setattr(self, spec.plugin, plugin)
@@ -209,24 +209,24 @@ class AcceleratorState(ProcessView):
             f"AcceleratorState has already been initialized with {live} and cannot be changed to {asked}. {_TOO_LATE}"
         )
 
-    def _check_plugins(self, given: dict[str, Any], engine: str | None) -> None:
+    def _check_plugins(self, plugins: dict[str, Any], engine: str | None) -> None:
         """Raise where an engine comes too late, and say so where other settings do."""
-        for name, value in given.items():
+        for name, value in plugins.items():
             live = self.__dict__.get(name)
             if live is None and name in engines() and (value is not None or name == engine):
-                said = f"{name} was given, but AcceleratorState has already been initialized without one"
-                raise ValueError(f"{said} ({self.distributed_type}). {_TOO_LATE}")
+                message = f"{name} was given, but AcceleratorState has already been initialized without one"
+                raise ValueError(f"{message} ({self.distributed_type}). {_TOO_LATE}")
             if value is None or value is live or value == live:
                 continue
             if name in engines() and (check := engines()[name].plugin_again):
                 imported(check)(self, value, _TOO_LATE)
             else:
-                said = f"AcceleratorState has already been initialized with {live!r}. {_TOO_LATE}"
-                logger.warning("%s=%r is not used, because %s", name, value, said)
+                message = f"AcceleratorState has already been initialized with {live!r}. {_TOO_LATE}"
+                logger.warning("%s=%r is not used, because %s", name, value, message)
 
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:
-        """Let the next instance be built anew; existing instances keep what they know.
+        """Let the next instance be built anew; existing instances keep their attributes.
 
         `reset_partial_state` does the same for `PartialState`: needed for another device, backend or process count.
         """
@@ -282,8 +282,8 @@ class AcceleratorState(ProcessView):
         if plugins is None:
             raise ValueError("DeepSpeed is not enabled. Pass `deepspeed_plugin` to `Accelerator` to use it.")
         if not isinstance(plugins, dict) or name not in plugins:
-            known = ", ".join(map(repr, plugins)) if isinstance(plugins, dict) else "one plugin without a name"
-            raise ValueError(f"There is no DeepSpeed plugin {name!r}; there is {known}.")
+            available = ", ".join(map(repr, plugins)) if isinstance(plugins, dict) else "one plugin without a name"
+            raise ValueError(f"There is no DeepSpeed plugin {name!r}; there is {available}.")
         return plugins[name]
 
     def select_deepspeed_plugin(self, name: str | None = None) -> None:
@@ -317,17 +317,20 @@ _MIRRORED = "tRUE"
 
 
 def asked_for(plugin: str) -> bool:
-    """Say whether the environment asks for a plugin's engine, as the launcher and TrainingArguments do. Any rank."""
+    """Say whether the environment asks for a plugin's engine, as the launcher and TrainingArguments do.
+
+    Not a collective.
+    """
     switch = engines()[plugin].switch
     return os.environ.get(BY_NAME[switch].env) != _MIRRORED and env.value_of(switch)
 
 
 def _engine(plugins: dict[str, Any]) -> str | None:
     """Return which plugin decides how the processes cooperate: a given one, else one that the launcher asked for."""
-    given = [name for name, plugin in plugins.items() if plugin is not None]
-    if len(given) > 1:
-        raise ValueError(f"{' and '.join(given)} were given; they exclude each other, pass one of them.")
-    return given[0] if given else next(filter(asked_for, engines()), None)
+    passed = [name for name, plugin in plugins.items() if plugin is not None]
+    if len(passed) > 1:
+        raise ValueError(f"{' and '.join(passed)} were given; they exclude each other, pass one of them.")
+    return passed[0] if passed else next(filter(asked_for, engines()), None)
 
 
 def _precision(value: str | None) -> str:
@@ -347,9 +350,9 @@ def _precision(value: str | None) -> str:
 
 
 class GradientState:
-    """Where training stands between two optimizer steps: whether gradients are synchronised now, and in which loader.
+    """The position of the training between two optimizer steps: whether gradients are synchronised, and in which loader.
 
-    All instances share their attributes. After `_reset_state`, existing instances keep what they know.
+    All instances share their attributes. After `_reset_state`, existing instances keep their attributes.
 
     Args:
         gradient_accumulation_plugin: replaces the settings in force; None keeps them.
@@ -442,7 +445,7 @@ class GradientState:
         self.sync_gradients = sync_gradients
         if sync_gradients and not self.is_xla_gradients_synced and "distributed_type" in storage.process.current:
             if traits_of(storage.process.current["distributed_type"]).traced:
-                # Runs what was recorded so far, or the graph would grow over the whole accumulation step.
+                # Runs the operations recorded so far, or the graph would grow over the full accumulation step.
                 from accelerate.devices.table import DEVICES
 
                 DEVICES["xla"].namespace().mark_step()
@@ -455,7 +458,7 @@ class GradientState:
         """Make a loader that is being iterated the active one again, as it yields a batch: loops may take turns."""
         if self._active and self._active[-1]() is dataloader:
             return
-        # torch_xla iterates loaders in threads of its own, ahead of the training, which is then in another loop.
+        # torch_xla iterates loaders in separate threads, ahead of the training, which is then in another loop.
         if threading.current_thread() is not threading.main_thread():
             return
         for position, reference in enumerate(self._active):
@@ -473,7 +476,7 @@ class GradientState:
 
     @staticmethod
     def _reset_state() -> None:
-        """Let the next instance be built anew; existing instances keep what they know."""
+        """Let the next instance be built anew; existing instances keep their attributes."""
         storage.gradient.renew()
 
     def __getattr__(self, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Keeps the shared accelerator state whole beside transformers' training arguments.
+"""Keeps the shared accelerator state when transformers' training arguments are built.
 
 transformers resets the state that all Accelerators of a process share whenever a `TrainingArguments` is built. Either use
 the two classes of this package, or patch the installed ones in place:
@@ -7,8 +7,8 @@ the two classes of this package, or patch the installed ones in place:
     transformers_patch.apply()
 
 Works with this fork of Accelerate and with upstream's. With `apply(checkpoints=True)`, or the mixin of
-`transformers_patch.checkpoints`, a Trainer's checkpoints are whole or not there; that needs this fork's. With
-`apply(losses=True)` its loss and norm on several ranks are those of one process.
+`transformers_patch.checkpoints`, a Trainer's checkpoints are atomic: complete or absent. That needs this fork. With
+`apply(losses=True)` its loss and norm on several ranks equal those of one process.
 """
 
 import importlib

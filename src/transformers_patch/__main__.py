@@ -1,4 +1,4 @@
-"""`python -m transformers_patch`: run a script with the patch, or say what is patched."""
+"""`python -m transformers_patch`: run a script with the patch, or print the state of the patches."""
 
 import argparse
 import dataclasses
@@ -21,15 +21,15 @@ def parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", help="run a script, unchanged, with the patch applied", description=what)
     kept = "when a state is kept (default: preserve)"
     run.add_argument("--strategy", choices=STRATEGIES, default="preserve", help=kept)
-    whole = "let the Trainer's checkpoints be whole or not there; needs this fork's accelerate"
+    whole = "make the Trainer's checkpoints atomic (complete or absent); needs this fork's accelerate"
     run.add_argument("--checkpoints", action="store_true", help=whole)
-    beside = "the same, and publish them while the training goes on"
+    beside = "the same, and publish them while the training continues"
     run.add_argument("--async_checkpoints", dest="checkpoints", action="store_const", const="async", help=beside)
     equal = "let the Trainer's loss and norm of gradients on several ranks be those of one process"
     run.add_argument("--losses", action="store_true", help=equal)
     run.add_argument("-m", dest="module", action="store_true", help="the target is the name of a module")
     run.add_argument("target", help="path of the script, or name of the module")
-    run.add_argument("arguments", nargs=argparse.REMAINDER, help="what the script gets as its arguments")
+    run.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     what = (
         "Say for every patch which release is installed, whether its code has the known shape, and why it is patched. "
     )
@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
     """Apply the patch and run a program in this process, as `python target` or `python -m target` would.
 
     Args:
-        options: what the parser's `run` takes.
+        options: the arguments of the parser's `run`.
 
     Returns:
         0 when the program ends by itself, 2 when it cannot be started. Its own exits and exceptions pass through.
@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def show_status(as_json: bool) -> int:
-    """Print the state of every patch; return 1 if one does not support what is installed."""
+    """Print the state of every patch; return 1 if one does not support the installed release."""
     patches = engine.status()
     if as_json:
         print(json.dumps([dataclasses.asdict(patch) for patch in patches], indent=2))

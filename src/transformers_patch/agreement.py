@@ -1,8 +1,8 @@
-"""Whether training arguments agree with a shared accelerator state that they are about to keep.
+"""Checks that training arguments agree with a shared accelerator state that they are about to keep.
 
-Preserving a state means training on it as it is. Where the arguments ask for something else, that must not pass silently:
-what would change the numbers or the hardware raises, what cannot be changed any more on a live process group warns once.
-This file needs torch and accelerate's two state classes alone, so that it can travel into another package as it is.
+A preserved state is used without changes. If the arguments ask for something else, that must not pass silently. Differences
+in numbers or hardware raise; settings that a live process group cannot change any more warn once. This file only needs
+torch and accelerate's two state classes, so that it can be copied into another package.
 """
 
 import os
@@ -46,7 +46,7 @@ def check(arguments: Any) -> None:
     _check_engine(arguments, state)
     _check_device(arguments, state.device)
     full: dict[str, Any] = AcceleratorState._shared_state
-    # A state of the process alone has no precision and no plugins yet: the Trainer's own Accelerator will set them.
+    # A state of only the process has no precision and no plugins yet: the Trainer's own Accelerator will set them.
     if full:
         _check_precision(arguments, full.get("_mixed_precision", "no"))
         _check_layout(arguments, full.get("parallelism_config"))
@@ -64,17 +64,17 @@ def _refusal(kind: type[Exception], asked: str, kept: str, change_arguments: str
 def _check_engine(arguments: Any, state: Any) -> None:
     full: dict[str, Any] = AcceleratorState._shared_state
     kind = full.get("distributed_type", state.distributed_type)
-    for argument, wanted, label in (("deepspeed", "DEEPSPEED", "DeepSpeed"), ("fsdp", "FSDP", "FSDP")):
-        given = getattr(arguments, argument, None)
+    for argument, required_kind, label in (("deepspeed", "DEEPSPEED", "DeepSpeed"), ("fsdp", "FSDP", "FSDP")):
+        argument_value = getattr(arguments, argument, None)
         # A process state that no Accelerator has used yet does not know of FSDP; the Trainer's Accelerator can still ask.
-        undecided = wanted == "FSDP" and not full
-        if given and kind != wanted and not undecided:
+        undecided = required_kind == "FSDP" and not full
+        if argument_value and kind != required_kind and not undecided:
             kept = f"has distributed_type {str(getattr(kind, 'value', kind))!r}"
             leave, build = (
                 f"leave `{argument}` out of the training arguments",
                 f"build the Accelerator with {label}'s plugin",
             )
-            raise _refusal(RuntimeError, f"`{argument}={given!r}` asks for {label}", kept, leave, build)
+            raise _refusal(RuntimeError, f"`{argument}={argument_value!r}` asks for {label}", kept, leave, build)
 
 
 def _check_device(arguments: Any, device: torch.device) -> None:
@@ -96,14 +96,14 @@ def _accelerator_type() -> str | None:
 
 
 def requested_precision(arguments: Any) -> str:
-    """Return the mixed precision that training arguments stand for: "fp16", "bf16", or what the launcher exported."""
-    given = (name for name in ("fp16", "bf16") if getattr(arguments, name, False))
-    return next(given, os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower())
+    """Return the mixed precision of training arguments: "fp16", "bf16", or the value that the launcher exported."""
+    requested = (name for name in ("fp16", "bf16") if getattr(arguments, name, False))
+    return next(requested, os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower())
 
 
 def _check_precision(arguments: Any, kept: str) -> None:
-    wanted = requested_precision(arguments)
-    if wanted == kept:
+    requested = requested_precision(arguments)
+    if requested == kept:
         return
     change = f"launch with ACCELERATE_MIXED_PRECISION={kept}, and pass neither fp16 nor bf16"
     if kept in ("fp16", "bf16"):
@@ -111,16 +111,16 @@ def _check_precision(arguments: Any, kept: str) -> None:
     elif kept == "no":
         change = "pass fp16=False, bf16=False and unset ACCELERATE_MIXED_PRECISION"
     asked, build = (
-        f"the training arguments ask for mixed precision {wanted!r}",
-        f'build `Accelerator(mixed_precision="{wanted}")`',
+        f"the training arguments ask for mixed precision {requested!r}",
+        f'build `Accelerator(mixed_precision="{requested}")`',
     )
     raise _refusal(ValueError, asked, f"has {kept!r}", change, build)
 
 
 def _check_layout(arguments: Any, kept: Any) -> None:
-    wanted = getattr(arguments, "parallelism_config", None)
-    if wanted is not None and wanted is not kept and wanted != kept:
-        asked = f"the training arguments ask for parallelism_config={wanted!r}"
+    requested = getattr(arguments, "parallelism_config", None)
+    if requested is not None and requested is not kept and requested != kept:
+        asked = f"the training arguments ask for parallelism_config={requested!r}"
         leave = "leave parallelism_config out of the training arguments"
         build = "build `Accelerator(parallelism_config=...)` with it"
         raise _refusal(ValueError, asked, f"has {kept!r}", leave, build)
@@ -138,16 +138,16 @@ def _compare_group(arguments: Any, state: Any) -> None:
     group = torch.distributed
     if not (group.is_available() and group.is_initialized()):
         return
-    wanted, live = getattr(arguments, "ddp_backend", None), str(group.get_backend())
+    requested_backend, live = getattr(arguments, "ddp_backend", None), str(group.get_backend())
     reason = "is not applied: the live process group, which is kept,"
-    if wanted is not None and wanted != live:
+    if requested_backend is not None and requested_backend != live:
         change = "Choose the backend where the first state is built."
-        _warn_once(state, f"ddp_backend={wanted!r} {reason} uses {live!r}. {change}")
+        _warn_once(state, f"ddp_backend={requested_backend!r} {reason} uses {live!r}. {change}")
     seconds, timeout = getattr(arguments, "ddp_timeout", None), _live_timeout(state.device)
     if seconds is not None and timeout is not None and timedelta(seconds=seconds) != timeout:
-        found = f"has a timeout of {timeout.total_seconds():g} s"
+        live_text = f"has a timeout of {timeout.total_seconds():g} s"
         change = "Choose it with `InitProcessGroupKwargs(timeout=...)` where the first Accelerator is built."
-        _warn_once(state, f"ddp_timeout={seconds} (seconds) {reason} {found}. {change}")
+        _warn_once(state, f"ddp_timeout={seconds} (seconds) {reason} {live_text}. {change}")
 
 
 def _live_timeout(device: torch.device) -> timedelta | None:

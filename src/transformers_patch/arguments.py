@@ -16,7 +16,7 @@ _NEEDED = ENTRIES[0].check().needed
 
 
 class _Keeps:
-    # Stands before transformers' class in the order of inheritance, and calls its unpatched function.
+    # Comes before transformers' class in the order of inheritance, and calls its unpatched function.
     if _NEEDED:
         _setup_devices = training_args.keeping(transformers.TrainingArguments, engine.strategy_of_classes)
     else:
@@ -34,13 +34,13 @@ class _Keeps:
 
 @dataclass
 class TrainingArguments(_Keeps, transformers.TrainingArguments):
-    """`transformers.TrainingArguments` that keep an accelerator state which exists already.
+    """`transformers.TrainingArguments` that keep an existing accelerator state.
 
     Args:
         preserve_accelerator_state: Keep the state that an `Accelerator` or a `PartialState` has made; False resets it and
-            builds a new one, as transformers does by itself. Without a state both do the same.
+            builds a new one, as unpatched transformers does. Without a state both do the same.
 
-    Every other argument is transformers' own. Every rank must build them.
+        Every other argument is transformers' own. Build them on every rank.
 
     Raises:
         RuntimeError: They ask for DeepSpeed or FSDP, and the state was not made for it.

@@ -17,18 +17,18 @@ Checkpoints = bool | Literal["async"]
 
 @dataclass(frozen=True)
 class Status:
-    """What one patch is doing in this process.
+    """The state of one patch in this process.
 
     Attributes:
         name: the patch.
-        target: what it patches.
-        package: whose it is.
+        target: the patched symbol.
+        package: its distribution.
         version: the installed release; None when the package is not installed.
         versions: the releases it was written for.
-        applied: the strategy in force, "checkpoints" or "losses" for what belongs to them, or None while it is not applied.
+        applied: the strategy in force, "checkpoints" or "losses" for patches of these parts, or None if it is not applied.
         verdict: "applied", "can be applied", "not needed", "not supported" or "not installed".
         detail: why, in words.
-        part: what it belongs to: "state", "checkpoints" or "losses".
+        part: its part: "state", "checkpoints" or "losses".
     """
 
     name: str
@@ -50,8 +50,8 @@ class _Use:
 
 
 _lock = threading.RLock()
-# What apply() has asked for, and the `with` blocks that are open. They may overlap in several threads, so each block takes away
-# its own entry and the patches stay while anybody uses them.
+# The requests of apply(), and of open `with` blocks. Blocks may overlap in several threads, so each block removes its own
+# entry, and the patches stay while any entry is left.
 _base: list[_Use] = []
 _blocks: list[_Use] = []
 _undo: dict[str, ExitStack] = {}
@@ -63,8 +63,8 @@ def _strategy(default: Strategy = "preserve") -> Strategy:
 
 
 def _install(use: _Use) -> None:
-    wanted = [entry for entry in ENTRIES if entry.part in use.parts and entry.name not in _undo]
-    checked = [(entry, entry.check()) for entry in wanted]
+    entries = [entry for entry in ENTRIES if entry.part in use.parts and entry.name not in _undo]
+    checked = [(entry, entry.check()) for entry in entries]
     with ExitStack() as all_or_nothing:
         for entry, finding in checked:
             if not finding.needed:
@@ -93,7 +93,7 @@ def strategy_of_classes() -> Strategy:
 
 
 def saves_in_background() -> bool:
-    """Return whether the last one that asked for checkpoints wants them to be published beside the training."""
+    """Return whether the last request for checkpoints wants them published in the background."""
     asked = [use.in_background for use in (*_base, *_blocks) if "checkpoints" in use.parts]
     return bool(asked) and asked[-1]
 
@@ -105,30 +105,30 @@ def _asked(strategy: str, checkpoints: bool | str, losses: bool) -> _Use:
         raise ValueError(f"checkpoints={checkpoints!r} is not known. Pass True, False or 'async'.")
     checkpoints = bool(checkpoints) and trainer_checkpoints.usable(depth=4) and checkpoints
     asked = {"state": True, "checkpoints": checkpoints, "losses": losses}
-    parts = tuple(part for part, wanted in asked.items() if wanted)
+    parts = tuple(part for part, is_asked in asked.items() if is_asked)
     return _Use(strategy, parts, checkpoints == "async")  # type: ignore[arg-type]
 
 
 def apply(strategy: Strategy = "preserve", checkpoints: Checkpoints = False, losses: bool = False) -> None:
     """Patch the installed transformers in place, so that training arguments keep a shared accelerator state.
 
-    Every subclass of `TrainingArguments` inherits it, those of TRL and sentence-transformers too, whether they were
-    imported before or after. Calling it again changes the strategy. Call it on every rank, before the arguments are built.
+    Every subclass of `TrainingArguments` inherits it, also those of TRL and sentence-transformers, whether they were imported
+    before or after. Another call changes the strategy. Call it on every rank, before the arguments are built.
 
     Args:
-        strategy: "preserve" keeps every existing state; "flag" lets each arguments object decide with
-            `preserve_accelerator_state`, whose default is True; "conditional" keeps a state that was made outside of
-            training arguments, and lets them reset what other arguments have made.
-        checkpoints: whether a Trainer's checkpoints are whole or not there, too; they need this fork's accelerate. Beside
-            upstream's a warning says so, and the Trainer's checkpoints stay as they are. "async" lets the training go on once the
-            files are written, while they are hashed, brought to the disk and published.
-        losses: whether a Trainer's loss and norm of gradients on several ranks are those of one process, too. Then call it before
+        strategy: "preserve" keeps every existing state. "flag" lets each arguments object decide with
+            `preserve_accelerator_state`, whose default is True. "conditional" keeps a state that was made outside of
+            training arguments, and resets a state of other arguments.
+        checkpoints: whether a Trainer's checkpoints are atomic: complete or absent. They need this fork's accelerate. With
+            upstream's a warning says so, and the Trainer's checkpoints are not changed. "async" lets the training continue once
+            the files are written, while they are hashed, synced to the disk and published.
+        losses: whether a Trainer's loss and norm of gradients on several ranks equal those of one process. Then call it before
             models are loaded.
 
     Raises:
         ImportError: transformers is not installed.
         ValueError: the strategy is not known.
-        UnsupportedVersion: the installed release has not the shape that the patch relies on; nothing was changed.
+        UnsupportedVersion: the installed release lacks the shape that the patch needs; nothing was changed.
 
     Example:
         >>> import transformers_patch

@@ -1,4 +1,4 @@
-"""What this package raises."""
+"""The errors of this package."""
 
 
 class UnsupportedVersion(RuntimeError):

@@ -1,7 +1,7 @@
-"""Adds one keyword field to a dataclass that exists, and to every subclass of it, and takes it away again.
+"""Adds one keyword field to an existing dataclass and all its subclasses, and removes it again.
 
-`dataclasses` writes each class an `__init__` of its own, so a field added to the base reaches neither the constructors nor
-`dataclasses.fields` of the classes that were made before. Classes made afterwards collect it as they collect every field.
+`dataclasses` writes a separate `__init__` for each class. So a field added to the base reaches neither the constructors nor
+`dataclasses.fields` of existing subclasses. Later subclasses collect it like every field.
 """
 
 import dataclasses
@@ -50,7 +50,7 @@ def _tree(base: type) -> set[type]:
 
 def _accepts(function: Callable[..., Any], name: str) -> bool:
     parameters = inspect.signature(function).parameters
-    # One with **options hands what it does not know to its base class, whose constructor is replaced too.
+    # One with **options passes unknown ones to its base class, whose constructor is also replaced.
     return name in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
 
 
@@ -61,8 +61,8 @@ def _with_keyword(original: Callable[..., None], field: "dataclasses.Field[Any]"
 
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        # Set before the rest runs, because __post_init__ reads it. Left out, the class attribute holds, or what the
-        # constructor of a subclass has set before it called this one.
+        # Set before the rest runs, because __post_init__ reads it. If it is omitted, the class attribute holds, or the value that
+        # the constructor of a subclass has set before it called this one.
         if field.name in kwargs:
             vars(self)[field.name] = kwargs.pop(field.name)
         original(self, *args, **kwargs)
@@ -78,7 +78,7 @@ def _set(cls: type, name: str, value: Any, undo: ExitStack) -> None:
 
 
 def _put(mapping: dict[str, Any], key: str, value: Any, undo: ExitStack) -> None:
-    # A class made meanwhile may have copied the field; only what was put here is taken away.
+    # A class made in between may have copied the field; only the attributes set here are removed.
     back = (mapping.__setitem__, key, mapping[key]) if key in mapping else (mapping.pop, key, None)
     undo.callback(*back)
     mapping[key] = value

@@ -1,6 +1,6 @@
-"""The patches with which the Trainer's loss and norm of gradients, on several ranks, are those of one process.
+"""The patches with which the Trainer's loss and norm of gradients on several ranks equal those of one process.
 
-A replacement calls what it replaces, and mends what goes in or comes out: none of transformers' code is copied.
+A replacement calls the original, and corrects its inputs or results: none of transformers' code is copied.
 """
 
 import warnings
@@ -13,9 +13,9 @@ from torch import distributed
 
 from transformers_patch.symbols import Patch
 
-# What models call the weight of the loss that spreads tokens over experts.
+# The names of the weight of the loss that spreads tokens over experts.
 _WEIGHTS = ("router_aux_loss_coef", "aux_loss_coef")
-# Where a Trainer keeps how many experts its model chooses for a token.
+# The attributes of the number of experts per token.
 _CHOSEN = "_patched_experts_of_a_token"
 
 
@@ -30,30 +30,30 @@ class _Seen:
 
 
 def _shares_sequences(trainer: Any, backend: str = "torch") -> bool:
-    # DeepSpeed's loaders cut the sequences themselves, and the Trainer knows that. Those of this fork's backend do not.
+    # DeepSpeed's loaders split the sequences themselves, and the Trainer knows that. Loaders of this fork's backend do not.
     layout = getattr(trainer.accelerator, "parallelism_config", None)
     return getattr(layout, "sp_size", 1) > 1 and layout.sp_backend == backend
 
 
 def auxiliary_weight(model: Any) -> float | None:
-    """Return by what a model multiplies the auxiliary loss of its experts before it adds it; None where it says nothing."""
+    """Return the factor of the auxiliary loss of a model's experts in its loss; None if it has none."""
     config = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     # The number that the model has kept, where it has: this is the one that it adds by.
-    found = (getattr(owner, name, None) for owner in (model, text) for name in _WEIGHTS)
-    return next((weight for weight in found if weight is not None), None)
+    weights = (getattr(owner, name, None) for owner in (model, text) for name in _WEIGHTS)
+    return next((weight for weight in weights if weight is not None), None)
 
 
 def _auxiliary(trainer: Any, model: Any, inputs: Any, outputs: Any, items: Any) -> Any:
-    """Return what to add to the loss, so that the auxiliary loss in it is its mean over micro-batches and replicas, of whole sequences.
+    """Return a correction of the loss: the auxiliary loss becomes its mean over micro-batches, replicas and full sequences.
 
-    A sum over tokens, divided by those of the whole batch, may be added up over micro-batches and replicas, and the Trainer does
-    so. The auxiliary loss is a mean, of which the same makes a sum.
+    A sum over tokens, divided by the tokens of the full batch, may be added up over micro-batches and replicas, and the Trainer
+    does so. The auxiliary loss is a mean, which this turns into a sum.
     """
     auxiliary = outputs.get("aux_loss") if isinstance(outputs, dict) else None
     weight = auxiliary_weight(trainer.model)
     not_by_model = trainer.label_smoother is not None or trainer.compute_loss_func is not None
-    # With DeepSpeed the Trainer adds up the parts of the loss by itself.
+    # With DeepSpeed the Trainer itself adds up the parts of the loss.
     not_by_model |= model.training and _shares_sequences(trainer, "deepspeed")
     if not torch.is_tensor(auxiliary) or weight is None or not_by_model:
         return None
@@ -72,10 +72,12 @@ def _auxiliary(trainer: Any, model: Any, inputs: Any, outputs: Any, items: Any) 
 
 
 def _of_whole_sequences(trainer: Any, auxiliary: Any, layers: Any, mask: Any) -> Any:
-    """Return the auxiliary loss of the sequences that this rank has a part of, with this part's gradient; None where it has them whole.
+    """Return the auxiliary loss of the sequences that this rank has a part of, with this part's gradient; None if they are unsharded.
 
-    The loss is a product of two means over tokens, so the means of the parts are averaged, and not their products. All ranks that
-    share the sequences; each gradient stands for its part of a mean over them.
+    The loss is a product of two means over tokens, so the means of the parts are averaged, and not their products. Each
+    gradient stands for its part of a mean over the ranks.
+
+    Collective: call on every rank that shares the sequences.
     """
     layout = getattr(trainer.accelerator, "parallelism_config", None)
     axis = "sp" if _shares_sequences(trainer) else "cp"
@@ -116,10 +118,10 @@ def _agreed_form(trainer: Any, auxiliary: Any, layers: Any, weights: Any, group:
     limit = 1e-4 if trainer.accelerator.mixed_precision == "no" else 1e-2
     with torch.no_grad():
         # This fork's backends take a mask of padding from the model, whose own loss is then one of all tokens.
-        found = _form(auxiliary, layers, weights, limit) or _form(auxiliary, layers, None, limit)
-    bounds = torch.tensor([found, -found], device=auxiliary.device)
+        local_form = _form(auxiliary, layers, weights, limit) or _form(auxiliary, layers, None, limit)
+    bounds = torch.tensor([local_form, -local_form], device=auxiliary.device)
     distributed.all_reduce(bounds, distributed.ReduceOp.MIN, group=group)
-    agreed = found if bounds[0] == -bounds[1] else 0
+    agreed = local_form if bounds[0] == -bounds[1] else 0
     if not agreed and trainer.args.process_index == 0:
         what = "has no router_logits among its outputs, or an auxiliary loss that is not that of Switch Transformers over all layers together"
         means = "each rank's is that of its parts of sequences, which is near that of whole ones and not equal to it"
@@ -128,7 +130,7 @@ def _agreed_form(trainer: Any, auxiliary: Any, layers: Any, weights: Any, group:
 
 
 def _form(auxiliary: Any, layers: Any, weights: Any, limit: float) -> int:
-    """Return with how many experts for a token an auxiliary loss is that of Switch Transformers; 0 where with none.
+    """Return the number of experts per token with which an auxiliary loss is that of Switch Transformers; 0 if none fits.
 
     With E experts it is E times the sum, over them, of the share of tokens that one gets times its mean probability, of all layers
     together: equations 4 to 6 of https://arxiv.org/abs/2101.03961.
@@ -159,7 +161,7 @@ def _smoothing(trainer: Any, inputs: Any) -> Iterator[None]:
     shifted, causal = inputs.get("shift_labels"), _is_causal(trainer.model)
 
     def smooth(outputs: Any, labels: Any, shift_labels: bool = False, **options: Any) -> Any:
-        if shifted is not None:  # of the whole sequence, before it was cut
+        if shifted is not None:  # of the full sequence, before it was sharded
             return smoother(outputs, shifted, shift_labels=False, **options)
         return smoother(outputs, labels, shift_labels=shift_labels or causal, **options)
 
@@ -186,7 +188,7 @@ def _loss(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _items(original: Callable[..., Any]) -> Callable[..., Any]:
     def _get_num_items_in_batch(self: Any, batch_samples: Any, device: Any) -> Any:
-        # The original divides by the ranks that count the same tokens. It has added their counts only if it averages. Of a
+        # The original divides by the ranks that count the same tokens. It has added their counts only if it averages. For a
         # release that makes this difference itself the result is the same.
         averages = self.args.average_tokens_across_devices
         return original(self if averages else _Seen(self, get_tp_size=lambda: 1), batch_samples, device)
@@ -217,16 +219,16 @@ def _length(original: Callable[..., Any]) -> Callable[..., Any]:
 def _summed(original: Callable[..., Any]) -> Callable[..., Any]:
     def install_forward(self: Any, module: Any, mesh: Any) -> Any:
         module = original(self, module, mesh)
-        forward, known = module.forward, {}
+        forward, watched_by = module.forward, {}
 
         def watched(*inputs: Any, **options: Any) -> Any:
             for name, parameter in module.named_parameters(recurse=False):
-                if torch.is_grad_enabled() and parameter.requires_grad and known.get(name) is not parameter:
-                    known[name] = parameter  # a loader replaces parameters
+                if torch.is_grad_enabled() and parameter.requires_grad and watched_by.get(name) is not parameter:
+                    watched_by[name] = parameter  # a loader replaces parameters
                     parameter.register_hook(_sharing(parameter, mesh.size()))
             return forward(*inputs, **options)
 
-        # No hook of the module: who puts another forward there, as this fork's `prepare` does under FSDP2, sums by itself.
+        # No hook of the module: other code that replaces the forward, like this fork's `prepare` under FSDP2, sums itself.
         module.forward = watched
         return module
 
@@ -236,7 +238,7 @@ def _summed(original: Callable[..., Any]) -> Callable[..., Any]:
 def _sharing(parameter: Any, ranks: int) -> Callable[[Any], None]:
     def share(gradient: Any) -> None:
         # Runs before a gradient is added to those of earlier micro-batches. These are sums over all ranks already, and the
-        # original adds them up over the ranks once more: a share of each rank comes out as what they were.
+        # original adds them up over the ranks again: a share of each rank gives the same sums.
         if parameter.grad is not None:
             parameter.grad.div_(ranks)
 

@@ -39,7 +39,10 @@ class Stop(TrainerCallback):
         self._received = self._received or number
 
     def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> Any:
-        """Ask for a save, after which the Trainer stops, if a signal came to any rank. All ranks."""
+        """Ask for a save, after which the Trainer stops, if a signal came to any rank.
+
+        Collective: call on every rank.
+        """
         if self._agreement is not None:
             self.number = self.number or self._agreement.count(self._received)
         elif self._alone:
@@ -56,7 +59,10 @@ class Stop(TrainerCallback):
 
 @contextlib.contextmanager
 def watching(trainer: Any) -> Iterator[None]:
-    """Watch the signals that nothing else handles, while a Trainer trains on one process or under our launcher. All ranks."""
+    """Watch the signals that nothing else handles, while a Trainer trains on one process or under our launcher.
+
+    Collective: call on every rank.
+    """
     args = trainer.args
     if args.world_size > 1 and LAUNCHER not in os.environ:
         yield
@@ -76,7 +82,9 @@ def watching(trainer: Any) -> Iterator[None]:
 
 
 def leave_if_due(trainer: Any, place: str) -> None:
-    """End the process, if the checkpoint that has just taken its place is the one that a signal asked for. All ranks.
+    """End the process, if the checkpoint that has just taken its place is the one that a signal asked for.
+
+    Collective: call on every rank.
 
     Raises:
         Preempted: It is; a `SystemExit` with status 75.

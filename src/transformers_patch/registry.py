@@ -1,7 +1,7 @@
-"""Which symbols of which packages are patched, for which releases, and why.
+"""The patched symbols of packages, the releases they are for, and the reasons.
 
-Every patch has one entry here. Before anything is changed, the release is compared with the entry's range and the shape of
-the code with what the patch relies on, so that a release nobody has looked at is refused instead of half patched.
+Every patch has one entry here. Before anything is changed, the release is compared with the entry's range, and the code
+with the shape that the patch needs. So an unknown release is refused instead of half patched.
 """
 
 import importlib
@@ -16,11 +16,11 @@ from transformers_patch.errors import UnsupportedVersion
 
 @dataclass(frozen=True)
 class Finding:
-    """What a look at the installed code has shown.
+    """The result of comparing the installed code.
 
     Attributes:
-        problems: what differs from the shape that the patch relies on; empty when the shape is known.
-        needed: whether the fault is there, so that there is something to patch.
+        problems: differences from the shape that the patch needs; empty if the shape is known.
+        needed: whether the fault exists, so that the patch is needed.
     """
 
     problems: tuple[str, ...]
@@ -33,14 +33,14 @@ class Entry:
 
     Attributes:
         name: short name, as `status` shows it.
-        target: dotted path of what is patched.
+        target: dotted path of the patched symbol.
         package: the distribution it belongs to.
         versions: the releases whose shape the patch was written for, as a version specifier.
         tested: the releases that the tests run against.
-        reason: why it is patched.
+        reason: the fault that it fixes.
         module: the module of this package with `examine(module) -> Finding` and `install(module, strategy, undo)`, or with
-            `PATCHES`, which has by name what has these two.
-        part: what the patch belongs to: "state", which `apply` always patches, "checkpoints" or "losses".
+            `PATCHES`, a dictionary of objects with both methods.
+        part: its part: "state", which `apply` always patches, "checkpoints" or "losses".
     """
 
     name: str
@@ -54,8 +54,8 @@ class Entry:
 
     def patch(self) -> Any:
         """Import what examines and patches the target."""
-        found = importlib.import_module(self.module)
-        return found if self.part == "state" else found.PATCHES[self.name]
+        module = importlib.import_module(self.module)
+        return module if self.part == "state" else module.PATCHES[self.name]
 
     def import_target(self) -> ModuleType:
         """Import the module that holds the target.
@@ -83,7 +83,7 @@ class Entry:
         return str(importlib.import_module(self.package).__version__)
 
     def check(self) -> Finding:
-        """Compare the installed release and the shape of its code with what the patch was written for.
+        """Compare the installed release and the shape of its code with those of the patch.
 
         Returns:
             A finding without problems, which says whether the patch is needed.

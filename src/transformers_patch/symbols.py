@@ -1,4 +1,4 @@
-"""One symbol of transformers that is replaced: what its code must look like, and how it is put back. `checkpoints` and `losses` list theirs."""
+"""One replaced symbol of transformers: the expected shape of its code, and its restoration. `checkpoints` and `losses` list theirs."""
 
 import functools
 import inspect
@@ -14,15 +14,15 @@ from transformers_patch.training_args import Strategy, names_in
 
 @dataclass(frozen=True)
 class Patch:
-    """One symbol, and what takes its place.
+    """One symbol, and its replacement.
 
     Attributes:
         owner: The class that has it; empty for a function of the module.
         name: Its name.
-        parameters: Those that it begins with.
+        parameters: Its first parameters.
         reads: Names that its code must read, because the replacement acts on them.
-        replacement: Returns what takes the place of the function that it gets.
-        mended: A piece of the names that its code reads where a release has the repair, which would then be made twice.
+        replacement: Returns the replacement of the function that it gets.
+        mended: A part of a name that its code reads in a release with the fix, which must not be applied twice.
     """
 
     owner: str
@@ -34,15 +34,15 @@ class Patch:
 
     def examine(self, module: ModuleType) -> Finding:
         """Compare the symbol of a module with the shape that the replacement relies on."""
-        found = vars(self._owner(module) or object).get(self.name)
-        if not inspect.isfunction(found):
+        function = vars(self._owner(module) or object).get(self.name)
+        if not inspect.isfunction(function):
             return Finding((f"{self.owner or module.__name__} has no function {self.name}",), needed=True)
-        found = inspect.unwrap(found)
+        function = inspect.unwrap(function)
         problems = []
-        if tuple(inspect.signature(found).parameters)[: len(self.parameters)] != self.parameters:
+        if tuple(inspect.signature(function).parameters)[: len(self.parameters)] != self.parameters:
             expected = ", ".join(self.parameters)
-            problems.append(f"{self.name} takes {inspect.signature(found)}, not ({expected}, ...)")
-        names = names_in(found.__code__)
+            problems.append(f"{self.name} takes {inspect.signature(function)}, not ({expected}, ...)")
+        names = names_in(function.__code__)
         if missing := [name for name in self.reads if name not in names]:
             problems.append(f"{self.name} does not use {', '.join(missing)}")
         if self.mended and (already := sorted(name for name in names if self.mended in name)):

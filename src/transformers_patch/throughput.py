@@ -10,15 +10,17 @@ from transformers import Trainer, TrainerCallback
 
 
 class ThroughputCallback(TrainerCallback):
-    """Adds what ``Accelerator.throughput_report`` measures to each entry of the Trainer's log that has a loss, and so to its trackers.
+    """Adds the values of ``Accelerator.throughput_report`` to each entry of the Trainer's log with a loss, and so to its trackers.
 
     The keys are those of the report's ``values()``: ``throughput/tokens_per_second`` and ``samples_per_second`` of all ranks
-    together, ``mfu``, ``share_data``, ``share_forward`` and the other parts of a step, ``step_seconds``, ``slowest_rank`` (-1: none). The
-    first step counts FLOPs, and is not measured; nor is a step that comes after a save or an evaluation. It needs this fork's
-    accelerate; with another one it warns, and adds nothing. All ranks.
+    together, ``mfu``, ``share_data``, ``share_forward`` and the other parts of a step, ``step_seconds``, ``slowest_rank`` (-1:
+    none). The first step counts FLOPs, and is not measured, like a step after a save or an evaluation. It needs this fork's
+    accelerate; with another one it warns, and adds nothing.
+
+    Collective: call on every rank.
 
     Args:
-        peak_flops: Of a device, per second, for the MFU; None takes a known GPU's dense bfloat16 figure.
+        peak_flops: Of a device, per second, for the MFU; None uses a known GPU's dense bfloat16 figure.
 
     Example:
         >>> from transformers_patch import ThroughputCallback
@@ -40,7 +42,7 @@ class ThroughputCallback(TrainerCallback):
                 raise ValueError("no Trainer was found" if trainer is None else "another accelerate is installed")
             trainer.accelerator.throughput()
         except ValueError as error:
-            # A second `train` of a Trainer on several ranks, for one, trains a model that its Accelerator has let go of.
+            # For example, a second `train` of a Trainer on several ranks trains a model that its Accelerator has released.
             warnings.warn(f"ThroughputCallback adds nothing to the logs: {error}", UserWarning, stacklevel=2)
             return
         self._trainer, self._values, self._interrupted = trainer, {}, False
@@ -61,7 +63,7 @@ class ThroughputCallback(TrainerCallback):
         """End the measurement of a step."""
         if self._trainer is None:
             return
-        # What came before this step is in it; and not all of a save is over when `on_save` is called.
+        # The measured step includes work before it, and a save is not fully over when `on_save` is called.
         numbers = () if self._interrupted else (self._tokens or None, self._samples or None)
         self._trainer.accelerator.throughput(*numbers)
         self._measured += not self._interrupted
@@ -79,13 +81,13 @@ class ThroughputCallback(TrainerCallback):
     on_evaluate = on_save
 
     def _report(self, control: Any) -> None:
-        # Here and not in `on_log`, because all ranks report together, and a program may log on one alone.
+        # Here and not in `on_log`, because all ranks report together, and a program may log on one rank only.
         if self._trainer is not None and control.should_log and self._measured > 0:
             self._values = self._trainer.accelerator.throughput_report(self.peak_flops).values()
             self._measured = 0
 
     def _log(self, log: Any, logs: dict[str, float], *args: Any, **options: Any) -> Any:
-        """Log what was measured with the loss of the same steps."""
+        """Log the measurements with the loss of the same steps."""
         if self._values and "loss" in logs:
             logs, self._values = {**logs, **self._values}, {}
         return log(logs, *args, **options)
@@ -93,12 +95,12 @@ class ThroughputCallback(TrainerCallback):
     def _training_step(self, step: Any, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
         """Count a micro-batch."""
         named = inputs if hasattr(inputs, "items") else {"": inputs}  # some Trainers get a list of rows
-        batch = {str(name): one for name, one in named.items() if isinstance(one, list) or getattr(one, "ndim", 0)}
-        ids = [one for name, one in batch.items() if name.endswith("input_ids") and isinstance(one, torch.Tensor)]
+        batch = {str(name): rows for name, rows in named.items() if isinstance(rows, list) or getattr(rows, "ndim", 0)}
+        ids = [rows for name, rows in batch.items() if name.endswith("input_ids") and isinstance(rows, torch.Tensor)]
         layout = getattr(self._trainer.accelerator, "parallelism_config", None)
         # Ranks that share a batch count a part of it each.
         sharing = layout.tp_size * layout.cp_size if layout is not None else 1
-        self._tokens += sum(one.numel() for one in ids) / sharing
+        self._tokens += sum(tensor.numel() for tensor in ids) / sharing
         self._samples += len(next(iter([*ids, *batch.values()]), ())) / sharing
         return step(model, inputs, *args, **options)
 
@@ -107,7 +109,7 @@ def _calling_trainer() -> Any:
     """Return the Trainer whose loop calls; transformers does not tell its callbacks."""
     frame = sys._getframe(1)
     while frame is not None:
-        if isinstance(found := frame.f_locals.get("self"), Trainer):
-            return found
+        if isinstance(owner := frame.f_locals.get("self"), Trainer):
+            return owner
         frame = frame.f_back  # type: ignore[assignment]
     return None

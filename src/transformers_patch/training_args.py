@@ -1,8 +1,8 @@
 """The patch of `transformers.TrainingArguments._setup_devices`, which resets the shared accelerator state.
 
-transformers has a way of its own to keep a state: `accelerator_config={"use_configured_state": True}`, which raises when
-there is none and which no library sets. The patch takes that way on the user's behalf when a state exists, after it has
-made sure that the arguments agree with the state. Where the state is not kept, transformers' own code runs unchanged.
+transformers has its own setting to keep a state: `accelerator_config={"use_configured_state": True}`. It raises if there is
+none, and no library sets it. The patch sets it for the user if a state exists, after checking that the arguments agree with
+the state. If the state is not kept, transformers' own code runs unchanged.
 """
 
 import copy
@@ -21,8 +21,8 @@ Strategy = Literal["preserve", "flag", "conditional"]
 STRATEGIES: tuple[str, ...] = get_args(Strategy)
 FLAG = "preserve_accelerator_state"
 HELP = (
-    "Whether to keep an accelerator state that exists already, made by an `Accelerator` or a `PartialState`. "
-    "False resets it and builds a new one, as transformers does by itself."
+    "Whether to keep an existing accelerator state, made by an `Accelerator` or a `PartialState`. "
+    "False resets it and builds a new one, as unpatched transformers does."
 )
 _PROPERTY = "_setup_devices"
 _SWITCH = "use_configured_state"
@@ -39,8 +39,8 @@ class _Flag:
 
 def getter_of(descriptor: Any) -> FunctionType | None:
     """Return the function below a property or a cached property, or None for anything else."""
-    found = getattr(descriptor, "func", None) or getattr(descriptor, "fget", None)
-    return found if inspect.isfunction(found) else None
+    getter = getattr(descriptor, "func", None) or getattr(descriptor, "fget", None)
+    return getter if inspect.isfunction(getter) else None
 
 
 def examine(module: ModuleType) -> Finding:
@@ -94,9 +94,9 @@ def names_in(code: CodeType) -> set[str]:
 def _resetting(module: ModuleType) -> list[str]:
     """Return the functions of a module, and those of its classes, that reset the state."""
     owners = [module, *(value for value in vars(module).values() if inspect.isclass(value))]
-    every = [(name, getter_of(value) or value) for owner in owners for name, value in vars(owner).items()]
-    own = [(name, found) for name, found in every if getattr(found, "__module__", None) == module.__name__]
-    return [name for name, found in own if inspect.isfunction(found) and "_reset_state" in names_in(found.__code__)]
+    members = [(name, getter_of(value) or value) for owner in owners for name, value in vars(owner).items()]
+    local = [(name, value) for name, value in members if getattr(value, "__module__", None) == module.__name__]
+    return [name for name, value in local if inspect.isfunction(value) and "_reset_state" in names_in(value.__code__)]
 
 
 def install(module: ModuleType, strategy: Callable[[], Strategy], undo: ExitStack) -> None:
@@ -115,7 +115,7 @@ def install(module: ModuleType, strategy: Callable[[], Strategy], undo: ExitStac
 
 
 def keeping(cls: type, strategy: Callable[[], Strategy]) -> Any:
-    """Return a property of the kind that `cls` has, which sets devices up and keeps the state where the strategy says so.
+    """Return a property of the class's kind that sets up devices and keeps the state if the strategy says so.
 
     Args:
         cls: `transformers.TrainingArguments`, patched or not.
@@ -123,14 +123,14 @@ def keeping(cls: type, strategy: Callable[[], Strategy]) -> Any:
     """
     descriptor = vars(cls)[_PROPERTY]
     getter = getter_of(descriptor)
-    made = type(descriptor)(device_setup(getattr(getter, _ORIGINAL, getter), strategy))
-    if hasattr(made, "__set_name__"):
-        made.__set_name__(cls, _PROPERTY)
-    return made
+    property_copy = type(descriptor)(device_setup(getattr(getter, _ORIGINAL, getter), strategy))
+    if hasattr(property_copy, "__set_name__"):
+        property_copy.__set_name__(cls, _PROPERTY)
+    return property_copy
 
 
 def device_setup(original: Any, strategy: Callable[[], Strategy]) -> Callable[[Any], Any]:
-    """Return a function that does what the original does, and keeps the shared state where the strategy says so."""
+    """Return a function that calls the original, and keeps the shared state if the strategy says so."""
 
     @functools.wraps(original)
     def _setup_devices(self: Any) -> Any:

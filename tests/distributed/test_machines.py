@@ -101,10 +101,10 @@ def test_two_machines_meet_and_restart(job, backend):
 
 @pytest.mark.slow
 def test_a_machine_that_is_alone_ends_by_name(job):
-    waited = "accelerate launch: Waited 2 s (--rdzv_conf join_timeout) in vain for machine 1 of 2 (numbered"
+    waited = "accelerate launch: Timed out after 2 s (--rdzv_conf join_timeout) waiting for machine 1 of 2 (numbered"
     alone = [  # a quiet launcher says what no other program can say
         (0, "127.0.0.1", waited),
-        (1, "127.0.0.1", "in vain for machine 0 to answer at 127.0.0.1, port"),
+        (1, "127.0.0.1", "waiting for machine 0 to answer at 127.0.0.1, port"),
         (1, "no-such-host.invalid", "The address 'no-such-host.invalid' cannot be looked up"),
     ]
     for launcher, (machine, host, _) in enumerate(alone):

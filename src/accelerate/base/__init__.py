@@ -1,1 +1,1 @@
-"""The ground floor: what every other room may import, and what imports no other room."""
+"""Helpers that every other room may import. They import no other room."""

@@ -23,7 +23,7 @@ def _imported(module: str) -> ModuleType:
             gc.enable()
 
 
-def _given(module: str, home: str, name: str) -> Any:
+def _read_name(module: str, home: str, name: str) -> Any:
     """Return a name of a home; AttributeError if it is of an extension that is not installed."""
     try:
         return getattr(_imported(home), name)
@@ -41,18 +41,19 @@ def require_torch(oldest: tuple[int, int]) -> None:
     torch = sys.modules.get("torch") or importlib.util.find_spec("torch")
     for folder in getattr(torch, "submodule_search_locations", None) or getattr(torch, "__path__", ()):
         with contextlib.suppress(OSError), open(os.path.join(folder, "version.py"), encoding="utf-8") as file:
-            found = re.search(r"__version__ = ['\"]((\d+)\.(\d+)[^'\"]*)", file.read())
-            if found and (int(found[2]), int(found[3])) < oldest:
+            match = re.search(r"__version__ = ['\"]((\d+)\.(\d+)[^'\"]*)", file.read())
+            if match and (int(match[2]), int(match[3])) < oldest:
                 needed = "torch>={}.{}".format(*oldest)
                 raise ImportError(
-                    f"accelerate needs {needed}, and torch {found[1]} is installed: pip install '{needed}'"
+                    f"accelerate needs {needed}, and torch {match[1]} is installed: pip install '{needed}'"
                 )
 
 
 def aliases(module: str, computed: Mapping[str, Callable[[], Any]] | None = None) -> Callable[[str], Any]:
-    """Return the ``__getattr__`` of a module that also gives names of other homes: those that `_namespace` lists for it.
+    """Return the ``__getattr__`` of a module that also gives the names of other homes listed in `_namespace`.
 
-    `computed` has values that are asked for at each look-up. Nothing is stored in the module, so a name that was replaced in its home is found replaced.
+    `computed` has functions whose values are computed at each look-up. The module stores nothing, so it returns a name that
+    was replaced in its home as replaced.
     """
 
     def get(name: str) -> Any:
@@ -60,7 +61,7 @@ def aliases(module: str, computed: Mapping[str, Callable[[], Any]] | None = None
             return computed[name]()
         tables = importlib.import_module("accelerate.base._namespace")  # read once a name is missing
         if name in tables.NAMES.get(module, "").split():
-            return _given(module, tables.HOME_OF[name], name)
+            return _read_name(module, tables.HOME_OF[name], name)
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
     return get
@@ -81,7 +82,7 @@ def front(
 
     def get(name: str) -> Any:
         if name in home_of:
-            value = _given(package, home_of[name], name)
+            value = _read_name(package, home_of[name], name)
             setattr(sys.modules[package], name, value)  # the next look-up is an ordinary attribute access
             return value
         if name in modules:

@@ -1,6 +1,6 @@
 """Names that programs import from a module that is not their home, as accelerate 1.15.0 allows; see `_lazy.aliases`."""
 
-# Each home with the names that other modules give, too.
+# Each home with the names that other modules also give.
 HOMES: dict[str, str] = {
     "accelerate.accelerator": "Accelerator",
     "accelerate.extensions.megatron.engine": "MegatronEngine",

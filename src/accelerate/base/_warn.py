@@ -1,4 +1,4 @@
-"""Warnings that point at the user's line, however deep in this package they are raised; and what a terminal may be shown."""
+"""Warnings that point at the user's line, however deep in this package they are raised, and text that is safe to print."""
 
 import os
 import re
@@ -10,20 +10,17 @@ from types import FrameType
 _INSIDE = ("accelerate", "contextlib", "torch")
 
 
-# What moves the cursor, colours, or turns the order of letters around (C0 but newline and tab, DEL, C1, bidi, separators of
-# lines), and surrogates, which no encoding takes.
+# Control characters, except newline and tab; bidirectional marks; line separators; and surrogates, which cannot be encoded.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def printable(text: str, limit: int | None = None) -> str:
-    """Return a text of a file, another process or the environment as it may be printed.
+    """Return text of a file, another process or the environment in a form that is safe to print.
 
-    Control characters become ``\\xNN`` or ``\\uNNNN``, except newlines and tabs; what is longer than `limit` ends with an ellipsis.
+    Control characters become ``\\xNN`` or ``\\uNNNN``, except newlines and tabs. Text longer than `limit` ends with an ellipsis.
     """
     text = text if limit is None or len(text) <= limit else f"{text[:limit]}…"
-    return _CONTROL.sub(
-        lambda found: f"\\x{ord(found[0]):02x}" if found[0] <= "\xff" else f"\\u{ord(found[0]):04x}", text
-    )
+    return _CONTROL.sub(lambda char: f"\\x{ord(char[0]):02x}" if char[0] <= "\xff" else f"\\u{ord(char[0]):04x}", text)
 
 
 def warn_user(message: str, category: type[Warning] = UserWarning) -> None:

@@ -24,7 +24,7 @@ SAFE_WEIGHTS_NAME = f"{SAFE_MODEL_NAME}.safetensors"
 SAFE_WEIGHTS_PATTERN_NAME = "model{suffix}.safetensors"
 SAFE_WEIGHTS_INDEX_NAME = f"{SAFE_WEIGHTS_NAME}.index.json"
 
-# First versions of libraries that have what a feature needs
+# First versions of libraries with the features used here
 FSDP_PYTORCH_VERSION = "2.1.0.a0+32f93b1"  # the spelling is part of the interface; it reads as 2.1.0 alpha 0
 FSDP2_PYTORCH_VERSION = "2.6.0"
 DTENSOR_PYTORCH_VERSION = "2.5.0"

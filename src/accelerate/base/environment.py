@@ -1,4 +1,4 @@
-"""Environment variables, and what the machine says about its GPUs and processors.
+"""Environment variables, and facts about the machine's GPUs and processors.
 
 Importing this module does not import torch.
 """
@@ -58,7 +58,7 @@ def integer_in(environ: Mapping[str, str], name: str) -> int | None:
 
 
 def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
-    """Return the first variable that holds an integer of at least zero; an empty one says nothing, as in a shell.
+    """Return the first variable that holds an integer of at least zero. An empty variable counts as unset.
 
     Args:
         env_keys: names of variables, in the order of preference.
@@ -144,10 +144,10 @@ def patch_environment(**kwargs: Any) -> Iterator[None]:
         ...     os.environ["OMP_NUM_THREADS"]
         '1'
     """
-    wanted = {key.upper(): None if value is None else str(value) for key, value in kwargs.items()}
-    previous = {key: os.environ.get(key) for key in wanted}
+    variables = {key.upper(): None if value is None else str(value) for key, value in kwargs.items()}
+    previous = {key: os.environ.get(key) for key in variables}
     try:
-        _restore(wanted)
+        _restore(variables)
         yield
     finally:
         _restore(previous)
@@ -218,10 +218,10 @@ def _keep_variables_in_tests(cls: type) -> None:
 
 
 def purge_accelerate_environment(func_or_cls: T) -> T:
-    """Decorate a function, or the test methods of a class and its subclasses, to leave `ACCELERATE_*` as they were.
+    """Decorate a function, or the test methods of a class and its subclasses, to restore `ACCELERATE_*` variables afterwards.
 
-    Variables that the body adds are removed, changed or removed ones are put back, also after an exception. Coroutine
-    functions and generators are covered for as long as they run.
+    Variables that the body adds are removed. Variables that it changes or removes get their former values, also after an
+    exception. Coroutine functions and generators are covered for as long as they run.
 
     Args:
         func_or_cls: a function, or a class; of a class, the methods whose name starts with "test".
@@ -257,8 +257,8 @@ def purge_accelerate_environment(func_or_cls: T) -> T:
 def convert_dict_to_env_variables(current_env: Mapping[str, Any]) -> list[str]:
     """Turn variables into the lines (NAME=value) of an environment file, such as DeepSpeed's `.deepspeed_env`.
 
-    A name that is no plain identifier, an empty value, or a value that could end the line or start another command is
-    skipped with a warning.
+    A warning lists skipped entries: a name that is no plain identifier, an empty value, or a value that could end the line or
+    start another command.
 
     Example:
         >>> from accelerate.utils import convert_dict_to_env_variables
@@ -333,10 +333,10 @@ def get_driver_version() -> str:
 
 
 def check_cuda_p2p_ib_support() -> bool:
-    """Tell whether several GPUs may talk peer to peer and over InfiniBand.
+    """Tell whether several GPUs may use peer-to-peer copies and InfiniBand.
 
-    GeForce RTX 40 cards cannot before driver 550.40.07; NCCL then hangs unless both are switched off
-    (`NCCL_P2P_DISABLE=1`, `NCCL_IB_DISABLE=1`). Where nothing can be learnt the answer is True.
+    GeForce RTX 40 cards cannot before driver 550.40.07: NCCL hangs unless both are switched off
+    (`NCCL_P2P_DISABLE=1`, `NCCL_IB_DISABLE=1`). Without information the answer is True.
     """
     from packaging.version import parse
 
@@ -375,7 +375,7 @@ def get_current_device_type() -> tuple[str, str]:
 
 @dataclass
 class CPUInformation:
-    """Where a process stands among the processes of a run on CPUs, and among those of its machine."""
+    """The position of a process among the processes of a run on CPUs, and among those of its machine."""
 
     __module__ = "accelerate.utils.environment"  # the path in pickles
 

@@ -1,8 +1,8 @@
-"""What is installed and which hardware answers, asked without importing anything that is not needed for the answer.
+"""Checks for installed libraries and available hardware that import only what the answer needs.
 
-Importing this module imports neither torch nor any optional library. A library that was found is not looked up again; one
-that was not may be installed from a notebook in the meantime. The accelerators that need a vendor's plugin are looked up
-once per process (each function has its own `cache_clear`). CUDA and MPS are asked every time, because tests and notebooks
+Importing this module imports neither torch nor any optional library. An installed library is looked up once. A missing
+library is looked up again, because a notebook may install it. Accelerators that need a vendor's plugin are looked up once
+per process (each function has its own `cache_clear`). CUDA and MPS are asked every time, because tests and notebooks
 hide and show devices.
 """
 
@@ -29,17 +29,17 @@ _found: set[tuple[str, ...]] = set()
 
 
 def _is_installed(package: str, *distributions: str) -> bool:
-    """Tell whether a package is there and comes from a distribution of one of these names, by default its own.
+    """Tell whether a package can be imported and comes from one of these distributions, by default the one of its name.
 
-    A folder of the same name in the working directory comes from none.
+    A folder of the same name in the working directory belongs to no distribution.
     """
-    wanted = (package, *distributions)
-    if wanted in _found:
+    key = (package, *distributions)
+    if key in _found:
         return True
     for distribution in (distributions or (package,)) if importlib.util.find_spec(package) is not None else ():
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             importlib.metadata.distribution(distribution)
-            _found.add(wanted)
+            _found.add(key)
             return True
     return False
 
@@ -56,8 +56,8 @@ def _library(
     package = package or name
 
     def available() -> bool:
-        found = _is_installed(package, *distributions)
-        return found and (at_least is None or compare_versions(package, ">=", at_least))
+        installed = _is_installed(package, *distributions)
+        return installed and (at_least is None or compare_versions(package, ">=", at_least))
 
     available.__name__ = available.__qualname__ = f"is_{name}_available"
     available.__doc__ = f"Tell whether the library {package} is installed."
@@ -132,7 +132,7 @@ def is_weights_only_available() -> bool:
 
 
 def is_cuda_available() -> bool:
-    """Tell whether a CUDA GPU is there, through NVML, so that processes can still be forked afterwards."""
+    """Tell whether a CUDA GPU is available, through NVML, so that processes can still be forked afterwards."""
     import torch
 
     with patch_environment(PYTORCH_NVML_BASED_CUDA_CHECK="1"):
@@ -292,7 +292,7 @@ def is_bitsandbytes_multi_backend_available() -> bool:
 
 
 def is_megatron_lm_available() -> bool:
-    """Tell whether Megatron-LM is asked for (ACCELERATE_USE_MEGATRON_LM) and Megatron Core 0.8.0 or later is there."""
+    """Tell whether ACCELERATE_USE_MEGATRON_LM is set and Megatron Core 0.8.0 or later is installed."""
     if not parse_flag_from_env("ACCELERATE_USE_MEGATRON_LM", False) or importlib.util.find_spec("megatron") is None:
         return False
     try:

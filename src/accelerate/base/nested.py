@@ -104,9 +104,9 @@ def recursively_apply(
 def over_leaves(
     function: Callable[..., Any], data: Any, *others: Any, is_leaf: Callable[[Any], bool] | None = None
 ) -> Any:
-    """Apply a function to the corresponding leaves of equally built structures (else ValueError); the containers are built anew.
+    """Apply a function to the corresponding leaves of equal structures, and build the containers anew; else ValueError.
 
-    A leaf is what is no list, tuple or mapping, and a list or tuple that `is_leaf` takes for one.
+    A leaf is anything except a list, tuple or mapping, or a list or tuple that `is_leaf` accepts.
     """
     if isinstance(data, torch.Tensor):  # the usual leaf, spared the questions below
         return function(data, *others)
@@ -122,7 +122,7 @@ def over_leaves(
 
 
 def leaves(data: Any, is_leaf: Callable[[Any], bool] | None = None) -> Iterator[Any]:
-    """Yield the leaves of a structure, from left to right; what is one is said by `is_leaf`, as in `over_leaves`."""
+    """Yield the leaves of a structure, from left to right; `is_leaf` works as in `over_leaves`."""
     if isinstance(data, (tuple, list)) and not (is_leaf and is_leaf(data)):
         for item in data:
             yield from leaves(item, is_leaf)
@@ -198,16 +198,18 @@ def send_to_device(
     non_blocking: bool = False,
     skip_keys: str | Sequence[str] | None = None,
 ) -> Any:
-    """Move everything in a nested structure that has a `to` method to a device. Any rank, alone.
+    """Move everything in a nested structure that has a `to` method to a device.
+
+    Not a collective.
 
     Args:
-        tensor: nested tensors, or other objects with a method `to(device)`; the rest stays as it is.
-        device: where to.
+        tensor: nested tensors, or other objects with a method `to(device)`. Other objects stay as they are.
+        device: the target.
         non_blocking: return before copies from pinned memory have finished.
         skip_keys: keys of mappings, at any depth, whose values stay where they are.
 
     Returns:
-        The structure with its types kept; what is on the device already is not copied.
+        The structure with its types kept. Tensors that are on the device already are not copied.
 
     Example:
         >>> send_to_device({"x": torch.ones(2), "text": "kept"}, "cpu")
@@ -276,10 +278,10 @@ def initialize_tensors(data_structure: Any) -> Any:
         torch.Size([2, 3])
     """
 
-    def made(info: TensorInformation) -> torch.Tensor:
+    def empty_tensor(info: TensorInformation) -> torch.Tensor:
         return torch.empty(*info.shape, dtype=info.dtype)
 
-    return recursively_apply(made, data_structure, test_type=is_tensor_information)
+    return recursively_apply(empty_tensor, data_structure, test_type=is_tensor_information)
 
 
 def find_batch_size(data: Any) -> int:
@@ -370,7 +372,9 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
 
 
 def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
-    """Lengthen nested tensors with zeros until they can be cut into equal pieces. Any rank, alone.
+    """Lengthen nested tensors with zeros until they can be cut into equal pieces.
+
+    Not a collective.
 
     Args:
         tensor: nested tensors.

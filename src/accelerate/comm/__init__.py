@@ -18,7 +18,7 @@ _side_groups: weakref.WeakKeyDictionary[base.Communicator, dict[Any, Any]] = wea
 
 
 def for_type(distributed_type: DistributedType | str) -> base.Communicator:
-    """Return the communicator of a way of cooperating; by the type alone, so that it outlives a reset state."""
+    """Return the communicator of a distributed type. It depends on the type only, so that it outlives a reset state."""
     record = record_of(distributed_type)
     if not record.traits.distributed:
         return _SINGLE
@@ -39,28 +39,33 @@ def forget() -> None:
 
 
 def side_group(beside: bool = False) -> Any | None:
-    """Return the gloo group for small messages beside the training's, made once; None where there is none. All ranks, in one order.
+    """Return the gloo group for small messages, separate from the training's group; None without a process group or gloo.
 
-    The default group serves where it has gloo for the CPU, since each group opens a connection between any two ranks. `beside` is for
-    a thread beside the one that trains: groups match collectives by their order, so two threads never share one.
+    The group is created once. The default group is used if it has gloo for the CPU, since each group opens a connection between
+    any two ranks. `beside` is for a second thread: groups match collectives by their order, so two threads never share one.
+
+    Collective: call on every rank, in one order.
     """
     communicator = current()
     if communicator.group is None or not dist.is_gloo_available():
         return None
     if not beside and "cpu:gloo" in str(dist.get_backend_config()).split(","):
         return communicator.group
-    made = _side_groups.setdefault(communicator, {})
-    if beside not in made:
-        made[beside] = dist.new_group(backend="gloo")
-    return made[beside]
+    groups = _side_groups.setdefault(communicator, {})
+    if beside not in groups:
+        groups[beside] = dist.new_group(backend="gloo")
+    return groups[beside]
 
 
 def group_of(ranks: Sequence[int]) -> Any:
-    """Return the process group of some ranks, made once: torch finds the addresses of a former one where it makes it again. These ranks alone."""
-    made = _side_groups.setdefault(current(), {})
-    if (key := tuple(ranks)) not in made:
-        made[key] = dist.new_group(list(ranks), use_local_synchronization=True)
-    return made[key]
+    """Return the process group of some ranks. It is created once: torch would find the addresses of a former one.
+
+    Collective: call on each of these ranks.
+    """
+    groups = _side_groups.setdefault(current(), {})
+    if (key := tuple(ranks)) not in groups:
+        groups[key] = dist.new_group(list(ranks), use_local_synchronization=True)
+    return groups[key]
 
 
 def _of_library(address: str) -> base.Communicator:
@@ -77,7 +82,7 @@ def _torch() -> base.Communicator:
         raise RuntimeError("The process group was destroyed: nothing can be sent. Build a new `Accelerator()` first.")
     group = dist.group.WORLD
     live = _live.get("torch")
-    if live is None or live.group is not group:  # also forgets what was remembered of a group that is gone
+    if live is None or live.group is not group:  # also forgets calls of a group that was destroyed
         from accelerate.comm.torch_dist import TorchCommunicator
 
         live = _live["torch"] = TorchCommunicator(group)

@@ -1,4 +1,4 @@
-"""The contract of a communicator; its defaults are a process that is alone."""
+"""The contract of a communicator. Its defaults work for a single process."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ REDUCTIONS = ("sum", "mean", "max", "min")
 
 
 class Communicator:
-    """Exchanges tensors and objects between all processes; what is here serves a process that is alone.
+    """Exchanges tensors and objects between all processes. The methods of this class work for a single process.
 
     Every rank must call every method, in the same order, with nested tensors of the same structure, shapes and dtypes. Tensors stay
     on their device, arguments are not changed unless said otherwise, and results do not require gradients.
@@ -48,7 +48,7 @@ class Communicator:
         structure = outline(data, tensors, operation) + note
         if any(hasattr(tensor, "to_local") for tensor in tensors):
             raise ValueError(
-                f"{operation} got a DTensor, of which each rank has a part. Pass tensor.full_tensor() for the whole, or tensor.to_local() for the part."
+                f"{operation} got a DTensor, of which each rank has a part. Pass tensor.full_tensor() for the full tensor, or tensor.to_local() for the part."
             )
         # Scalars travel as vectors.
         ready = [tensor.detach() if tensor.ndim else tensor.detach().reshape(1) for tensor in tensors]
@@ -73,7 +73,7 @@ class Communicator:
             raise disagreement(self.gather_object((call.operation, call.in_words())))
 
     def is_same(self, value: Any) -> bool:
-        """Say whether all ranks give values with the same `repr`."""
+        """Say whether all ranks pass values with the same `repr`."""
         from accelerate.comm.check import checksum
 
         return len(set(self.gather_object(checksum(value)))) == 1

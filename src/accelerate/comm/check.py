@@ -1,16 +1,16 @@
-"""Do all ranks call the same operation, on the same structure, shapes and dtypes?
+"""Check that all ranks call the same operation, on the same structure, shapes and dtypes.
 
-torch's collectives take equal sizes on trust: unequal ones hang, abort, return garbage or pass unnoticed. Two things find them:
+torch's collectives do not check sizes: unequal ones hang, abort, return garbage or pass unnoticed. Two checks find them:
 
-1. Calls that repeat are expected. The last calls that all ranks made are the same list on each of them, so all expect the
-   same next call. Every rank carries that one out, with a flag beside the data; a rank that is called for something else gives
-   zeros and raises the flag. So a loop arrives at one collective a call.
-2. Any other call is compared first: one all-reduce of a checksum and its complement. Only where they differ do the ranks exchange
-   what they were called for, and all raise.
+1. Repeated calls are expected. The last calls of all ranks are the same list on each of them, so all expect the same next
+   call. Every rank carries it out, with a flag next to the data. A rank with another call sends zeros and raises the flag.
+   So a loop needs one collective per call.
+2. Any other call is compared first, by one all-reduce of a checksum and its complement. Only if they differ, the ranks
+   exchange their calls, and all raise.
 
-On devices other than the processor the flags of an expected call are copied in the background, and looked at before the next
-operation. A second flag says whether any rank did what was expected: one that did not raises at once, for the others have gone on.
-Debug mode compares before each, devices as well.
+On devices other than the CPU the flags of an expected call are copied in the background, and read before the next
+operation. A second flag says whether any rank made the expected call. A rank that did not raises at once, because the others
+have continued. Debug mode compares before each call, on all devices.
 """
 
 import hashlib
@@ -24,15 +24,15 @@ import torch.distributed as dist
 
 from accelerate.base.nested import filled
 
-PACKED = 256 << 10  # bytes: from here on, packing takes longer than a collective of its own, and nothing is expected
+PACKED = 256 << 10  # bytes: above this, packing takes longer than a separate collective, and no call is expected
 _REMEMBERED = 16  # calls
-_TEXT = 512  # characters in which a rank says what it was called for
+_TEXT = 512  # characters of a call's description
 LISTED = 16  # ranks that an error lists
 OBJECTS = "gather_object"
 
 
 class DistributedOperationException(Exception):
-    """The ranks call an operation differently: its kind, or the structure, shapes or dtypes of what it is given.
+    """The ranks call an operation differently: another kind, or another structure, shape or dtype of its argument.
 
     All ranks raise it, so that the run ends at once instead of hanging.
     """
@@ -46,10 +46,10 @@ def listed(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks[:LISTED])) + (f" and {more} more" if more > 0 else "")
 
 
-def disagreement(said: Sequence[tuple[str, str]]) -> DistributedOperationException:
-    """Return the error for ranks that disagree; `said` has what each rank called, and what it passed in words."""
-    names = list(dict.fromkeys(_full_name(operation) for operation, _ in said))
-    passed = [words if len(names) == 1 else f"`{operation}` of {words}" for operation, words in said]
+def disagreement(calls: Sequence[tuple[str, str]]) -> DistributedOperationException:
+    """Return the error for ranks that disagree; `calls` has each rank's operation and a description of its arguments."""
+    names = list(dict.fromkeys(_full_name(operation) for operation, _ in calls))
+    passed = [words if len(names) == 1 else f"`{operation}` of {words}" for operation, words in calls]
     common = max(set(passed), key=lambda text: (passed.count(text), -passed.index(text)))
     different = [rank for rank, text in enumerate(passed) if text != common]
     shown = sorted([passed.index(common), *different[:LISTED]])
@@ -71,7 +71,10 @@ def checksum(value: Any) -> int:
 
 
 def same_on_all(value: Any, device: torch.device | str, group: Any = None) -> bool:
-    """Say whether all ranks of a group give values with the same `repr`, by one all-reduce on a device. All ranks of the group."""
+    """Say whether all ranks of a group pass values with the same `repr`, by one all-reduce on a device.
+
+    Collective: call on every rank of the group.
+    """
     number = checksum(value)
     words = torch.tensor([number, ~number], device=device)
     dist.all_reduce(words, dist.ReduceOp.MAX, group=group)
@@ -80,7 +83,7 @@ def same_on_all(value: Any, device: torch.device | str, group: Any = None) -> bo
 
 
 class Call(NamedTuple):
-    """What a rank is called for: equal on all ranks, or an error."""
+    """A rank's call: equal on all ranks, or an error."""
 
     operation: str
     argument: str | int | None  # a reduction, a source of a broadcast, or None for a gather
@@ -94,7 +97,7 @@ class Call(NamedTuple):
         return sum(math.prod(shape) * dtype.itemsize for dtype, shape in self.tensors)
 
     def in_words(self) -> str:
-        """Return what is passed; of what is too long for a message, a checksum."""
+        """Return a description of the arguments, or a checksum if it is too long for a message."""
         tensors = [f"{dtype}[{', '.join(map(str, shape))}]".removeprefix("torch.") for dtype, shape in self.tensors]
         text = filled(self.structure, tensors) + ("" if self.argument is None else f", {self.argument!r}")
         if len(text) > _TEXT:
@@ -103,11 +106,11 @@ class Call(NamedTuple):
 
 
 class CallChecker:
-    """Knows which call all ranks expect next, and whether they made it."""
+    """Tracks which call all ranks expect next, and whether they made it."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        # The same on all ranks: only calls that all ranks made enter, and a disagreement that is found late empties it.
+        # The same on all ranks: only calls of all ranks enter, and a disagreement that is noticed late empties it.
         self._calls: deque[Call] = deque(maxlen=_REMEMBERED)
         self._unread: tuple[Any, torch.Tensor, Call] | None = None
 
@@ -125,7 +128,7 @@ class CallChecker:
         self._calls.append(call)
 
     def is_valid(self, call: Call, expected: Call, flags: torch.Tensor) -> bool:
-        """Say whether all ranks were called for what they expected; `flags`: whether any rank was not, and whether any was."""
+        """Say whether all ranks made the expected call. The `flags` say whether any rank did not, and whether any did."""
         follows = call == expected
         module = getattr(torch, flags.device.type)
         # Objects are read at once; ranks whose objects have grown are no error.
@@ -142,7 +145,7 @@ class CallChecker:
         return follows
 
     def flush(self) -> None:
-        """Raise if the last call was not what all ranks were called for, where that was not waited for."""
+        """Raise if the ranks disagreed in the last call, if the check was deferred."""
         if self._unread is not None:
             (event, flags, call), self._unread = self._unread, None
             event.synchronize()

@@ -50,7 +50,7 @@ from accelerate.runtime import storage
 
 _PUBLIC_PATH = "accelerate.utils.operations"  # in messages, and in pickles
 
-# Element types as numbers, so that one process can tell the others what it is about to send.
+# Element types as numbers, so that one process can announce the type of the next tensor to the others.
 _DTYPES = ["float32", "float64", "float16", "bfloat16", "uint8", "int8", "int16", "int32", "int64", "bool"]
 TENSOR_TYPE_TO_INT = {getattr(torch, name): code for code, name in enumerate(_DTYPES, 1)}
 TENSOR_INT_TO_DTYPE = {code: dtype for dtype, code in TENSOR_TYPE_TO_INT.items()}
@@ -71,7 +71,7 @@ def is_torch_xpu_tensor(tensor: Any) -> bool:
 
 
 def _prepare(communicator: Communicator, operation: str, data: Any, module: str = _PUBLIC_PATH) -> None:
-    """Compare what the ranks pass to a collective, in debug mode."""
+    """Compare the arguments of a collective between the ranks, in debug mode."""
     process = storage.process.current
     if not process.get("debug") or communicator.world_size == 1:
         return
@@ -100,7 +100,7 @@ def gather_with(communicator: Communicator, tensor: Any, differentiable: bool = 
 
 
 class _Gathered(torch.autograd.Function):
-    """The tensors of all ranks; each rank's gradient is the sum of those that the losses of all ranks have for its tensor."""
+    """Gather the tensors of all ranks. Each rank's gradient is the sum of the gradients of all ranks' losses for its tensor."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, communicator: Communicator) -> torch.Tensor:
@@ -114,14 +114,15 @@ class _Gathered(torch.autograd.Function):
 
 
 def gather(tensor: Any) -> Any:
-    """Collect nested tensors from all processes, concatenated along their first dimension. Every rank must call it.
+    """Collect nested tensors from all processes, concatenated along their first dimension.
+
+    Collective: call on every rank.
 
     Args:
         tensor: nested tensors, of the same structure, shapes and dtypes on every rank. Scalars become vectors.
 
     Returns:
-        The same structure with the tensors of all ranks, in the order of the ranks, on every rank; no gradients flow through
-        it. A process that is alone gets its argument back.
+        On every rank the same structure with all ranks' tensors, without gradients. A single process gets its argument back.
 
     Raises:
         DistributedOperationException: structure, shapes or dtypes differ between ranks; raised on all of them.
@@ -161,7 +162,7 @@ def _is_single(value: Any) -> bool:
 
 
 def _merged(path: str, values: Sequence[Any], rank: int) -> Any:
-    """Merge what each rank has at one place of a structure; a single value becomes a tuple with one value per rank."""
+    """Merge the ranks' values at one position of a structure; a single value becomes a tuple with one value per rank."""
     first = values[0]
     if all(isinstance(value, Mapping) for value in values):
         items = {}
@@ -197,18 +198,19 @@ def _merged(path: str, values: Sequence[Any], rank: int) -> Any:
 
 
 def gather_object(object: Any) -> Any:
-    """Collect lists of picklable objects from all processes into one list. Every rank must call it.
+    """Collect lists of picklable objects from all processes into one list.
+
+    Collective: call on every rank.
 
     Args:
         object: a list, or another iterable. In a dictionary, or in a tuple that contains lists, each value is collected:
             lists are joined, tensors and arrays are concatenated, and any other value becomes a tuple of one value per rank.
 
     Returns:
-        The elements of all ranks, in the order of the ranks, on every rank. One process alone gets its argument back.
+        The elements of all ranks, in the order of the ranks, on every rank. A single process gets its argument back.
 
     Raises:
-        TypeError: the argument is a string or not iterable, its structure differs between ranks, or tensors cannot be
-            concatenated.
+        TypeError: the argument is no iterable or a string, structures differ, or tensors cannot be concatenated.
 
     Example:
         >>> gather_object([{"loss": 0.5}])  # with two processes: one dictionary of each
@@ -217,26 +219,26 @@ def gather_object(object: Any) -> Any:
     return gather_object_with(comm.current(), object)
 
 
-def _filled(own: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def _filled(target: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Write a value into a rank's own tensor, unseen by autograd, and return the tensor that has it."""
-    if any(stride == 0 and size > 1 for stride, size in zip(own.stride(), own.shape, strict=True)):
-        return value  # of `expand`: its elements share memory, so they cannot take values of their own
-    with torch.inference_mode(own.is_inference()):
-        own.data.copy_(value)
-    return own
+    if any(stride == 0 and size > 1 for stride, size in zip(target.stride(), target.shape, strict=True)):
+        return value  # from `expand`: its elements share memory, so they cannot take different values
+    with torch.inference_mode(target.is_inference()):
+        target.data.copy_(value)
+    return target
 
 
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
-    """Give all processes the nested tensors of one of them. Every rank must call it.
+    """Give all processes the nested tensors of one of them.
+
+    Collective: call on every rank.
 
     Args:
-        tensor: nested tensors, of the same structure, shapes and dtypes on every rank. They are filled in place, except what
-            `expand` returned.
-        from_process: whose.
+        tensor: nested tensors, of the same structure, shapes and dtypes on every rank, filled in place if possible.
+        from_process: the rank that sends.
 
     Returns:
-        The same structure with the rank's own tensors, which have the values of `from_process` and keep their gradient
-        functions. A process that is alone gets its argument back.
+        The same structure with the values of `from_process`. The rank's tensors keep their gradient functions.
 
     Raises:
         DistributedOperationException: structure, shapes or dtypes differ between ranks; raised on all of them.
@@ -253,12 +255,14 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
     _prepare(communicator, "broadcast", tensor)
     values = communicator.broadcast(tensor, from_process)
     return over_leaves(
-        lambda own, value: own if communicator.rank == from_process else _filled(own, value), tensor, values
+        lambda local, value: local if communicator.rank == from_process else _filled(local, value), tensor, values
     )
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
-    """Give all processes the picklable objects of one of them. Every rank must call it.
+    """Give all processes the picklable objects of one of them.
+
+    Collective: call on every rank.
 
     Args:
         object_list: a list of the same length on every rank; its elements are replaced in place.
@@ -285,31 +289,33 @@ _REDUCTIONS = {"mean": "mean", "sum": "sum", "none": "sum", "max": "max"}
 def reduce_with(communicator: Communicator, tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
     """Do what `reduce` does, with a given communicator."""
     if reduction not in _REDUCTIONS:
-        raise ValueError(f"Unknown reduction {reduction!r}; choose 'mean', 'sum', 'max' or 'none' (a sum, too).")
+        raise ValueError(f"Unknown reduction {reduction!r}; choose 'mean', 'sum', 'max' or 'none' (also a sum).")
     scales = scale != 1.0 and storage.process.current.get("backend") == "xla"
     if scale != 1.0 and not scales:
         warnings.warn(
             f"scale={scale} is applied on XLA devices only; multiply the result here.", UserWarning, stacklevel=3
         )
     _prepare(communicator, "reduce", tensor)
-    # A process that is alone keeps the dtype of integers.
+    # A single process keeps the dtype of integers.
     values = communicator.all_reduce(tensor, _REDUCTIONS[reduction] if communicator.world_size > 1 else "sum")
     parts = communicator.world_size if reduction == "mean" else 1
-    results = over_leaves(lambda own, value: _with_gradient(own, value, parts), tensor, values)
+    results = over_leaves(lambda local, value: _with_gradient(local, value, parts), tensor, values)
     return recursively_apply(lambda result: result * scale, results) if scales else results
 
 
-def _with_gradient(own: torch.Tensor, value: torch.Tensor, parts: int) -> torch.Tensor:
-    """Return a reduced value whose gradient goes to the rank's own part alone; nothing is exchanged in backward."""
-    if not (own.requires_grad and torch.is_grad_enabled()):
+def _with_gradient(local: torch.Tensor, value: torch.Tensor, parts: int) -> torch.Tensor:
+    """Return a reduced value whose gradient goes only to the rank's own part; backward exchanges nothing."""
+    if not (local.requires_grad and torch.is_grad_enabled()):
         return value
-    result = own / parts
+    result = local / parts
     result.data.copy_(value)
     return result
 
 
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
-    """Add up or average nested tensors over all processes. Every rank must call it.
+    """Add up or average nested tensors over all processes.
+
+    Collective: call on every rank.
 
     Args:
         tensor: nested tensors, of the same structure, shapes and dtypes on every rank. They are not changed.
@@ -317,8 +323,8 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
         scale: factor for the result, on XLA devices only.
 
     Returns:
-        The same structure with new tensors, the results, on every rank. `backward` reaches the rank's own part alone: its
-        gradient is that of the result, for a mean divided by the number of processes.
+        The same structure with new tensors, the results, on every rank. `backward` reaches only the rank's own part: its
+        gradient is the result's gradient, divided by the number of processes for a mean.
 
     Raises:
         DistributedOperationException: structure, shapes or dtypes differ between ranks; raised on all of them.
@@ -357,27 +363,29 @@ def pad_with(
     structure = outline(tensor, tensors, "pad_across_processes")
     if any(item.is_nested for item in tensors):
         warnings.warn(
-            "pad_across_processes leaves torch.nested tensors as they are: their rows have sizes of their own.",
+            "pad_across_processes leaves torch.nested tensors as they are: their rows differ in size.",
             CannotPadNestedTensorWarning,
             stacklevel=3,
         )
-    wanted = [not item.is_nested and -item.ndim <= dim < item.ndim for item in tensors]
+    to_pad = [not item.is_nested and -item.ndim <= dim < item.ndim for item in tensors]
     if communicator.world_size == 1 or not tensors:
         return rebuild(tensor, tensors)
-    # One exchange for all tensors. The ranks must agree on what is padded, not on dtypes or sizes.
-    sizes = torch.tensor([item.shape[dim] if lengthen else 0 for item, lengthen in zip(tensors, wanted, strict=True)])
+    # One exchange for all tensors. The ranks must agree on which tensors are padded, not on dtypes or sizes.
+    sizes = torch.tensor([item.shape[dim] if lengthen else 0 for item, lengthen in zip(tensors, to_pad, strict=True)])
     words = filled(structure, ["nested" if item.is_nested else f"{item.ndim}-dimensional" for item in tensors])
     note = f" for {words} along {dim}"
     longest = communicator.all_reduce(sizes, "max", "pad_across_processes", note).tolist()
     results = [
         padded(item, dim, length, pad_index, pad_first) if lengthen else item
-        for item, lengthen, length in zip(tensors, wanted, longest, strict=True)
+        for item, lengthen, length in zip(tensors, to_pad, longest, strict=True)
     ]
     return rebuild(tensor, results)
 
 
 def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-    """Lengthen nested tensors until they are as long as the longest among the processes. Every rank must call it.
+    """Lengthen nested tensors until they are as long as the longest among the processes.
+
+    Collective: call on every rank.
 
     Args:
         tensor: nested tensors; tensors without dimension `dim` stay as they are.
@@ -404,7 +412,9 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_firs
 
 
 def gather_tensor_shape(tensor: torch.Tensor | None) -> tuple[torch.Tensor, int]:
-    """Tell all processes the shape and dtype of a tensor that only some of them have. Every rank must call it.
+    """Tell all processes the shape and dtype of a tensor that only some of them have.
+
+    Collective: call on every rank.
 
     Args:
         tensor: the tensor, or None on a rank that does not have it.
@@ -420,8 +430,8 @@ def gather_tensor_shape(tensor: torch.Tensor | None) -> tuple[torch.Tensor, int]
 
 
 def _owner(communicator: Communicator, tensor: torch.Tensor | None) -> tuple[int, tuple[int, ...], int]:
-    mine = None if tensor is None else (tuple(tensor.shape), TENSOR_TYPE_TO_INT[tensor.dtype])
-    entries = communicator.gather_object(mine)
+    entry_of_rank = None if tensor is None else (tuple(tensor.shape), TENSOR_TYPE_TO_INT[tensor.dtype])
+    entries = communicator.gather_object(entry_of_rank)
     owners = [rank for rank, entry in enumerate(entries) if entry is not None]
     if not owners or any(entries[rank] != entries[owners[0]] for rank in owners):
         raise ValueError(f"One tensor is expected, on one or more processes; the processes have {entries}.")
@@ -429,7 +439,9 @@ def _owner(communicator: Communicator, tensor: torch.Tensor | None) -> tuple[int
 
 
 def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
-    """Give all processes a tensor that only some of them have. Every rank must call it.
+    """Give all processes a tensor that only some of them have.
+
+    Collective: call on every rank.
 
     Args:
         tensor: the tensor, or None on a rank that does not have it. If several ranks have one, the first one's counts.
@@ -467,7 +479,7 @@ def verify_operation(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def chained_operation(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a function made of several collectives so that a disagreement within names the function, too."""
+    """Decorate a function made of several collectives so that a disagreement within names this function."""
 
     @functools.wraps(function)
     def chained(*args: Any, **kwargs: Any) -> Any:
@@ -559,12 +571,12 @@ def GatheredParameters(
     fwd_module: torch.nn.Module | None = None,
     enabled: bool = True,
 ) -> Any:
-    """Make parameters that DeepSpeed ZeRO stage 3 has split whole inside a `with` block; else do nothing.
+    """Gather parameters that DeepSpeed ZeRO stage 3 has sharded inside a `with` block; do nothing otherwise.
 
-    Every rank must enter it under ZeRO stage 3.
+    Collective under ZeRO stage 3: enter on every rank.
 
     Args:
-        params: the parameters; None is none of them.
+        params: the parameters; None means no parameters.
         modifier_rank: the rank whose changes are kept; None discards changes.
         fwd_module: the module that the parameters belong to.
         enabled: False makes the block do nothing.

@@ -30,7 +30,7 @@ class TorchCommunicator(Communicator):
         self._backends = dict(pair.split(":", 1) for pair in pairs if ":" in pair)
         self._checker = CallChecker(self.rank)
 
-    # Where data travels
+    # The device of the exchanged data
 
     def _transport(self, device: torch.device) -> torch.device:
         """Return where tensors of a device must be to travel; host backends take the way over host memory."""
@@ -52,7 +52,7 @@ class TorchCommunicator(Communicator):
         return output
 
     def _carry_out(self, call: Call, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Do what all ranks were found to be called for."""
+        """Do the operation that all ranks were found to call."""
         if call.size <= PACKED:
             return self._carry_out_packed(call, tensors)[0]
         device = _device_of(call.device)
@@ -69,9 +69,9 @@ class TorchCommunicator(Communicator):
     def _carry_out_packed(
         self, call: Call, tensors: Sequence[torch.Tensor], follows: bool = True
     ) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """Do a small call in one collective, with flags beside the data: is a rank called for something else, is one for this."""
+        """Do a small call in one collective, with two flags next to the data: some rank has another call, some rank has this one."""
         device = _device_of(call.device)
-        # Where the first is waited for, the second need not travel: gloo takes longer for each word.
+        # If the first flag is waited for, the second need not be sent: gloo takes longer for each word.
         flags = torch.arange(1 if device.type == "cpu" else 2, device=device)
         flags = flags if follows else 1 - flags
         if isinstance(call.argument, str):
@@ -80,7 +80,7 @@ class TorchCommunicator(Communicator):
         row = torch.cat([flags.to(torch.uint8), *parts])
         if call.argument is None:
             rows = self._gather(row).view(self.world_size, -1)
-        else:  # of bytes that are zero on all ranks but one, the largest are that rank's
+        else:  # one rank's bytes are not zero, so the largest are that rank's
             if self.rank != call.argument:
                 row[len(flags) :] = 0
             dist.all_reduce(row, dist.ReduceOp.MAX, group=self.group)
@@ -111,7 +111,7 @@ class TorchCommunicator(Communicator):
     # Tensors
 
     def _as_expected(self, call: Call, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-        """Carry out the call that all ranks expect; None if there is none, or not all were called for it."""
+        """Carry out the call that all ranks expect; None without one, or if some rank calls another operation."""
         expected = self._checker.expected()
         if expected is None:
             return None
@@ -124,7 +124,7 @@ class TorchCommunicator(Communicator):
     def _exchange(
         self, operation: str, argument: str | int | None, structure: str, tensors: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Do one operation with all tensors, on their devices: as expected, or after the ranks compared what they call."""
+        """Do one operation with all tensors, on their devices: as expected, or after comparing the ranks' calls."""
         for tensor in tensors:
             if tensor.is_nested:
                 raise TypeError(
@@ -143,7 +143,7 @@ class TorchCommunicator(Communicator):
         return [result.to(tensor.device) for result, tensor in zip(results, tensors, strict=True)]
 
     def is_same(self, value: Any) -> bool:
-        """Say whether all ranks give values with the same `repr`, by one all-reduce."""
+        """Say whether all ranks pass values with the same `repr`, by one all-reduce."""
         self._checker.flush()
         return same_on_all(value, self._default_device(), self.group)
 
@@ -153,19 +153,19 @@ class TorchCommunicator(Communicator):
         """Return every rank's object; in one collective where objects of about this size were gathered before."""
         message = bytearray(_LENGTH) + pickle.dumps(obj, pickle.HIGHEST_PROTOCOL)
         message[:_LENGTH] = len(message).to_bytes(_LENGTH, "little")
-        own = torch.frombuffer(message, dtype=torch.uint8)
+        data = torch.frombuffer(message, dtype=torch.uint8)
         call, expected = self._object_call(0), self._checker.expected()
-        if expected is not None and expected.operation == call.operation and len(own) <= expected.size:
+        if expected is not None and expected.operation == call.operation and len(data) <= expected.size:
             call = expected
-        results = self._as_expected(call, [padded(own, 0, call.size, 0, False)])
+        results = self._as_expected(call, [padded(data, 0, call.size, 0, False)])
         if results is None:
             self.require_same(self._object_call(0))
-            longest = torch.tensor([len(own)], device=self._default_device())
+            longest = torch.tensor([len(data)], device=self._default_device())
             dist.all_reduce(longest, dist.ReduceOp.MAX, group=self.group)
             largest = longest.item()
             # Objects of a loop differ a little in size; the next power of two lets them pass as equal.
             call = self._object_call(1 << (largest - 1).bit_length() if largest <= PACKED else largest)
-            results = self._carry_out(call, [padded(own, 0, call.size, 0, False)])
+            results = self._carry_out(call, [padded(data, 0, call.size, 0, False)])
         self._checker.remember(call)
         rows = results[0].view(self.world_size, -1).cpu().numpy()
         return [pickle.loads(row.data[_LENGTH : int.from_bytes(row[:_LENGTH].data, "little")]) for row in rows]
@@ -206,14 +206,14 @@ def _reduced_as(dtype: torch.dtype) -> torch.dtype:
 
 def operations_started() -> dict[str, int]:
     """Return how many operations this rank has started in each of its process groups; groups that do not count are skipped."""
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for group in torch_private.groups():
         try:
             # Groups that `split_group` makes have one name and different ranks.
             members = zlib.crc32(repr(dist.get_process_group_ranks(group)).encode())
             for backend in torch_private.backends(group):
                 key = f"{backend.name()}:{group.group_name}:{members:x}"
-                found[key] = torch_private.collectives_started(backend)
+                counts[key] = torch_private.collectives_started(backend)
         except Exception:  # no backend counts by contract, and a group may be destroyed while we ask
             continue
-    return found
+    return counts

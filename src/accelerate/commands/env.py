@@ -25,7 +25,7 @@ __getattr__ = _lazy.aliases(__name__)
 version = __version__
 
 
-# What decides a run besides the options of the table: ranks, devices, schedulers, communication.
+# Variables besides those of the option table that affect a run: ranks, devices, schedulers, communication.
 _OF_A_RUN = re.compile(
     "(ACCELERATE|FSDP|MEGATRON_LM|PARALLELISM_CONFIG|NCCL|GLOO|TORCH|TORCHELASTIC|PYTORCH|CUDA|HIP|ROCR|ZE|ASCEND|NEURON|XLA|TPU|"
     "OMP|MKL|CCL|I_MPI|SLURM|OMPI_COMM_WORLD|PMI|PBS|LSB|HF|UCC|MLU|MUSA|SDAA|HABANA|DS)_.+"
@@ -142,7 +142,7 @@ def _third_parties() -> Any:
 
 
 def _which() -> str:
-    """Whose package this is and where it was imported from; another one that is installed beside it is named."""
+    """Return which package this is and where it was imported from; another installed one is named."""
     which = f"the independent fork, imported from {pathlib.Path(accelerate.__file__).parent}"
     installed = _version("accelerate")
     if installed in ("", __version__):
@@ -192,7 +192,7 @@ def _version(distribution: str) -> str:
 
 
 def main() -> None:
-    """Run `accelerate env` as a program of its own; status 2 if the configuration file does not exist."""
+    """Run `accelerate env` as a separate program; status 2 if the configuration file does not exist."""
     or_exit("accelerate env", env_command, env_command_parser().parse_args())
 
 

@@ -48,9 +48,9 @@ def clean_option(option: str) -> str | None:
 
 
 class CustomHelpFormatter(OneSpelling):
-    """Shows the options of the features that stand on the command line; all options if there are none.
+    """Shows the options of the features named on the command line; all options if there are none.
 
-    `accelerate launch --use_fsdp --help` leaves out DeepSpeed, Megatron-LM and TPU.
+    `accelerate launch --use_fsdp --help` omits DeepSpeed, Megatron-LM and TPU.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -58,22 +58,22 @@ class CustomHelpFormatter(OneSpelling):
 
     def add_argument(self, action: argparse.Action) -> None:
         """Add an argument to the help, unless it belongs to another feature."""
-        given = {clean_option(word.partition("=")[0]) for word in sys.argv}
-        features = {name for name, feature in FEATURES.items() if feature.switch in given}
+        flags = {clean_option(word.partition("=")[0]) for word in sys.argv}
+        features = {name for name, feature in FEATURES.items() if feature.switch in flags}
         option = BY_NAME.get(action.dest)
         if not features or option is None or option.feature is None or option.feature in features:
             super().add_argument(action)
 
     def end_section(self) -> None:
-        """Close a heading; argparse prints only those that hold something."""
+        """Close a heading; argparse prints only headings with content."""
         super().end_section()
 
 
 def launch_command_parser(subparsers: Any = None) -> CustomArgumentParser:
-    """Return the parser of `accelerate launch`; every option of the option table is in it.
+    """Return the parser of `accelerate launch` with every option of the option table.
 
     Args:
-        subparsers: what `ArgumentParser.add_subparsers` returned, or None for a parser of its own.
+        subparsers: the result of `ArgumentParser.add_subparsers`, or None for a separate parser.
 
     Example:
         >>> launch_command_parser().parse_args(["--cpu", "--num_processes", "2", "train.py", "--lr", "1"]).training_script
@@ -96,15 +96,15 @@ def launch_command_parser(subparsers: Any = None) -> CustomArgumentParser:
 
 
 def launch_command(args: argparse.Namespace) -> None:
-    """Start what the arguments that `launch_command_parser` parsed say, and wait for its end.
+    """Start the processes that the arguments parsed by `launch_command_parser` describe, and wait for their end.
 
-    For programs: it returns, or raises what went wrong. `main` is the same for the console, where one process replaces the
+    For programs: it returns or raises the error. `main` does the same for the console, where one process replaces the
     launcher.
 
     Raises:
         LaunchError: the request cannot be run as written.
         subprocess.CalledProcessError: the script failed in its one process.
-        torch.distributed.elastic.multiprocessing.errors.ChildFailedError: it failed in one of several.
+        torch.distributed.elastic.multiprocessing.errors.ChildFailedError: the script failed in one of several processes.
     """
     _run(resolve(args), replace=False)
 
@@ -118,22 +118,22 @@ def console(args: argparse.Namespace, replace: bool | None = None) -> None:
     try:
         _run(plan, _owns_process() if replace is None else replace)
     except LaunchError as error:
-        # What only the runner can see: a program that is not installed, machines that disagree.
+        # Errors that only the runner can see: a program that is not installed, machines that disagree.
         print(printable(f"accelerate launch: error: {error}"), file=sys.stderr)
         raise SystemExit(2) from None
     except BaseException as error:
-        known = isinstance(error, RunError)
-        status, line = (error.status, str(error)) if known else failure_of(error)
+        is_run_error = isinstance(error, RunError)
+        status, line = (error.status, str(error)) if is_run_error else failure_of(error)
         if plan["debug"]:
             text = "".join(traceback.format_exception(error))
             print(printable("\n".join(map(masked, text.splitlines()))), file=sys.stderr)
         # A process that failed has said why; of a machine that is lost only the launcher can report.
-        runners.print_info(plan, line, always=known)
+        runners.print_info(plan, line, always=is_run_error)
         raise SystemExit(status) from None
 
 
 def _run(plan: LaunchPlan, replace: bool) -> None:
-    """Start what a plan says, or print it."""
+    """Start the processes of a plan, or print it."""
     if plan["dry_run"]:
         print(printable(runners.describe(plan)))
     else:
@@ -206,7 +206,7 @@ def sagemaker_launcher(sagemaker_config: Any, args: argparse.Namespace) -> None:
 
 
 def _run_by(args: argparse.Namespace, runner: str) -> None:
-    """Run what the arguments say by a runner, unless they ask for one that does the same elsewhere."""
+    """Run the arguments by a runner, unless they choose another runner."""
     plan = resolve(args)
     runners.run(plan if plan.runner != "single" else replace(plan, runner=runner))
 

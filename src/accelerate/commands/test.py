@@ -39,7 +39,7 @@ def test_command(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Run `accelerate test` as a program of its own; exit statuses are those of `test_command`."""
+    """Run `accelerate test` as a separate program; exit statuses are those of `test_command`."""
     or_exit("accelerate test", test_command, test_command_parser().parse_args())
 
 

@@ -1,4 +1,4 @@
-"""What the commands share: their parser, which takes rows of the option table, and how they answer errors."""
+"""Helpers of the commands: their parser, which takes rows of the option table, and their error messages."""
 
 import argparse
 import contextlib
@@ -80,9 +80,9 @@ class CustomArgumentGroup(_SpelledTwice, argparse._ArgumentGroup):
 
 
 class CustomArgumentParser(_SpelledTwice, argparse.ArgumentParser):
-    """A parser that takes long flags with underscores and with hyphens, and remembers which arguments were given.
+    """A parser that takes long flags with underscores and with hyphens, and remembers which arguments were passed.
 
-    Parsed arguments carry `nondefault`, the names of all arguments that stood on the command line, so that resolution can tell
+    Parsed arguments carry `nondefault`, the names of all arguments on the command line, so that resolution can distinguish
     a choice from a default of the same value.
     """
 
@@ -106,22 +106,22 @@ class CustomArgumentParser(_SpelledTwice, argparse.ArgumentParser):
     def parse_known_args(
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse what is known, and note in `nondefault` which arguments were given."""
+        """Parse the known arguments, and note the names of those passed in `nondefault`."""
         if namespace is not None:
             return super().parse_known_args(args, namespace)
         # argparse assigns a default only to a missing attribute: what still holds the mark afterwards was not given.
         actions = {action.dest: action for action in self._actions}
         marked = [name for name, action in actions.items() if action.default is not argparse.SUPPRESS]
         parsed, rest = super().parse_known_args(args, argparse.Namespace(**dict.fromkeys(marked, _NOT_GIVEN)))
-        given = {name for name in actions if getattr(parsed, name, _NOT_GIVEN) is not _NOT_GIVEN}
-        for name in set(marked) - given:
+        passed = {name for name in actions if getattr(parsed, name, _NOT_GIVEN) is not _NOT_GIVEN}
+        for name in set(marked) - passed:
             action, default = actions[name], actions[name].default
             is_row = isinstance(action.type, functools.partial)  # the defaults of the table are values, not text
             if isinstance(default, str) and not is_row:
                 default = self._get_value(action, default)
             setattr(parsed, name, default)
         # The parser of a sub-command has noted its own.
-        parsed.nondefault = given | set(getattr(parsed, "nondefault", ()))
+        parsed.nondefault = passed | set(getattr(parsed, "nondefault", ()))
         return parsed, rest
 
     def unknown(self, words: Sequence[str]) -> str:
@@ -145,9 +145,9 @@ class CustomArgumentParser(_SpelledTwice, argparse.ArgumentParser):
         return self
 
     def _correction(self, flag: str) -> str:
-        known = {spelling.replace("-", "_"): spelling for spelling in reversed(self._option_string_actions)}
-        near = nearest(flag.lower().replace("-", "_"), known)
-        hint = f"did you mean {known[near]}?" if near else f"`{self.prog} --help` lists the options."
+        spellings = {spelling.replace("-", "_"): spelling for spelling in reversed(self._option_string_actions)}
+        near = nearest(flag.lower().replace("-", "_"), spellings)
+        hint = f"did you mean {spellings[near]}?" if near else f"`{self.prog} --help` lists the options."
         return f"{flag} is unknown; {hint}"
 
 
@@ -178,7 +178,7 @@ def add_options(parser: CustomArgumentParser, options: Iterable[Option] = OPTION
 
 def _read(option: Option, text: str) -> Any:
     """Read the value of a flag; argparse calls it."""
-    if text.lower() in option.unset:  # it could not undo what a lower layer sets
+    if text.lower() in option.unset:  # it cannot undo a value of a lower layer
         raise argparse.ArgumentTypeError(f"{option.name} is {text!r}; leave the option out for that.")
     try:
         return option.parse(text)
@@ -202,7 +202,7 @@ class OneSpelling(argparse.HelpFormatter):
 def make_parser(
     name: str, description: str, subparsers: Any = None, func: Callable[..., Any] | None = None, **options: Any
 ) -> CustomArgumentParser:
-    """Return the parser of a command, alone or as a part of `subparsers`; `func` becomes `args.func`."""
+    """Return the parser of a command, separate or as a part of `subparsers`; `func` becomes `args.func`."""
     if subparsers is None:
         options.setdefault("formatter_class", OneSpelling)
         parser = CustomArgumentParser(f"accelerate {name}", description=description, **options)
@@ -233,7 +233,7 @@ class _Printable:
 def as_program(prog: str) -> Iterator[None]:
     """End as a console program does: quietly with status 141 where the output has no reader, with 130 after Ctrl-C.
 
-    What the encoding of the output lacks, such as letters of a path, is written as an escape sequence.
+    Characters that the encoding of the output lacks, such as letters of a path, are written as escape sequences.
     """
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -253,10 +253,10 @@ def as_program(prog: str) -> Iterator[None]:
 
 
 def or_exit(prog: str, func: Callable[..., T], *args: Any) -> T:
-    """Call a function; a request that cannot be run becomes one line on stderr and exit status 2.
+    """Call a function; turn a request that cannot be run into one line on stderr and exit status 2.
 
-    What the system refuses on the way (a full disk, a connection), and a `RunError`, becomes one line and status 1. Control
-    characters are written as escape sequences: names in files may steer a terminal.
+    Errors of the system (a full disk, a connection) and a `RunError` become one line and status 1. Control characters are
+    written as escape sequences: names in files may steer a terminal.
     """
     try:
         with as_program(prog), contextlib.redirect_stdout(sys.stdout and _Printable(sys.stdout)):
@@ -270,7 +270,7 @@ def or_exit(prog: str, func: Callable[..., T], *args: Any) -> T:
 
 
 def brief(error: BaseException) -> str:
-    """Return what an error says, in one line of moderate length; libraries go on for paragraphs."""
+    """Return an error's text in one line of limited length; messages of libraries can be paragraphs."""
     return printable(" ".join(str(error).split()) or type(error).__name__, 300)
 
 

@@ -12,10 +12,10 @@ PUBLIC_PATH = "accelerate.utils.dataclasses"
 
 
 def at_public_path(cls: T) -> T:
-    """Give a class the module path that users import it from; the outermost decorator.
+    """Give a class the module path that users import it from. Use it as the outermost decorator.
 
-    Pickles store that path (`training_args.bin` of transformers holds a `DistributedType`), so it must stay valid wherever
-    the class lives, and in any other implementation of this interface.
+    Pickles store that path (`training_args.bin` of transformers holds a `DistributedType`). So it must stay valid wherever
+    the class is defined, and in any other implementation of this interface.
     """
     cls.__module__ = PUBLIC_PATH
     return cls
@@ -35,8 +35,8 @@ class _ListsChoices(Enum):
 
     @classmethod
     def _missing_(cls, value: object) -> None:
-        known = ", ".join(repr(member.value) for member in cls)
-        raise ValueError(f"{value!r} is not a valid {cls.__name__}. Choose one of: {known}.")
+        values = ", ".join(repr(member.value) for member in cls)
+        raise ValueError(f"{value!r} is not a valid {cls.__name__}. Choose one of: {values}.")
 
 
 @at_public_path
@@ -105,7 +105,7 @@ class FP8BackendType(str, _ListsChoices):
 
 @at_public_path
 class ComputeEnvironment(str, _ListsChoices):
-    """Where a configuration file says that the training runs."""
+    """The place of the training according to a configuration file."""
 
     LOCAL_MACHINE = "LOCAL_MACHINE"
     AMAZON_SAGEMAKER = "AMAZON_SAGEMAKER"
@@ -115,8 +115,8 @@ class ComputeEnvironment(str, _ListsChoices):
 class DynamoBackend(str, BaseEnum):
     """The compilers that `torch.compile` can hand a graph to.
 
-    Values are upper case; `torch.compile` takes them in lower case. What each one does: `torch._dynamo.list_backends`
-    and https://pytorch.org/docs/stable/torch.compiler.html. `NO` compiles nothing.
+    Values are upper case; `torch.compile` takes them in lower case. See `torch._dynamo.list_backends` and
+    https://pytorch.org/docs/stable/torch.compiler.html for each. `NO` compiles nothing.
     """
 
     NO = "NO"

@@ -1,7 +1,7 @@
-"""The option table read from the environment: how a worker learns what the launcher resolved.
+"""The option table read from the environment: the worker's side of the settings that the launcher resolved.
 
-A plugin's field is its argument, else what the environment says, else the plugin's own default, which can differ from the table's.
-Variables are spelled in `accelerate.config.options`; nothing here names one.
+A plugin's field is its argument, else the environment's value, else the plugin's own default, which can differ from the
+table's. Variables are spelled in `accelerate.config.options`; this module names none.
 """
 
 import os
@@ -36,16 +36,16 @@ def without_variables() -> Iterator[None]:
 
 
 def value_of(name: str) -> Any:
-    """Return what the process's environment says about an option, else the table's default; errors name it."""
+    """Return the environment's value of an option, else the table's default; errors name the option."""
     option = BY_NAME[name]
     value = option.read(os.environ)
     return option.default if value is None else value
 
 
 def setting(argument: Any, name: str, default: Any = None, field: str | None = None) -> Any:
-    """Return an argument, else what the environment says about an option, else a default.
+    """Return an argument, else the environment's value of an option, else a default.
 
-    Numbers and truth values are read from text, with a ValueError that calls the argument `field`. Words are not compared with the
+    Numbers and truth values are read from text; a ValueError calls the argument `field`. Words are not compared with the
     option's choices: a program may use more of them than the launcher offers.
     """
     option = BY_NAME[name]

@@ -25,10 +25,10 @@ _PRECISIONS = {"fp8": "bfloat16", "fp16": "float16", "bf16": "bfloat16", "fp32":
 
 
 def get_module_class_from_name(module: "nn.Module", name: str) -> "type[nn.Module] | None":
-    """Return the class of that name among a module and everything below it.
+    """Return the class of that name among a module and all its submodules.
 
     Args:
-        module: where to look.
+        module: the module to search.
         name: the bare class name, such as `"GPT2Block"`.
 
     Returns:
@@ -58,12 +58,12 @@ def layer_classes(plugin: "FullyShardedDataParallelPlugin", model: "nn.Module") 
 
 
 def classes_named(model: "nn.Module", names: Iterable[str], field: str) -> "list[type[nn.Module]]":
-    """Return the classes of these names in a model; a ValueError lists those that it lacks, and those that it has."""
-    found = {name: get_module_class_from_name(model, name) for name in names}
-    if missing := [name for name, cls in found.items() if cls is None]:
+    """Return the classes of these names in a model; a ValueError lists the missing names and the model's classes."""
+    classes = {name: get_module_class_from_name(model, name) for name in names}
+    if missing := [name for name, cls in classes.items() if cls is None]:
         present = sorted({type(part).__name__ for part in model.modules()})
         raise ValueError(f"{field} holds {', '.join(missing)}; the model has {', '.join(present)}.")
-    return list(found.values())
+    return list(classes.values())
 
 
 def _materialize(module: "nn.Module") -> None:
@@ -101,7 +101,7 @@ class FullyShardedDataParallelPlugin:
 
     Args:
         fsdp_version: 1 for the `FullyShardedDataParallel` wrapper, 2 for `fully_shard` (FSDP_VERSION).
-        sharding_strategy: version 1, what is sharded: FULL_SHARD (default), SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD or
+        sharding_strategy: version 1, the sharded tensors: FULL_SHARD (default), SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD or
             HYBRID_SHARD_ZERO2 (FSDP_SHARDING_STRATEGY).
         reshard_after_forward: version 2, whether parameters are sharded again between forward and backward, True by
             default (FSDP_RESHARD_AFTER_FORWARD); or over how many ranks, such as those of a machine, so that backward gathers
@@ -122,8 +122,8 @@ class FullyShardedDataParallelPlugin:
         sync_module_states: version 1, broadcast the weights of rank 0 while wrapping (FSDP_SYNC_MODULE_STATES).
         forward_prefetch: version 1, gather the next parameters during forward; version 2: how many units forward gathers ahead,
             by default none before it comes to them (FSDP_FORWARD_PREFETCH).
-        activation_checkpointing: recompute activations in backward (FSDP_ACTIVATION_CHECKPOINTING); "selective": but for the
-            results of matrix products and attention, which are kept.
+        activation_checkpointing: recompute activations in backward (FSDP_ACTIVATION_CHECKPOINTING). "selective" keeps the
+            results of matrix products and attention.
         activation_checkpointing_offload: keep checkpointed activations on the host
             (FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD).
         cpu_ram_efficient_loading: only rank 0 reads the weights of a transformers model, the others receive them
@@ -132,9 +132,9 @@ class FullyShardedDataParallelPlugin:
             (FSDP_TRANSFORMER_CLS_TO_WRAP); by default the model's `_no_split_modules`.
         min_num_params: smallest number of parameters that size_based_wrap makes a shard of (FSDP_MIN_NUM_PARAMS).
         module_precision: version 2, the precision of modules, by patterns of their names (those of `fnmatch`, where `*` also
-            stands for dots): a mapping, or its JSON text (FSDP_MODULE_PRECISION). The first pattern that matches a module holds
-            for it and for what is in it. A value is a precision or a dtype, in which parameters are computed with and gradients
-            reduced, while outputs get the dtype of what is around; or a dictionary or torch's policy object, taken as it is.
+            matches dots): a mapping, or its JSON text (FSDP_MODULE_PRECISION). The first matching pattern applies to a module
+            and its submodules. A value is a precision or a dtype, a dictionary, or torch's policy object, used as it is. A
+            dtype is that of parameters in computation and of reduced gradients; outputs get the dtype of the modules around.
 
     Raises:
         ValueError: a value is unknown, or does not exist in this version of FSDP.
@@ -187,7 +187,7 @@ class FullyShardedDataParallelPlugin:
             self.set_mixed_precision(self.mixed_precision_policy, override=True)
         if self.mixed_precision_policy is not None:
             self.validate_mixed_precision_policy()
-        rules = to_mapping(self._said("module_precision", {}), "module_precision")
+        rules = to_mapping(self._read_setting("module_precision", {}), "module_precision")
         if rules and self.fsdp_version == 1:
             raise ValueError(f"module_precision is {rules}; fsdp_version=1 has one policy for a model.")
         self.module_precision = {key: self._rule(f"module_precision[{key!r}]", value) for key, value in rules.items()}
@@ -196,8 +196,8 @@ class FullyShardedDataParallelPlugin:
 
     # -- one step of construction each ---------------------------------------------------------------------------
 
-    def _said(self, field: str, default: Any = None) -> Any:
-        """Return a field's argument, else what the environment says about its option."""
+    def _read_setting(self, field: str, default: Any = None) -> Any:
+        """Return a field's argument, else the environment's value of its option."""
         return env.setting(getattr(self, field), f"fsdp_{field}", default, field)
 
     def _resolve_sharding(self) -> None:
@@ -210,7 +210,7 @@ class FullyShardedDataParallelPlugin:
         if same is not None:
             same = self.reshard_after_forward = to_enum(ShardingStrategy, same, "reshard_after_forward", aliases)
             self.sharding_strategy = same if self.sharding_strategy is None else self.sharding_strategy
-        chosen = self._said("sharding_strategy", "FULL_SHARD")
+        chosen = self._read_setting("sharding_strategy", "FULL_SHARD")
         self.sharding_strategy = to_enum(ShardingStrategy, chosen, "sharding_strategy", aliases)
         if same not in (None, self.sharding_strategy):
             used = f"sharding_strategy={self.sharding_strategy.name} is used"
@@ -228,19 +228,19 @@ class FullyShardedDataParallelPlugin:
                 raise ValueError(f"sharding_strategy={name} does not exist with fsdp_version=2. {instead}.")
             self.reshard_after_forward = means[name]
             logger.warning("sharding_strategy is now reshard_after_forward=%s (FSDP version 2).", means[name])
-        given = self.reshard_after_forward
-        ranks = type(given) is int and given > 1
-        if given is not None and not ranks and not isinstance(given, (bool, str)):
+        setting = self.reshard_after_forward
+        ranks = type(setting) is int and setting > 1
+        if setting is not None and not ranks and not isinstance(setting, (bool, str)):
             true = "true, false, or over how many ranks, two at least"
-            raise ValueError(f"reshard_after_forward is {given!r}; with fsdp_version=2 it must be {true}.")
+            raise ValueError(f"reshard_after_forward is {setting!r}; with fsdp_version=2 it must be {true}.")
         self.sharding_strategy = None
-        self.reshard_after_forward = given if ranks else self._said("reshard_after_forward", True)
+        self.reshard_after_forward = setting if ranks else self._read_setting("reshard_after_forward", True)
 
     def _depth(self, field: str) -> int | None:
         """Return how many units version 2 gathers ahead, None if that is not said as a number."""
-        given = getattr(self, field)
-        text = str(env.environment().get(BY_NAME[f"fsdp_{field}"].env or "") if given is None else given).strip()
-        if given is not None and (text == "0" or text.startswith("-")):
+        setting = getattr(self, field)
+        text = str(env.environment().get(BY_NAME[f"fsdp_{field}"].env or "") if setting is None else setting).strip()
+        if setting is not None and (text == "0" or text.startswith("-")):
             raise ValueError(f"{field} is {text}; with fsdp_version=2 at least one unit is gathered ahead.")
         return int(text) or None if text.isdigit() else None
 
@@ -252,7 +252,7 @@ class FullyShardedDataParallelPlugin:
             if str(self.reshard_after_forward).lower() == "false":
                 logger.warning("backward_prefetch=%s has no effect with reshard_after_forward=False.", depth)
             return
-        chosen = self._said("backward_prefetch", "NO_PREFETCH")
+        chosen = self._read_setting("backward_prefetch", "NO_PREFETCH")
         prefetch = to_enum(BackwardPrefetch, chosen, "backward_prefetch", {"NO_PREFETCH": None})
         self.backward_prefetch = prefetch if self.fsdp_version == 1 else None
         if prefetch is not self.backward_prefetch:
@@ -263,25 +263,25 @@ class FullyShardedDataParallelPlugin:
 
         named = (wrap.transformer_auto_wrap_policy, wrap.size_based_auto_wrap_policy, None)
         policies = dict(zip(FSDP_AUTO_WRAP_POLICY, named, strict=True))
-        policy = self._said("auto_wrap_policy", "NO_WRAP")
-        known = isinstance(policy, str) and policy.upper() in policies
-        if not known and not callable(policy) and not torch_private.is_wrap_policy(policy):
+        policy = self._read_setting("auto_wrap_policy", "NO_WRAP")
+        is_policy_name = isinstance(policy, str) and policy.upper() in policies
+        if not is_policy_name and not callable(policy) and not torch_private.is_wrap_policy(policy):
             others = "a callable or one of torch's policies"
             raise ValueError(f"auto_wrap_policy is {policy!r}; choose one of {FSDP_AUTO_WRAP_POLICY}, {others}.")
-        self.auto_wrap_policy = policy = policies[policy.upper()] if known else policy
+        self.auto_wrap_policy = policy = policies[policy.upper()] if is_policy_name else policy
 
         if policy is wrap.transformer_auto_wrap_policy:
             named = env.setting(self.transformer_cls_names_to_wrap, "fsdp_transformer_layer_cls_to_wrap")
             self.transformer_cls_names_to_wrap = named
         elif policy is wrap.size_based_auto_wrap_policy:
-            self.min_num_params = self._said("min_num_params", 0)
+            self.min_num_params = self._read_setting("min_num_params", 0)
         if self.transformer_cls_names_to_wrap is not None:
             self.transformer_cls_names_to_wrap = to_names(self.transformer_cls_names_to_wrap)
         if self.min_num_params is not None:
             self.min_num_params = to_int(self.min_num_params, "min_num_params")
         if policy is None and (self.transformer_cls_names_to_wrap or self.min_num_params):
-            given = (self.transformer_cls_names_to_wrap, self.min_num_params)
-            logger.warning("transformer_cls_names_to_wrap=%s, min_num_params=%s need an auto_wrap_policy.", *given)
+            settings = (self.transformer_cls_names_to_wrap, self.min_num_params)
+            logger.warning("transformer_cls_names_to_wrap=%s, min_num_params=%s need an auto_wrap_policy.", *settings)
 
     def _resolve_flags(self) -> None:
         if self.cpu_ram_efficient_loading is not None:
@@ -292,7 +292,7 @@ class FullyShardedDataParallelPlugin:
         switches += ["activation_checkpointing"] if self.activation_checkpointing != "selective" else []
         switches += ["use_orig_params", "sync_module_states", "forward_prefetch"] if self.fsdp_version == 1 else []
         for name in switches:
-            setattr(self, name, self._said(name, False))
+            setattr(self, name, self._read_setting(name, False))
         if self.activation_checkpointing_offload and not self.activation_checkpointing:
             raise ValueError("activation_checkpointing_offload=True needs activation_checkpointing=True as well.")
         self.limit_all_gathers = to_bool(self.limit_all_gathers, "limit_all_gathers")
@@ -366,7 +366,7 @@ class FullyShardedDataParallelPlugin:
         elif self.auto_wrap_policy is wrap.size_based_auto_wrap_policy:
             size, policy = self.min_num_params, self.auto_wrap_policy
             if not size:
-                logger.warning("min_num_params is not set, so size_based_wrap makes the whole model one shard.")
+                logger.warning("min_num_params is not set, so size_based_wrap makes the full model one shard.")
             self.auto_wrap_policy = functools.partial(policy, min_num_params=size) if size else None
 
     def set_mixed_precision(self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False) -> None:
@@ -400,8 +400,8 @@ class FullyShardedDataParallelPlugin:
             others = () if first else ("cast_forward_inputs",)
             unknown = sorted(set(mixed_precision) - {*keys, *others})
             if unknown:
-                known = f"with fsdp_version={self.fsdp_version} its keys are {', '.join(keys)}"
-                raise ValueError(f"{source} has {', '.join(map(repr, unknown))}; {known}.")
+                expected = f"with fsdp_version={self.fsdp_version} its keys are {', '.join(keys)}"
+                raise ValueError(f"{source} has {', '.join(map(repr, unknown))}; {expected}.")
             dtypes = {key: _to_dtype(value, key) if key in keys else value for key, value in mixed_precision.items()}
         elif isinstance(mixed_precision, str) and mixed_precision not in _PRECISIONS:
             raise ValueError(f"mixed_precision is {mixed_precision!r}; choose one of {sorted(_PRECISIONS)}.")
@@ -436,5 +436,5 @@ class FullyShardedDataParallelPlugin:
 
         value, expected = getattr(self, name), first if self.fsdp_version == 1 else second
         if not isinstance(value, getattr(fsdp, expected)):
-            wanted = f"torch.distributed.fsdp.{expected}"
-            raise ValueError(f"{name} is {value!r}; with fsdp_version={self.fsdp_version} it must be a {wanted}.")
+            class_name = f"torch.distributed.fsdp.{expected}"
+            raise ValueError(f"{name} is {value!r}; with fsdp_version={self.fsdp_version} it must be a {class_name}.")

@@ -116,9 +116,9 @@ class DistributedDataParallelKwargs(KwargsHandler):
         return {name: copy.deepcopy(value) for name, value in self.__dict__.items() if name not in ignore_keys}
 
     def register_comm_hook(self, model: Any) -> None:
-        """Register the chosen compression on a DistributedDataParallel; "no" leaves the model alone.
+        """Register the chosen compression on a DistributedDataParallel; "no" does nothing.
 
-        Every rank must call this once, before the first backward pass. Fields that were set to something unknown are a ValueError.
+        Unknown values of fields raise ValueError. Collective: call on every rank, once, before the first backward pass.
         """
         chosen, wrapper = self._communication()
         if chosen is DDPCommunicationHookType.NO:
@@ -144,8 +144,8 @@ class GradScalerKwargs(KwargsHandler):
 
     Args:
         init_scale: the first scale.
-        growth_factor: what the scale is multiplied by after `growth_interval` steps without overflow.
-        backoff_factor: what it is multiplied by after an overflow.
+        growth_factor: the factor of the scale after `growth_interval` steps without overflow.
+        backoff_factor: the factor after an overflow.
         growth_interval: steps without overflow before the scale grows.
         enabled: False makes the scaler do nothing.
 
@@ -199,7 +199,7 @@ class ProfileKwargs(KwargsHandler):
     """The arguments of `torch.profiler.profile` in `Accelerator.profile`.
 
     Args:
-        activities: what to record: "cpu", "cuda", "xpu", "mtia", "hpu"; None takes all that torch supports here.
+        activities: the recorded activities: "cpu", "cuda", "xpu", "mtia", "hpu"; None takes all that torch supports here.
         schedule_option: keyword arguments of `torch.profiler.schedule` (wait, warmup, active, repeat, skip_first), in
             steps; None records all the time.
         on_trace_ready: called with the profiler whenever a trace is complete.
@@ -208,10 +208,10 @@ class ProfileKwargs(KwargsHandler):
         with_stack: record source lines.
         with_flops: estimate floating point operations.
         with_modules: record the module hierarchy.
-        output_trace_dir: where `Accelerator.profile` writes one Chrome trace per process; None writes none.
+        output_trace_dir: the folder for one Chrome trace per process; None writes none.
         memory_snapshot: record every allocation on the device with its stack, and write ``memory_<rank>.pickle`` for
-            https://pytorch.org/memory_viz, after an error too: into this folder, with True into `output_trace_dir`. CUDA
-            and XPU alone; elsewhere `profile_memory` puts allocations into the trace.
+            https://pytorch.org/memory_viz, also after an error. A path is the folder; True uses `output_trace_dir`. Only CUDA
+            and XPU support it; elsewhere `profile_memory` puts allocations into the trace.
 
     Example:
         >>> from accelerate import Accelerator
@@ -233,7 +233,7 @@ class ProfileKwargs(KwargsHandler):
 
     @property
     def snapshot_folder(self) -> str | None:
-        """Where snapshots of memory go, if any; a ValueError if that is not said."""
+        """Return the folder of memory snapshots, if any; a ValueError if there is no folder."""
         if self.memory_snapshot is True and self.output_trace_dir is None:
             raise ValueError("memory_snapshot=True needs output_trace_dir, where it goes; or set it to a folder.")
         return self.output_trace_dir if self.memory_snapshot is True else os.fspath(self.memory_snapshot or "") or None
@@ -245,13 +245,13 @@ class ProfileKwargs(KwargsHandler):
         options = {name: value for name, value in vars(self).items() if name in _OF_PROFILER}
         if self.schedule_option is not None:
             options["schedule"] = profiler.schedule(**self.schedule_option)
-        # "cuda" is always accepted: torch itself warns and goes on where there is none.
+        # "cuda" is always accepted: without CUDA torch warns and continues.
         members = {profiler.ProfilerActivity.CPU, profiler.ProfilerActivity.CUDA, *profiler.supported_activities()}
-        known = {member.name.lower(): member for member in sorted(members, key=lambda member: member.name)}
+        available = {member.name.lower(): member for member in sorted(members, key=lambda member: member.name)}
         for name in self.activities or ():
-            if name not in known:
-                raise ValueError(f"Invalid profiler activity: {name!r}. Here it must be one of {list(known)}.")
-        chosen = None if self.activities is None else [known[name] for name in self.activities]
+            if name not in available:
+                raise ValueError(f"Invalid profiler activity: {name!r}. Here it must be one of {list(available)}.")
+        chosen = None if self.activities is None else [available[name] for name in self.activities]
         return profiler.profile(activities=chosen, **options)
 
 
@@ -262,13 +262,13 @@ class GradientAccumulationPlugin(KwargsHandler):
 
     Args:
         num_steps: batches per optimizer step; None takes the Accelerator's `gradient_accumulation_steps`.
-        adjust_scheduler: count the accumulated batches in the scheduler's own step counter. Accepted for its name: as in
+        adjust_scheduler: count the accumulated batches in the scheduler's own step counter. It has no effect: as in
             upstream, the default is not passed on, and schedules follow optimizer steps.
         sync_with_dataloader: let the end of a data loader close the accumulation step, however short it is.
         sync_each_batch: exchange gradients at every batch; more traffic, less memory with sharded gradients.
-        exact: divide the loss of an accumulation step that the end of the data loader cuts short by its real length instead of
-            `num_steps`, so that the last step of an epoch weighs its batches like every other step does. It needs
-            `sync_with_dataloader` and a data loader with a known length.
+        exact: divide the loss of a shortened last accumulation step by its real length instead of `num_steps`. Then the last
+            step of an epoch weighs its batches like every other step. It needs `sync_with_dataloader` and a data loader with
+            a known length.
 
     Raises:
         ValueError: `num_steps` is below one, or `exact` is set without `sync_with_dataloader`.

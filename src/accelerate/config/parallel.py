@@ -61,8 +61,8 @@ class TorchTensorParallelConfig:
     def __post_init__(self) -> None:
         patterns = list(self.plan) if isinstance(self.plan, dict) else []
         if self.plan is not None and not (patterns and all(isinstance(pattern, str) for pattern in patterns)):
-            wanted = "a dictionary of module name patterns to styles, such as {'layers.*.up': 'colwise'}"
-            raise ValueError(f"plan is {self.plan!r}; give {wanted}, or None for the model's own plan.")
+            expected = "a dictionary of module name patterns to styles, such as {'layers.*.up': 'colwise'}"
+            raise ValueError(f"plan is {self.plan!r}; give {expected}, or None for the model's own plan.")
         needed = BETA_TP_AVAILABLE_TRANSFORMERS_VERSION
         if is_transformers_available() and compare_versions("transformers", "<", needed):
             raise ValueError(
@@ -127,9 +127,9 @@ class DeepSpeedSequenceParallelConfig:
             if self.sp_seq_length is None:
                 raise ValueError(f"sp_seq_length_is_variable=False needs the length, sp_seq_length or {variable}.")
             self.sp_seq_length = to_int(self.sp_seq_length, variable)
-        chosen, known = self.sp_attn_implementation, ("flash_attention_2", "flash_attention_3", "sdpa")
-        if chosen is None or chosen in known or ("/" in chosen and "flash-attn" in chosen):
+        chosen, names = self.sp_attn_implementation, ("flash_attention_2", "flash_attention_3", "sdpa")
+        if chosen is None or chosen in names or ("/" in chosen and "flash-attn" in chosen):
             return
-        why = " It builds its mask from the whole sequence." if chosen in ("eager", "flex_attention") else ""
-        usable = f"{', '.join(known)} or a flash attention kernel of the hub, such as 'kernels-community/flash-attn2'"
+        why = " It builds its mask from the full sequence." if chosen in ("eager", "flex_attention") else ""
+        usable = f"{', '.join(names)} or a flash attention kernel of the hub, such as 'kernels-community/flash-attn2'"
         raise ValueError(f"Invalid sp_attn_implementation: {chosen!r}.{why} Use one of {usable}.")

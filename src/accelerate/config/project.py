@@ -1,4 +1,4 @@
-"""Where a run takes its data from, and where it keeps its checkpoints and logs."""
+"""The data of a run, and the places of its checkpoints and logs."""
 
 import os
 import signal
@@ -12,25 +12,24 @@ from accelerate.config.options.schema import to_int
 @at_public_path
 @dataclass
 class DataLoaderConfiguration:
-    """How `Accelerator.prepare` distributes a data loader. Fields may be assigned until a data loader is prepared.
+    """The distribution of a data loader by `Accelerator.prepare`. Fields may be assigned until a data loader is prepared.
 
     Args:
         split_batches: True divides each batch of the loader by the number of processes; False gives each process
             batches of the loader's own size.
-        dispatch_batches: True reads the data on the main process only and sends every process its part. None decides by
+        dispatch_batches: True reads the data only on the main process, which sends every process its part. None decides by
             the data set: True for an iterable one, False otherwise.
-        even_batches: repeat samples of the beginning where the last batches would differ in size between processes.
-        use_seedable_sampler: shuffle with a sampler whose order depends on a seed and the epoch only.
+        even_batches: repeat samples of the beginning if the last batches would differ in size between processes.
+        use_seedable_sampler: shuffle with a sampler whose order depends only on a seed and the epoch.
         data_seed: the seed of that sampler; None takes torch's initial seed.
         non_blocking: copy batches to the device without waiting; needs `pin_memory=True` in the loader.
         use_stateful_dataloader: use torchdata's `StatefulDataLoader` (torchdata 0.8.0), which can resume in an epoch.
-        shard_iterable_dataset: False says that an iterable dataset gives every process its own part already, so it is
-            neither divided again nor read by the main process alone.
-        already_sharded: True says the same of every loader, whatever it reads: each process reads exactly what its own
-            loader gives. Samplers that know their rank, such as torch's `DistributedSampler`, are recognised without it,
-            with a warning.
-        continue_after_load: a loader that was being iterated when a checkpoint was saved goes on within its epoch after
-            `load_state`; False begins epochs anew.
+        shard_iterable_dataset: False means that an iterable dataset already gives every process its own part. Then it is
+            neither divided again nor read only by the main process.
+        already_sharded: True means the same for every loader and dataset: each process reads exactly its own loader's data.
+            Samplers that know their rank, such as torch's `DistributedSampler`, are recognised without it, with a warning.
+        continue_after_load: after `load_state`, a loader that was being iterated when the checkpoint was saved continues
+            within its epoch; False begins epochs anew.
 
     Example:
         >>> from accelerate import Accelerator
@@ -64,15 +63,15 @@ class ProjectConfiguration:
 
     Args:
         project_dir: the folder of the run.
-        logging_dir: where trackers that log locally write; None takes `project_dir`.
+        logging_dir: the folder of trackers that log locally; None takes `project_dir`.
         automatic_checkpoint_naming: let `save_state` number its checkpoints: `checkpoints/checkpoint_0` and so on.
         total_limit: how many numbered checkpoints are kept, at least one; None keeps all.
         iteration: the number of the next checkpoint.
-        save_on_each_node: save on the main process of each machine rather than of the whole run; for machines that do
+        save_on_each_node: save on the main process of each machine, not only on that of the run; for machines that do
             not share a file system.
         async_save: let `save_state` return as soon as the state is copied, and write in the background.
         save_on_signal: signals, or their names or numbers, after which the run saves a checkpoint at the end of the step
-            and leaves with status 75: `["SIGTERM", "SIGUSR1"]`, say. They need `project_dir`. None leaves signals alone.
+            and leaves with status 75: `["SIGTERM", "SIGUSR1"]`, say. They need `project_dir`. None watches no signals.
 
     Raises:
         ValueError: `total_limit` is below one or no whole number.

@@ -21,7 +21,7 @@ GROUP = "accelerate.backends"
 
 @dataclass(frozen=True)
 class Traits:
-    """The abilities of one way of cooperating; the defaults are those of data parallelism through torch.
+    """The abilities of a distributed type; the defaults are those of data parallelism through torch.
 
     Attributes:
         custom_device_placement: The strategy moves models to the device itself.
@@ -31,7 +31,7 @@ class Traits:
         places_batches: Prepared loaders move batches to the device.
         distributed: More than one process may cooperate.
         torch_distributed: The processes cooperate through `torch.distributed`.
-        needs_group: A single process needs a process group, too.
+        needs_group: Even a single process needs a process group.
         traced: Operations are recorded, and run when the graph ends.
         sharded: Each rank holds shards of the parameters.
         own_groups: Its engine keeps separate process groups: no mesh is built for it, and the groups last as long as the process.
@@ -60,10 +60,10 @@ class StrategySpec:
 
     Attributes:
         name: Its name in checkpoints, messages and `load`.
-        strategy: ``"module:Class"`` of its `strategies.base.Strategy`: what happens at prepare and in a step.
-        state_io: ``"module:Class"`` of its `strategies.state_io.StateIO`: what a checkpoint has of it.
-        kinds: The distributed types of the states that it serves. The first one is set where its plugin is given.
-        matches: Says of an AcceleratorState whether the strategy serves it; None compares `kinds` alone.
+        strategy: ``"module:Class"`` of its `strategies.base.Strategy`, which acts at prepare and in a step.
+        state_io: ``"module:Class"`` of its `strategies.state_io.StateIO`, which saves and loads its states.
+        kinds: The distributed types of the states that it serves. The first one is set if its plugin is passed.
+        matches: Says of an AcceleratorState whether the strategy serves it; None compares only `kinds`.
         traits: Its abilities, which are those of all its `kinds`.
         title: Its name for people, where it can be asked for.
         switch: The launcher's option that asks for it.
@@ -75,15 +75,15 @@ class StrategySpec:
             rank once the ranks have met.
         plugin: The attribute of the state that keeps its plugin; only for strategies of this package.
         plugin_class: ``"module:Class"`` of the plugin, which reads the launcher's settings.
-        plugin_set: ``"module:function"`` called with a new state and the plugin that it has, instead of the plugin's
+        plugin_set: ``"module:function"`` called with a new state and its plugin, instead of the plugin's
             ``set_mixed_precision``.
-        plugin_again: ``"module:function"`` called with a state and another plugin that was given to a later Accelerator, and that
-            raises where they contradict each other. Without it, the later plugin is ignored with a warning.
+        plugin_again: ``"module:function"`` called with a state and the plugin of a later Accelerator. It raises if they
+            contradict each other. Without it, the later plugin is ignored with a warning.
         sets_switch: The variable of `switch` is set in a run whose plugin was given, for libraries that read it.
-        has_model: Says of a model that `model_io` gives and takes its state, whichever run asks.
+        has_model: Says of a model that `model_io` reads and sets its state, whichever run asks.
         model_io: ``"module:Class"`` of the `checkpoint.model_io.ModelIO` of such models.
         communicator: ``"module:Class"`` of the `comm.base.Communicator` of processes that do not meet through `torch.distributed`.
-        loader: ``"module:function"`` that returns the class of loaders that move batches to the device, in place of `DataLoaderShard`.
+        loader: ``"module:function"`` that returns the class of loaders that move batches to the device; by default `DataLoaderShard`.
         layout: ``"module:Class"`` of the `checkpoint.layouts.EngineLayout` of files that only its library writes.
         wrappers: Module and class of each wrapper that keeps the model under ``.module``. A strategy that wraps models lists its
             wrapper here, so that optimizer states have the names of the model inside.
@@ -181,7 +181,7 @@ def register(spec: StrategySpec, before: str | None = None) -> None:
         raise ValueError(
             f"The strategy {spec.name!r} has plugin={spec.plugin!r}, which no Accelerator takes. Read its settings from variables."
         )
-    names = [known.name for known in specs()]
+    names = [registered.name for registered in specs()]
     if before is not None and before not in names:
         raise ValueError(f"before={before!r} is no registered strategy. Known: {names}.")
     specs().insert(0 if before is None else names.index(before), spec)
@@ -237,8 +237,8 @@ def record_of(distributed_type: DistributedType | str) -> StrategySpec:
     for spec in specs():
         if kind in spec.kinds:
             return spec
-    known = sorted({member.value for spec in specs() for member in spec.kinds})
-    raise ValueError(f"No strategy serves {kind.value!r}: its extension is not installed. Known: {known}.")
+    served = sorted({member.value for spec in specs() for member in spec.kinds})
+    raise ValueError(f"No strategy serves {kind.value!r}: its extension is not installed. Known: {served}.")
 
 
 @cache

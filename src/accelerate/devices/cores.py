@@ -13,11 +13,11 @@ SYSTEM = pathlib.Path("/sys")
 
 def _parse_cpu_list(cpu_list_str: str) -> list[int]:
     """Read the kernel's list format, such as "0-3,8"; ValueError if it is not of this form."""
-    found: list[int] = []
+    cores: list[int] = []
     for part in filter(None, cpu_list_str.strip().split(",")):
         first, _, last = part.partition("-")
-        found += range(int(first), int(last or first) + 1)
-    return found
+        cores += range(int(first), int(last or first) + 1)
+    return cores
 
 
 def listed(path: pathlib.Path) -> set[int]:

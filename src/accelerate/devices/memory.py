@@ -22,9 +22,11 @@ OUT_OF_MEMORY_TEXTS = (
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:
-    """Give the device memory that torch holds in reserve back to the driver. Any rank, alone.
+    """Give the device memory that torch holds in reserve back to the driver.
 
     `garbage_collection` collects Python's garbage first, so that tensors in reference cycles count as free.
+
+    Not a collective.
 
     Example:
         >>> from accelerate.utils.memory import clear_device_cache
@@ -36,10 +38,12 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
 
 
 def release_memory(*objects: Any) -> list[None]:
-    """Drop references and free device memory. Any rank, alone.
+    """Drop references and free device memory.
+
+    Not a collective.
 
     Args:
-        *objects: What to let go of. Assign the result to the same names, so that no reference is left.
+        *objects: The objects to release. Assign the result to the same names, so that no reference remains.
 
     Returns:
         One None for each object.

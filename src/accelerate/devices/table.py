@@ -1,4 +1,4 @@
-"""The kinds of devices: what the package asks of one, a row for each, and the search for the one that this machine has.
+"""The kinds of devices: the interface of a device, a row for each kind, and the search for this machine's kind.
 
 A vendor's package is imported only when a method of its row is called.
 """
@@ -20,12 +20,12 @@ from accelerate.config.enums import DistributedType, RNGType
 
 @dataclass(frozen=True)
 class Device:
-    """One kind of device; the methods serve one whose torch module follows the shape of `torch.cuda`.
+    """One kind of device. The methods work for devices whose torch module follows the shape of `torch.cuda`.
 
     Attributes:
         distributed_type: how several processes on such devices cooperate by default.
         backends: names of `torch.distributed` backends, the preferred one first.
-        rng_type: which random generator synchronisation concerns it; None if it has none of its own.
+        rng_type: the random generator type for synchronisation; None if it has none.
         usable: says whether a device of this kind is present; imports an installed package at most.
         visible_env: the environment variable that hides devices, if there is one.
         shareable: several processes may use one device through the preferred backend.
@@ -89,7 +89,7 @@ class Device:
         module = self.namespace()
         if hasattr(module, "get_rng_state_all"):
             return module.get_rng_state_all()
-        # What torch asks of the module of an added device has no such call.
+        # torch requires no such call of the module of an added device.
         return [module.get_rng_state(torch.device(self.type, index)) for index in range(self.count())]
 
     def set_rng_state_all(self, states: Any) -> None:
@@ -103,7 +103,7 @@ class Device:
 
 
 class Lone(Device):
-    """A kind of device of which a process sees one, without an index."""
+    """A kind of device with one device per process, without an index."""
 
     def torch_device(self, index: int) -> torch.device:
         """Return the device; there is only one."""
@@ -213,7 +213,7 @@ class Xla(Device):
         return self.namespace().xla_device()
 
     def synchronize(self) -> None:
-        """Run what was recorded and wait for it."""
+        """Run the recorded operations and wait for them."""
         self.namespace().mark_step()
         self.namespace().wait_device_ops()
 
@@ -283,7 +283,7 @@ SOURCES = {
 @functools.cache
 def _search() -> Device:
     for device in DEVICES.values():
-        # torch_xla may be installed for its compiler alone; ACCELERATE_USE_XPU=false and the like keep an XPU out.
+        # torch_xla may be installed only for its compiler; ACCELERATE_USE_XPU=false and the like hide an XPU.
         left_out = device.type == "xpu" and not parse_flag_from_env("ACCELERATE_USE_XPU", True)
         if not left_out and device.available():
             return device
@@ -294,8 +294,8 @@ def detect(cpu: bool = False) -> Device:
     """Return the kind of device that this process computes on; the search runs once."""
     if cpu or parse_flag_from_env("ACCELERATE_USE_CPU", False):
         return DEVICES["cpu"]
-    wanted = os.environ.get("ACCELERATE_TORCH_DEVICE", "").strip()
-    return row(wanted) if wanted else _search()
+    device_name = os.environ.get("ACCELERATE_TORCH_DEVICE", "").strip()
+    return row(device_name) if device_name else _search()
 
 
 def forget() -> None:

@@ -1,1 +1,1 @@
-"""What is done to and asked of modules: compilation, wrappers, tensors and names."""
+"""Operations on modules: compilation, wrappers, tensors and names."""

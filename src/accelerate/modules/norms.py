@@ -1,12 +1,12 @@
-"""Clipping of gradients that may be spread over device meshes, with the norm that one process would compute.
+"""Clipping of gradients on any device meshes, with the norm that one process would compute.
 
-A sharded gradient (a DTensor) has a part of its elements on each rank. The sum of the p-th powers is taken over local
-elements first; one number per process group then travels, however many gradients, meshes and placements there are.
+A sharded gradient (a DTensor) has a part of its elements on each rank. Each rank first sums the p-th powers of its local
+elements. Then one number per process group is exchanged, for any number of gradients, meshes and placements.
 
-With groups A, B, ... (one per mesh dimension that shards something) each rank adds up the power sums of its gradients,
-each divided by the sizes of the groups that hold copies of it, and all-reduces the result over A, then over B, and so
-on. Summing copies that were divided by their count gives back one copy; and as every rank receives the same sums, all
-of them end with the same bits and scale by the same factor, so that replicated parameters stay equal.
+Let A, B, ... be the groups (one per mesh dimension that shards something). Each rank adds up the power sums of its
+gradients, each divided by the sizes of the groups that hold copies of it, and all-reduces the result over A, then over B,
+and so on. Summing copies that were divided by their count gives one copy. Every rank receives the same sums, so all end
+with the same bits and scale by the same factor, and replicated parameters stay equal.
 """
 
 import math
@@ -57,7 +57,7 @@ class _Gradients:
                 cut, gradient = self._cut(gradient), _local(gradient)
             self.device = self.device or gradient.device
             self.double = self.double or gradient.dtype == torch.float64
-            if gradient.numel():  # a short dimension leaves ranks without elements, and no norm is defined for nothing
+            if gradient.numel():  # a short dimension leaves ranks without elements, and an empty tensor has no norm
                 self.layouts[cut].setdefault((gradient.device, gradient.dtype), []).append(gradient)
 
     def _cut(self, tensor: Any) -> tuple[str, ...]:
@@ -113,12 +113,12 @@ def _local(gradient: Any) -> torch.Tensor:
 
 def _power_sum(parts: Iterable[list[torch.Tensor]], norm_type: float, like: torch.Tensor) -> torch.Tensor:
     """Return the sum of |x|^p (the maximum of |x| for infinity) of local elements, as one element like another."""
-    found = [like.new_zeros(())]
+    sums = [like.new_zeros(())]
     for tensors in parts:
         wide = tensors[0].dtype if tensors[0].dtype == torch.float64 else torch.float32
         norms = torch.stack(torch._foreach_norm(tensors, norm_type, dtype=wide)).to(like)
-        found.append(norms.max() if norm_type == math.inf else norms.pow(norm_type).sum())
-    stacked = torch.stack(found)
+        sums.append(norms.max() if norm_type == math.inf else norms.pow(norm_type).sum())
+    stacked = torch.stack(sums)
     return stacked.max() if norm_type == math.inf else stacked.sum()
 
 
@@ -132,7 +132,7 @@ def _total_norm(gradients: _Gradients, norm_type: float, stages: "ProcessGroup |
     largest = norm_type == math.inf
     if largest:
         total = _power_sum(gradients, norm_type, like)
-        # The maximum of collectives may drop a nan, so it is sent as a mark of its own.
+        # The maximum of collectives may drop a nan, so a separate mark is sent for it.
         total = torch.stack([total.nan_to_num(nan=0.0, posinf=math.inf), total.isnan().to(total.dtype)])
     else:
         total = like
@@ -158,14 +158,17 @@ def clip_grad_norm(
     stages: "ProcessGroup | None" = None,
     repeated: Collection[int] = (),
 ) -> torch.Tensor:
-    """Scale gradients in place to a total norm of at most `max_norm`; return the whole model's norm before.
+    """Scale gradients in place to a total norm of at most `max_norm`; return the full model's norm before.
 
-    Plain tensors and DTensors on any meshes may come together; what is replicated counts once. A `Partial` gradient is
-    summed first and replaced by the sum. Every rank passes the same parameters in the same order; each sharding group
-    all-reduces one or two numbers. The ranks of a group `stages` have different parameters of one model instead, and the norm is that of all;
-    of those which several ranks have, all but one name theirs, by id, as `repeated`. An infinite `max_norm` only measures. ValueError: a bound is negative or nan, or
-    `norm_type` is not above 0. RuntimeError, on all ranks and with nothing scaled: `error_if_nonfinite`, and the norm
-    is not finite.
+    Plain tensors and DTensors on any meshes may be mixed; replicated tensors count once. A `Partial` gradient is summed first
+    and replaced by the sum. Every rank passes the same parameters in the same order; each sharding group all-reduces one or
+    two numbers. An infinite `max_norm` only measures.
+
+    The ranks of a group `stages` have different parameters of one model, and the norm is that of all. If several of these
+    ranks have a parameter, all but one of them list its id in `repeated`.
+
+    ValueError: a bound is negative or nan, or `norm_type` is not above 0. RuntimeError on all ranks, with nothing scaled:
+    `error_if_nonfinite` is set and the norm is not finite.
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.utils.clip_grad_norm_.html
     """

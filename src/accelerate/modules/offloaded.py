@@ -6,7 +6,7 @@ from torch import nn
 
 
 def hooks_of(module: nn.Module) -> tuple[Any, ...]:
-    """Return a module's hook, and those that it consists of if it is several; None alone without one."""
+    """Return a module's hook and, if it combines several, those hooks; only None if there is none."""
     hook = module.__dict__.get("_hf_hook")
     return (hook, *getattr(hook, "hooks", ()))
 

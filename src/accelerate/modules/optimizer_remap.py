@@ -1,8 +1,7 @@
 """Parameters that preparing replaced, and the optimizers that must follow them.
 
-Sharding puts new parameters in the place of those that an optimizer was made with, and so does moving a model to some
-devices. A prepared optimizer follows by name: what a model called a parameter before, it calls its replacement
-afterwards.
+Sharding replaces the parameters that an optimizer was made with, and so does moving a model to some devices. A prepared
+optimizer follows by name: the name of a parameter before is the name of its replacement afterwards.
 """
 
 import contextlib
@@ -22,7 +21,7 @@ _REPLACED = WeakTensorKeyDictionary()
 
 
 class MovedParameters:
-    """What became of the parameters that were replaced, whoever still holds the old ones."""
+    """The replacements of parameters, by the replaced parameter."""
 
     def __init__(self) -> None:
         self.clear()
@@ -32,18 +31,18 @@ class MovedParameters:
         self._new = WeakTensorKeyDictionary()  # the parameter in its place, and whether it has the same elements
 
     def record(self, name: str, old: nn.Parameter, new: nn.Parameter, same_elements: bool = False) -> None:
-        """Remember a replacement; `same_elements`, so that what an optimizer knows holds for it."""
+        """Remember a replacement; `same_elements` means that an optimizer's state still fits."""
         self._new[old], _REPLACED[old] = (new, same_elements), name
-        # For how many it stands: FSDP1 flattens those of a unit into one. Kept on it, because another parameter may have its id
-        # later, and because torch does not move a parallel model that weak references point to.
+        # The number of parameters it replaces: FSDP1 flattens those of a unit into one. An attribute, because another parameter
+        # may have its id later, and because torch does not move a parallel model that weak references point to.
         new._accelerate_members = getattr(new, "_accelerate_members", 0) + 1  # type: ignore[attr-defined]
 
-    def now(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return what a parameter has become, through any number of replacements; itself if it was never replaced."""
-        return self._now(parameter)[0]
+    def resolve(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return the replacement of a parameter, through any number of replacements; itself if it was never replaced."""
+        return self._resolve(parameter)[0]
 
-    def _now(self, parameter: torch.Tensor) -> tuple[torch.Tensor, bool]:
-        """What a parameter has become, and whether it has the same elements after all its replacements."""
+    def _resolve(self, parameter: torch.Tensor) -> tuple[torch.Tensor, bool]:
+        """Return the replacement of a parameter, and whether all its replacements have the same elements."""
         same_elements = True
         while (replaced := self._new.get(parameter)) is not None:
             parameter, same_elements = replaced[0], same_elements and replaced[1]
@@ -54,12 +53,12 @@ class MovedParameters:
 
         ValueError: it has stepped already, or one flat parameter stands for parameters of several groups.
         """
-        groups = [[(old, self.now(old)) for old in group["params"]] for group in optimizer.param_groups]
+        groups = [[(old, self.resolve(old)) for old in group["params"]] for group in optimizer.param_groups]
         moved = [(old, new) for group in groups for old, new in group if new is not old]
         if not moved:
             return False
         stateful = [(old, new) for old, new in moved if optimizer.state.get(old)]
-        if stuck := [_REPLACED[old] for old, _ in stateful if not self._now(old)[1]]:
+        if stuck := [_REPLACED[old] for old, _ in stateful if not self._resolve(old)[1]]:
             raise ValueError(
                 f"The optimizer ({type(optimizer).__name__}) has a state for {stuck[0]!r} as it was before the model was sharded. "
                 "Prepare model and optimizer together before the first step, and load its state afterwards with "
@@ -75,11 +74,11 @@ class MovedParameters:
         return True
 
     def _check_flat(self, groups: list[list[tuple[torch.Tensor, torch.Tensor]]]) -> None:
-        """Refuse a flat parameter of which a group has a part only: it has one learning rate."""
+        """Refuse a flat parameter of which a group has only a part: it has one learning rate."""
         for number, pairs in enumerate(groups):
-            here = Counter(id(new) for old, new in pairs if new is not old)
+            member_counts = Counter(id(new) for old, new in pairs if new is not old)
             for old, new in pairs:
-                have, all_of_it = here[id(new)], getattr(new, "_accelerate_members", 1)
+                have, all_of_it = member_counts[id(new)], getattr(new, "_accelerate_members", 1)
                 if new is not old and have < all_of_it:
                     raise ValueError(
                         f"Group {number} of the optimizer has {have} of the {all_of_it} parameters that FSDP flattened into one "
@@ -91,17 +90,17 @@ class MovedParameters:
 def remap_optimizer(optimizer: torch.optim.Optimizer, histories: Sequence[MovedParameters]) -> None:
     """Let torch's own optimizer follow, whichever Accelerator replaced its parameters; ValueError if none knows."""
     while any(history.follow(optimizer) for history in histories):
-        pass  # one Accelerator may have replaced what another one had put there
+        pass  # one Accelerator may have replaced the replacement of another one
     for group in optimizer.param_groups:
         spread = {torch_private.local_part(parameter) is not parameter for parameter in group["params"]}
         if len(spread) > 1 and "foreach" in group and group["foreach"] is None and not group.get("fused"):
             group["foreach"] = False  # torch's default on GPUs takes no list of DTensors and others
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if lost := [_REPLACED[parameter] for parameter in held if parameter in _REPLACED]:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if lost := [_REPLACED[parameter] for parameter in parameters if parameter in _REPLACED]:
         raise ValueError(
             f"The optimizer ({type(optimizer).__name__}) has {len(lost)} parameters as they were before a model was prepared, "
-            f"{lost[0]!r} for one, and what took their place is unknown: the model has nothing of that name any more, or the "
-            "Accelerator has let go of it (`free_memory`), so a step would change nothing. Make the optimizer from "
+            f"{lost[0]!r} for one, and their replacements are unknown: the model has no parameter of that name any more, or the "
+            "Accelerator has released it (`free_memory`), so a step would change nothing. Make the optimizer from "
             "`model.parameters()` of the model as it is now."
         )
 
@@ -126,29 +125,30 @@ def remapping(accelerator: Any, model: nn.Module, same_elements: bool = False) -
 
 def ties(model: nn.Module) -> list[tuple[nn.Parameter, list[str]]]:
     """Return the parameters that have several names, with these."""
-    found: dict[int, tuple[nn.Parameter, list[str]]] = {}  # by id: tensors are slow to hash
+    names_of: dict[int, tuple[nn.Parameter, list[str]]] = {}  # by id: tensors are slow to hash
     for name, value in model.named_parameters(remove_duplicate=False):
-        found.setdefault(id(value), (value, []))[1].append(name)
-    return [(value, names) for value, names in found.values() if len(names) > 1]
+        names_of.setdefault(id(value), (value, []))[1].append(name)
+    return [(value, names) for value, names in names_of.values() if len(names) > 1]
 
 
 def tie(model: nn.Module, before: list[tuple[nn.Parameter, list[str]]]) -> None:
     """Give names that meant one parameter one parameter again: the old one if it still has one of them."""
     modules = dict(model.named_modules(remove_duplicate=False))
     for old, names in before:
-        owners = [(modules.get(owner), own) for owner, _, own in (name.rpartition(".") for name in names)]
-        places = [(owner._parameters, own) for owner, own in owners if own in getattr(owner, "_parameters", ())]
-        now = [parameters[own] for parameters, own in places]
-        for parameters, own in places:
-            parameters[own] = old if any(value is old for value in now) else now[0]
+        owners = [(modules.get(owner), entry) for owner, _, entry in (name.rpartition(".") for name in names)]
+        places = [(owner._parameters, entry) for owner, entry in owners if entry in getattr(owner, "_parameters", ())]
+        values = [parameters[entry] for parameters, entry in places]
+        for parameters, entry in places:
+            parameters[entry] = old if any(value is old for value in values) else values[0]
 
 
 def remap_optimizers(
     accelerator: Any, model: nn.Module, before: Mapping[str, nn.Parameter], same_elements: bool = False
 ) -> None:
-    """Let optimizers follow the parameters of a model that were replaced: those prepared already, and those that come.
+    """Let prepared and future optimizers follow the replaced parameters of a model.
 
-    `before` is `named` of the model as it was; `same_elements` as in `record`. ValueError: as `MovedParameters.follow`.
+    `before` is the result of `named` for the former model; `same_elements` as in `record`. ValueError: as
+    `MovedParameters.follow`.
     """
     moved: MovedParameters = accelerator.prepared.moved
     after = named(model)

@@ -1,4 +1,4 @@
-"""Kinds of tensors that torch's state dicts leave out, or that checkpoints keep in another form. `Spec.tensor_kinds` of extensions names them."""
+"""Kinds of tensors that torch's state dicts omit, or that checkpoints keep in another form. `Spec.tensor_kinds` of extensions names them."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -22,7 +22,7 @@ class TensorKind:
         return False
 
     def plain(self, value: Any) -> Any:
-        """Return what a checkpoint has of a value of an optimizer's state: itself, or a dict of its parts."""
+        """Return the checkpoint's form of a value of an optimizer's state: the value, or a dict of its parts."""
         return value
 
     def is_parts(self, value: Any) -> bool:

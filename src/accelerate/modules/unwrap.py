@@ -1,8 +1,7 @@
-"""Models and what is around them: compiled wholly or by regions, wrapped for parallel training; their names and
-tensors.
+"""Compilation of models, the wrappers around them, and the names of their tensors.
 
-A model of many equal blocks compiles much faster when one block is compiled and its code reused for the others: that
-is regional compilation, see https://docs.pytorch.org/tutorials/recipes/regional_compilation.html.
+A model of many equal blocks compiles much faster if one block is compiled and its code reused for the others. See
+https://docs.pytorch.org/tutorials/recipes/regional_compilation.html.
 """
 
 import functools
@@ -23,10 +22,10 @@ from accelerate.runtime import torch_private
 
 logger = logging.getLogger(__name__)
 
-# Attribute of a module in which mixed precision keeps what a pickle needs of its forward.
+# Attribute of a module in which mixed precision keeps the pickled description of its forward.
 AUTOCAST = "_accelerate_autocast"
 
-# Where a module compiled by regions keeps the module it was made from. Kept out of the registered submodules, so that
+# Attribute of a module compiled by regions that holds the original module. It is not a registered submodule, so that
 # parameters are not listed twice.
 ORIGINAL = "_orig_mod"
 
@@ -37,7 +36,9 @@ INNER_ATTRIBUTES = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_mo
 def loaded_wrappers() -> tuple[type, ...]:
     """Return the classes of `config.strategies.wrappers` that are imported: what training wraps a model in.
 
-    A class that was not imported wraps nothing, and importing it (DeepSpeed's, say) would take seconds. Not a collective.
+    A class that was not imported wraps nothing, and importing it (DeepSpeed's, say) would take seconds.
+
+    Not a collective.
     """
     loaded = sys.modules.get
     return tuple([kind for path, name in wrappers() if isinstance(kind := getattr(loaded(path), name, None), type)])
@@ -63,16 +64,16 @@ def is_compiled_module(module: nn.Module) -> bool:
 def extract_model_from_parallel(
     model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
 ) -> nn.Module:
-    """Return the user's model out of the wrappers that training put around it; the model itself when there are none.
+    """Return the user's model without the wrappers that training put around it; the model itself if there are none.
 
-    Any rank may call it alone.
+    Not a collective.
 
     Args:
         model: A model, wrapped or not.
-        keep_fp32_wrapper: Keep the forward that mixed precision put in place (autocast, float32 outputs). False gives
-            the module its own forward back, in place.
-        keep_torch_compile: Return the model compiled, where it was; False returns the module that was compiled.
-        recursive: Also take the wrappers off the model's submodules, in place.
+        keep_fp32_wrapper: Keep the forward of mixed precision (autocast, float32 outputs). False restores the module's
+            own forward, in place.
+        keep_torch_compile: Return the compiled model, if it is compiled; False returns the module that was compiled.
+        recursive: Also remove the wrappers of the model's submodules, in place.
 
     Example:
         >>> import torch
@@ -110,8 +111,8 @@ def _compiled_like(compiled: Any, inner: nn.Module) -> nn.Module:
         return inner
     if compiled._orig_mod is inner:
         return compiled
-    # A parallel wrapper was compiled together with the model. The wrapper in use must stay what it is, so the inner
-    # module gets a compiled module of its own, with the same compiler context.
+    # A parallel wrapper was compiled together with the model. The wrapper in use must not change, so the inner
+    # module gets a separate compiled module, with the same compiler context.
     return type(compiled)(inner, compiled.dynamo_ctx)
 
 
@@ -125,15 +126,15 @@ def _unwrap_children(module: nn.Module, wrappers: tuple[type, ...]) -> None:
 
 def restore_forward(module: nn.Module) -> None:
     """Undo the forward that mixed precision put on an unwrapped module, if it did."""
-    own: dict[str, Any] = module.__dict__
-    own.pop(AUTOCAST, None)
-    original: Callable | None = own.pop("_original_forward", None)
+    attributes: dict[str, Any] = module.__dict__
+    attributes.pop(AUTOCAST, None)
+    original: Callable | None = attributes.pop("_original_forward", None)
     if original is None:
         return
-    own.pop("forward", None)
+    attributes.pop("forward", None)
     # A forward that was on the instance before (a hook's, a patch) goes back there; a class's own needs no entry.
     if getattr(original, "__func__", None) is not getattr(type(module), "forward", None):
-        own["forward"] = original
+        attributes["forward"] = original
 
 
 # Compilation by regions ------------------------------------------------------------------------------------------------
@@ -216,7 +217,7 @@ def _twin(module: nn.Module) -> nn.Module:
     return twin
 
 
-# The tables of every module. What is in them belongs to a twin as well, or gets the twin as its argument.
+# The tables of every module. A twin gets their entries, or is the argument of the entries.
 _TABLES = vars(nn.Module()).keys()
 
 
@@ -242,7 +243,7 @@ def _needs_identity(module: nn.Module) -> bool:
 
 
 def references(value: Any) -> Iterable[Any]:
-    """Return what a container or a callable reaches in one step."""
+    """Return the objects that a container or a callable refers to directly."""
     if isinstance(value, Mapping):
         return value.values()
     if isinstance(value, (list, tuple, Set)):
@@ -278,31 +279,31 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
         >>> is_compiled_module(compiled), is_compiled_module(compiled["blocks"][0]), is_compiled_module(net["blocks"][0])
         (False, True, False)
     """
-    made: dict[int, nn.Module] = {}  # a module registered twice must stay one module
+    compiled_parts: dict[int, nn.Module] = {}  # a module registered twice must stay one module
 
     def in_place(part: nn.Module) -> None:
         if part._compiled_call_impl is None:
             part.compile(**compile_kwargs)
 
     def compiled(part: nn.Module, whole: bool) -> nn.Module:
-        if id(part) not in made:
+        if id(part) not in compiled_parts:
             if is_compiled_module(part):
-                made[id(part)] = part
+                compiled_parts[id(part)] = part
             elif whole or _is_region(part):
-                made[id(part)] = torch.compile(part, **compile_kwargs)
+                compiled_parts[id(part)] = torch.compile(part, **compile_kwargs)
             elif not part._modules:
-                made[id(part)] = part
+                compiled_parts[id(part)] = part
             elif _needs_identity(part):
                 _compile_regions(part, in_place)
-                made.update((id(inner), inner) for inner in part.modules())
+                compiled_parts.update((id(inner), inner) for inner in part.modules())
             else:
-                twin = made[id(part)] = _twin(part)
+                twin = compiled_parts[id(part)] = _twin(part)
                 twin.__dict__[ORIGINAL] = part
                 blocks = is_repeated_blocks(part)
                 for name, child in part._modules.items():
                     if child is not None:
                         twin._modules[name] = compiled(child, whole=blocks)
-        return made[id(part)]
+        return compiled_parts[id(part)]
 
     return compiled(module, whole=False)
 
@@ -311,7 +312,7 @@ def compile_regions_deepspeed(module: nn.Module, **compile_kwargs: Any) -> None:
     """Compile a module's regions in place, as DeepSpeed needs it: its engine holds the modules themselves.
 
     Args:
-        module: The module to compile; see ``compile_regions`` for what a region is.
+        module: The module to compile; see ``compile_regions`` for the regions.
         **compile_kwargs: Passed to ``Module.compile``.
     """
     _compile_regions(module, lambda part: part.compile(**compile_kwargs))
@@ -341,7 +342,7 @@ def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: Any) -> nn.Module
     """Compile a module's regions in place and return it, as fully_shard needs it: its hooks are on the modules.
 
     Args:
-        module: The module to compile; see ``compile_regions`` for what a region is. An innermost unit of ``fully_shard`` is one, too.
+        module: The module to compile; see ``compile_regions`` for the regions. An innermost unit of ``fully_shard`` is also one.
         **compile_kwargs: Passed to ``Module.compile``.
     """
     if units := torch_private.sharded_units(module):
@@ -359,9 +360,9 @@ def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: Any) -> nn.Module
 
 def _compile_forward(options: dict[str, Any], module: nn.Module) -> None:
     """Compile a module's forward without the hooks of `fully_shard`: it is one graph then, and `fullgraph` holds."""
-    own = torch_private.shards_own_class(module).__module__
-    # A single layer of torch's gains nothing, and all of them share one function, of which few versions are kept.
-    if next(module.children(), None) is not None or not own.startswith("torch.nn."):
+    module_name = torch_private.shards_own_class(module).__module__
+    # A single layer of torch gains nothing, and all such layers share one function, of which torch keeps few versions.
+    if next(module.children(), None) is not None or not module_name.startswith("torch.nn."):
         module.forward = torch.compile(module.forward, **options)
 
 
@@ -381,18 +382,18 @@ def canonical_names(names: Iterable[str]) -> list[str]:
     return list(map(canonical_name, names))
 
 
-def match_names(wanted: Iterable[str], found: Iterable[str]) -> dict[str, str]:
+def match_names(targets: Iterable[str], source_names: Iterable[str]) -> dict[str, str]:
     """Map each found name to the wanted one of the same parameter, whatever wrappers wrote the names.
 
     Equal names pair first; the others when, without wrapper parts and a leading ``module.``, they are equal and
     unambiguous.
     """
-    known, found = set(wanted), list(found)
-    pairs = {name: name for name in found if name in known}
-    if len(pairs) == len(found):
+    target_names, source_names = set(targets), list(source_names)
+    pairs = {name: name for name in source_names if name in target_names}
+    if len(pairs) == len(source_names):
         return pairs
-    partners = _by_bare_name(known.difference(pairs))
-    for bare, names in _by_bare_name(name for name in found if name not in pairs).items():
+    partners = _by_bare_name(target_names.difference(pairs))
+    for bare, names in _by_bare_name(name for name in source_names if name not in pairs).items():
         if len(names) == len(partners.get(bare, ())) == 1:
             pairs[names[0]] = partners[bare][0]
     return pairs
@@ -444,25 +445,25 @@ def shared_tensor_names(state_dict: Mapping[str, Any]) -> list[list[str]]:
 
 def same_tensors(state: Mapping[str, Any]) -> dict[str, str]:
     """Return names whose tensor is that of an earlier name, with that name; mere overlap makes different data."""
-    found = {}
+    duplicates = {}
     for names in shared_tensor_names(state):
         first: dict[Any, str] = {}
         for name in names:
             tensor = state[name]
             kept = first.setdefault((tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()), name)
             if kept != name:
-                found[name] = kept
-    return found
+                duplicates[name] = kept
+    return duplicates
 
 
 def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state dict that safetensors can write: each tensor once, contiguous, and sharing memory with no other.
+    """Return a state dict that safetensors can write: contiguous tensors, each once, without shared memory.
 
-    Of several names for one and the same tensor (tied weights) the first in the dict stays; loading a model ties the
-    others again. Tensors that only overlap in memory are different data, so each of them is kept, as a copy.
+    Of several names for one tensor (tied weights) the first in the dict stays; loading a model ties the others again.
+    Tensors that only overlap in memory are different data, so each of them is copied.
 
     Args:
-        state_dict: Names and tensors. It stays as it is.
+        state_dict: Names and tensors. It is not changed.
 
     Raises:
         ValueError: A value is not a tensor; the message names it.
@@ -484,7 +485,7 @@ def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str,
             )
     tied = same_tensors(state_dict)
     if tied:
-        logger.debug("Tied tensors are saved under their first name only; left out: %s.", ", ".join(tied))
+        logger.debug("Tied tensors are saved under their first name only; skipped: %s.", ", ".join(tied))
     cleaned = {name: value for name, value in state_dict.items() if name not in tied}
     for names in shared_tensor_names(cleaned):
         for name in names[1:]:
@@ -536,6 +537,6 @@ def is_peft_model(model: nn.Module) -> bool:
         >>> is_peft_model(torch.nn.Linear(1, 1))
         False
     """
-    # Where peft was never imported nobody can have made a PeftModel.
+    # If peft was never imported, there is no PeftModel.
     peft = sys.modules.get("peft")
     return peft is not None and isinstance(extract_model_from_parallel(model), peft.PeftModel)

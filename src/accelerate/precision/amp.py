@@ -22,7 +22,7 @@ from accelerate.precision.scaling import GradScaler
 
 @dataclass(frozen=True)
 class Precision:
-    """What one ``mixed_precision`` value asks for.
+    """The settings of one ``mixed_precision`` value.
 
     Attributes:
         autocast_dtype: The dtype that forward passes are autocast to; None when they are not.
@@ -59,10 +59,12 @@ FLAG = "ACCELERATE_DOWNCAST_BF16"
 
 
 def apply_downcast(device_type: str, mixed_precision: str) -> None:
-    """Give torch_xla what ACCELERATE_DOWNCAST_BF16 asks for, or warn that it has no effect. All ranks.
+    """Set the variable of torch_xla that ACCELERATE_DOWNCAST_BF16 stands for, or warn that it has no effect.
 
-    For a worker started by hand: ``accelerate launch --downcast_bf16`` sets torch_xla's own variable before the worker
+    It is for a worker started manually: ``accelerate launch --downcast_bf16`` sets torch_xla's own variable before the worker
     starts.
+
+    Collective: call on every rank.
     """
     if not parse_flag_from_env(FLAG):
         return
@@ -135,13 +137,13 @@ _CODE = _function(nn.Module.forward, Autocast("cpu", precision("no"))).__code__
 
 
 def autocast_of(forward: Any) -> Autocast | None:
-    """Return what a forward runs in, if ``wrap_forward`` made it; else None."""
+    """Return the autocast of a forward that ``wrap_forward`` made; else None."""
     ours = isinstance(forward, AutocastForward) or getattr(forward, "__code__", None) is _CODE
     return forward.autocast if ours else None
 
 
 class _Again:
-    """What a pickle keeps of a model's autocast: pickle reads a bound method back as the method of that name of the class."""
+    """The pickled form of a model's autocast: pickle reads a bound method back as the method of that name of the class."""
 
     def __init__(self, model: nn.Module, autocast: Autocast) -> None:
         self.model = model
@@ -169,15 +171,15 @@ def wrap_forward(model: nn.Module, device_type: str, row: Precision, handler: Au
     unwrap_forward(model)  # a deep copy, or a run in another precision, brings the earlier wrapper along
     if row.autocast_dtype is None:
         return
-    autocast, original, own = Autocast(device_type, row, handler), model.forward, model.__dict__
-    own.pop("forward", None)
+    autocast, original, attributes = Autocast(device_type, row, handler), model.forward, model.__dict__
+    attributes.pop("forward", None)
     # In this order: a pickle is read in it, and `forward` finds what `AUTOCAST` has wrapped again.
-    own["_original_forward"] = original
+    attributes["_original_forward"] = original
     if isinstance(original, types.MethodType) and original.__self__ is model:
-        own[AUTOCAST] = _Again(model, autocast)
-        own["forward"] = types.MethodType(_function(original.__func__, autocast), model)
+        attributes[AUTOCAST] = _Again(model, autocast)
+        attributes["forward"] = types.MethodType(_function(original.__func__, autocast), model)
     else:
-        own["forward"] = AutocastForward(original, autocast)
+        attributes["forward"] = AutocastForward(original, autocast)
 
 
 def unwrap_forward(model: nn.Module) -> None:
@@ -194,7 +196,7 @@ def make_scaler(device_type: str, row: Precision, handler: GradScalerKwargs | No
 
 
 def remember(model: nn.Module) -> None:
-    """Note once, as ``model._accelerate_loaded``, which dtypes tensors came to ``prepare`` with. Any rank, alone."""
+    """Note once, as ``model._accelerate_loaded``, which dtypes tensors came to ``prepare`` with. Not a collective."""
     if "_accelerate_loaded" not in model.__dict__:
         tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
         model._accelerate_loaded = {name: tensor.dtype for name, tensor in tensors}  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""What a prepared model's parameters are on this rank: dtypes at rest and in use, whole and local sizes, per strategy."""
+"""The parameters of a prepared model on this rank: dtypes at rest and in use, full and local sizes, per strategy."""
 
 import itertools
 import sys
@@ -17,16 +17,16 @@ from accelerate.runtime.torch_private import local_part
 
 @dataclass(frozen=True)
 class Piece:
-    """One parameter as a strategy keeps it.
+    """One parameter in the form of its strategy.
 
     Attributes:
         dtype: Of the copy at rest, which optimizers update.
-        numel: Elements of the whole tensor.
-        here: Elements that this rank keeps.
+        numel: Elements of the full tensor.
+        here: Elements on this rank.
         whole: Elements here while the strategy has gathered the tensor (a slice of it under tensor parallelism).
-        compute: Dtype in which the strategy hands it to forward.
+        compute: Dtype of the parameter in forward.
         reduce: Dtype in which its gradient is exchanged, before a communication hook.
-        unreduced: Dtype of the gradient that this rank keeps while nothing is exchanged.
+        unreduced: Dtype of the gradient on this rank while nothing is exchanged.
         gradient: Dtype of the gradient at rest.
         strategy: ``"fsdp1"``, ``"fsdp2"``, ``"zero3"``, or ``""`` for a parameter that is not sharded over data-parallel ranks.
     """
@@ -45,15 +45,15 @@ class Piece:
 
 
 def pieces(model: nn.Module) -> list[Piece]:
-    """Return the parameters of a model, prepared or not, tied ones once. Any rank, alone."""
+    """Return the parameters of a model, prepared or not, tied ones once. Not a collective."""
     flat = list(_flat_pieces(model))
     members = {identity for _, identities in flat for identity in identities}
-    sharded = {id(shard): known for shard, known, _ in torch_private.sharded_parameters(model)}
-    found = [piece for piece, _ in flat]
+    sharded = {id(shard): details for shard, details, _ in torch_private.sharded_parameters(model)}
+    all_pieces = [piece for piece, _ in flat]
     for name, parameter in model.named_parameters():
         if id(parameter) not in members:
-            found.append(_piece(plain_name(model, name), parameter, sharded.get(id(parameter))))
-    return found
+            all_pieces.append(_piece(plain_name(model, name), parameter, sharded.get(id(parameter))))
+    return all_pieces
 
 
 def plain_name(model: nn.Module, name: str) -> str:
@@ -71,17 +71,19 @@ def zero_stage(model: nn.Module) -> int | None:
 
 
 def engine_updates(engine: Any) -> list[torch.Tensor]:
-    """Return what the optimizer of a DeepSpeed engine updates on this rank: from stage 1 on, a flat part of the weights' copies."""
-    # Stage 3 shows torch its parts while it steps alone.
+    """Return the tensors that a DeepSpeed engine's optimizer updates on this rank: from stage 1 on, a flat part of the copies."""
+    # Stage 3 shows torch its parts only while it steps.
     flat = getattr(engine.optimizer, "fp32_partitioned_groups_flat", None)
     groups = getattr(engine.optimizer, "param_groups", ())
     return [parameter for group in groups for parameter in group["params"]] if flat is None else list(flat)
 
 
 def tensors_here(model: nn.Module) -> dict[str, list[torch.Tensor]]:
-    """Return what this rank holds of a model, by kind, whichever strategy keeps it; some of it more than once. Any rank, alone.
+    """Return this rank's tensors of a model by kind, for any strategy; some appear more than once.
 
-    "optimizer" has what DeepSpeed updates in the place of the parameters; states of optimizers are not among it.
+    "optimizer" has the tensors that DeepSpeed updates instead of the parameters, without states of optimizers.
+
+    Not a collective.
     """
     parameters, updated = list(model.parameters()), []
     gradients = [parameter.grad for parameter in parameters]
@@ -91,16 +93,16 @@ def tensors_here(model: nn.Module) -> dict[str, list[torch.Tensor]]:
         gradients += [part.grad for part in updated]
         gradients += [getattr(zero, "grad_partitions_flat_buffer", None)]
         gradients += itertools.chain.from_iterable(filter(None, getattr(zero, "averaged_gradients", {}).values()))
-    # While nothing is exchanged, whole gradients lie beside the parameters.
+    # While nothing is exchanged, the full gradients exist next to the parameters.
     gradients += itertools.chain.from_iterable(whole for *_, whole in torch_private.sharded_parameters(model))
     gradients += itertools.chain.from_iterable(map(torch_private.flat_gradients, model.modules()))
-    found = {"parameters": parameters, "buffers": model.buffers(), "gradients": gradients, "optimizer": updated}
-    return {kind: [each for each in tensors if each is not None] for kind, tensors in found.items()}
+    kinds = {"parameters": parameters, "buffers": model.buffers(), "gradients": gradients, "optimizer": updated}
+    return {kind: [tensor for tensor in tensors if tensor is not None] for kind, tensors in kinds.items()}
 
 
 def _piece(name: str, parameter: nn.Parameter, owner: Any) -> Piece:
-    here, dtype = local_part(parameter).numel(), parameter.dtype
-    piece = Piece(name, dtype, parameter.requires_grad, parameter.numel(), here, here, dtype, dtype, dtype, dtype)
+    local, dtype = local_part(parameter).numel(), parameter.dtype
+    piece = Piece(name, dtype, parameter.requires_grad, parameter.numel(), local, local, dtype, dtype, dtype, dtype)
     if (part := getattr(parameter, "ds_tensor", None)) is not None:
         return replace(piece, numel=parameter.ds_numel, here=part.numel(), whole=parameter.ds_numel, strategy="zero3")
     return piece if owner is None else replace(piece, strategy="fsdp2", **owner)
@@ -110,13 +112,16 @@ def _flat_pieces(model: nn.Module) -> Iterator[tuple[Piece, set[int]]]:
     """Yield what FSDP1 flattened, with the identities under which `named_parameters` shows it."""
     wrapper = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
     for prefix, module in model.named_modules() if wrapper is not None else ():
-        for shown, known in torch_private.flat_parameters(module) if isinstance(module, wrapper) else ():
-            name = canonical_name(f"{prefix}.{known['name']}" if prefix else known["name"])
-            yield Piece(**{**known, "name": name, "strategy": "fsdp1"}), shown
+        for shown, details in torch_private.flat_parameters(module) if isinstance(module, wrapper) else ():
+            name = canonical_name(f"{prefix}.{details['name']}" if prefix else details["name"])
+            yield Piece(**{**details, "name": name, "strategy": "fsdp1"}), shown
 
 
 def no_sync_memory_note(model: nn.Module) -> str:
-    """Return what whole gradients between exchanges cost a model that FSDP shards, for reading; "" if nothing. Any rank, alone."""
+    """Return a note on the cost of full gradients between exchanges under FSDP; "" if there is none.
+
+    Not a collective.
+    """
     trained = [piece for piece in pieces(model) if piece.trainable and piece.strategy]
     whole = sum(piece.whole * piece.unreduced.itemsize for piece in trained)
     shards = sum(piece.here * piece.gradient.itemsize for piece in trained)
@@ -125,7 +130,7 @@ def no_sync_memory_note(model: nn.Module) -> str:
     count = sum(piece.whole for piece in trained)
     kinds = " and ".join(sorted({short(piece.unreduced) for piece in trained}))
     return (
-        f"Accumulating without synchronisation (no_sync) adds up whole gradients in {kinds} on each rank: those of {count} "
+        f"Accumulating without synchronisation (no_sync) adds up unsharded gradients in {kinds} on each rank: those of {count} "
         f"trainable parameters are {size(whole)}, where this rank's shards are {size(shards)} ({size(whole - shards)} more). "
-        "GradientAccumulationPlugin(sync_each_batch=True) keeps the shards alone, for a reduce-scatter in each micro-batch."
+        "GradientAccumulationPlugin(sync_each_batch=True) keeps only the shards, for a reduce-scatter in each micro-batch."
     )

@@ -10,13 +10,13 @@ from accelerate.precision import amp
 from accelerate.runtime import storage
 from accelerate.runtime.torch_private import local_part, set_data
 
-# 8-bit weights are a library's own: it decides what they are updated in.
+# A library decides in which dtype its 8-bit weights are updated.
 LOW = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
 class Upcast:
-    """What ``upcast`` did, as ``model._accelerate_upcast``: former dtypes by name, bytes added here."""
+    """The result of ``upcast``, as ``model._accelerate_upcast``: former dtypes by name, bytes added on this rank."""
 
     before: dict[str, torch.dtype]
     added: int
@@ -25,10 +25,11 @@ class Upcast:
 def upcast(model: nn.Module) -> int:
     """Turn a model's trainable 16-bit parameters into float32 in place; return the bytes that this rank adds.
 
-    A step is often smaller than what bfloat16 resolves (one part in 256); a strategy that casts for each forward keeps
+    A step is often smaller than the resolution of bfloat16 (one part in 256). A strategy that casts for each forward keeps
     these as master weights (https://arxiv.org/abs/1710.03740). The Parameter objects stay, and with them ties, hooks
-    and optimizers. For a model before it is sharded; DTensors and meta tensors are taken too. Any rank, alone; the
-    main process warns.
+    and optimizers. Call it before the model is sharded; DTensors and meta tensors are also accepted. The main process warns.
+
+    Not a collective.
     """
     amp.remember(model)
     before: dict[str, torch.dtype] = {}

@@ -22,18 +22,18 @@ from torch.amp.grad_scaler import OptState
 
 from accelerate.runtime.torch_private import flat_gradients, flat_parameters, local_part, sharded_parameters
 
-# What `scaler.unscale_` found in the gradients of an optimizer: above zero for inf or NaN, by device.
+# The overflow flags that `scaler.unscale_` returned for an optimizer: above zero for inf or NaN, by device.
 Found = dict[torch.device, torch.Tensor]
 
 
 @dataclass
 class Progress:
-    """What the optimizers of one scaler have done with their gradients. Optimizers are kept by the id of the inner one.
+    """The states of the gradients of one scaler's optimizers, by the id of the inner optimizer.
 
     Attributes:
-        stepped: Those that stepped since the last update.
-        ended: Those that stepped since the last backward pass, whose gradients are used up.
-        unscaled: Those that unscaled their gradients since the last backward pass, and what they found.
+        stepped: Optimizers that stepped since the last update.
+        ended: Optimizers that stepped since the last backward pass, whose gradients are used up.
+        unscaled: Optimizers that unscaled their gradients since the last backward pass, and their overflow flags.
         sharded: Models that hold gradients outside the parameters while they do not synchronise.
     """
 
@@ -96,7 +96,10 @@ def _multiply(gradients: Iterable[torch.Tensor], factor: torch.Tensor) -> None:
 
 
 def note_step(scaler: Any, optimizer: Any) -> None:
-    """Note that an inner optimizer stepped, and update the scaler if all that share it did. All ranks."""
+    """Note that an inner optimizer stepped, and update the scaler if all that share it did.
+
+    Collective: call on every rank.
+    """
     progress = _progress(scaler)
     progress.stepped.add(id(optimizer))
     progress.ended.add(id(optimizer))
@@ -111,7 +114,7 @@ def flush_update(scaler: Any, stepped: Any = None) -> None:
 
     Args:
         scaler: The gradient scaler.
-        stepped: Only if this inner optimizer is among those that stepped; None for any.
+        stepped: Only if this inner optimizer stepped; None for any.
     """
     progress = _PROGRESS.get(scaler)
     if progress is not None and (progress.stepped if stepped is None else id(stepped) in progress.stepped):
@@ -120,7 +123,10 @@ def flush_update(scaler: Any, stepped: Any = None) -> None:
 
 
 def before_backward(scaler: Any) -> None:
-    """Update a scaler, and scale again the gradients that were unscaled since the last backward pass. All ranks."""
+    """Update a scaler, and scale again the gradients that were unscaled since the last backward pass.
+
+    Collective: call on every rank.
+    """
     flush_update(scaler)
     progress = _PROGRESS.get(scaler)
     if progress is None or not progress.unscaled:
@@ -128,43 +134,46 @@ def before_backward(scaler: Any) -> None:
     users = {id(user): user for user in _users(scaler)}
     waiting = {id(p) for key, user in users.items() if key not in progress.ended for p in _parameters(user)}
     states, scale, done = scaler._per_optimizer_states, scaler._get_scale_async(), set()
-    # The last one has seen what the others found in gradients that it shares with them.
-    for key, found in reversed(progress.unscaled.items()):
-        held = [p for p in _parameters(users[key]) if p.grad is not None] if key in users else []
-        held = [p for p in held if id(p) not in done]
-        done.update(map(id, held))
-        _multiply([p.grad for p in held], scale)
-        for p in held:
+    # The last one knows the overflows that the others found in gradients that it shares with them.
+    for key, overflows in reversed(progress.unscaled.items()):
+        with_gradient = [p for p in _parameters(users[key]) if p.grad is not None] if key in users else []
+        with_gradient = [p for p in with_gradient if id(p) not in done]
+        done.update(map(id, with_gradient))
+        _multiply([p.grad for p in with_gradient], scale)
+        for p in with_gradient:
             if id(p) in waiting:
-                _mark(p.grad, found)
+                _mark(p.grad, overflows)
         if key in states and states[key]["stage"] is OptState.UNSCALED:
             del states[key]
     progress.unscaled.clear()
     progress.ended.clear()
 
 
-def _mark(gradient: torch.Tensor, found: Found) -> None:
+def _mark(gradient: torch.Tensor, overflows: Found) -> None:
     """Put NaN into a gradient after an overflow, which clipping may have hidden from the step; zeros were cleared since."""
     values = _values(gradient)
-    for overflow in found.values():
+    for overflow in overflows.values():
         values.masked_fill_((overflow.to(values.device) > 0) & (values != 0), float("nan"))
 
 
 def unscale(scaler: Any, optimizer: Any) -> None:
-    """Unscale the gradients of an inner optimizer, unless they are unscaled already. All ranks."""
+    """Unscale the gradients of an inner optimizer, unless they are unscaled already.
+
+    Collective: call on every rank.
+    """
     if id(optimizer) not in _progress(scaler).unscaled:
         scaler.unscale_(optimizer)
         _note_unscaled(scaler, optimizer, scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"])
 
 
-def _note_unscaled(scaler: Any, optimizer: Any, found: Found) -> None:
+def _note_unscaled(scaler: Any, optimizer: Any, overflows: Found) -> None:
     if any(optimizer is user for user in _users(scaler)):  # torch's own rules hold for others
-        _progress(scaler).unscaled[id(optimizer)] = found
+        _progress(scaler).unscaled[id(optimizer)] = overflows
 
 
 @contextmanager
 def _rescaled(scaler: Any) -> Iterator[None]:
-    """Let the scale change, and rescale the scaled gradients of all optimizers; those that are unscaled stay so."""
+    """Let the scale change, and rescale the scaled gradients of all optimizers; unscaled gradients do not change."""
     states, unscaled = scaler._per_optimizer_states, _progress(scaler).unscaled
     kept = {key: states.pop(key) for key in unscaled if key in states and states[key]["stage"] is OptState.UNSCALED}
     users, scale, sharded = _users(scaler), scaler._get_scale_async(), _progress(scaler).sharded
@@ -184,8 +193,8 @@ def _rescaled(scaler: Any) -> Iterator[None]:
 
 def _held_gradients(model: nn.Module, parameters: Set[int]) -> Iterator[torch.Tensor]:
     """Yield the gradients that FSDP holds outside of parameters, for some parameters by id; all are scaled."""
-    for shard, _, held in sharded_parameters(model):
-        yield from held if id(shard) in parameters else ()
+    for shard, _, gradients in sharded_parameters(model):
+        yield from gradients if id(shard) in parameters else ()
     for module in model.modules():
         _, shard = flat_gradients(module)
         if shard is not None and not parameters.isdisjoint(next(flat_parameters(module))[0]):
@@ -193,7 +202,7 @@ def _held_gradients(model: nn.Module, parameters: Set[int]) -> Iterator[torch.Te
 
 
 class GradScaler(torch.amp.GradScaler):
-    """torch's scaler, of which all ranks find the same, and which optimizers may share while gradients accumulate."""
+    """torch's scaler with equal overflow flags on all ranks. Optimizers may share it while gradients accumulate."""
 
     # Whether gradients are shards that do not look like ones, as FSDP1 sets it.
     spread = False
@@ -227,7 +236,7 @@ class GradScaler(torch.amp.GradScaler):
         return super().step(optimizer, *args, **kwargs)
 
     def update(self, new_scale: Any = None) -> None:
-        """Update the scale from what the optimizers found that stepped."""
+        """Update the scale from the overflow flags of the optimizers that stepped."""
         if self.is_enabled():
             with _rescaled(self):
                 super().update(new_scale)
@@ -244,18 +253,18 @@ class GradScaler(torch.amp.GradScaler):
             super().load_state_dict(state_dict)
 
     def _shared(self, optimizer: Any) -> tuple[list[nn.Parameter], list[Found]]:
-        """Return the parameters of an optimizer with scaled gradients, and what was found in those that are unscaled."""
+        """Return an optimizer's parameters with scaled gradients, and the overflow flags of its unscaled ones."""
         parameters, unscaled = _parameters(optimizer), _progress(self).unscaled
         if not unscaled:
             return parameters, []
-        found = []
+        overflows = []
         for user in _users(self):
             if id(user) in unscaled:
-                taken = set(map(id, _parameters(user)))
-                if any(p.grad is not None and id(p) in taken for p in parameters):
-                    found.append(unscaled[id(user)])
-                parameters = [p for p in parameters if id(p) not in taken]
-        return parameters, found
+                shared_ids = set(map(id, _parameters(user)))
+                if any(p.grad is not None and id(p) in shared_ids for p in parameters):
+                    overflows.append(unscaled[id(user)])
+                parameters = [p for p in parameters if id(p) not in shared_ids]
+        return parameters, overflows
 
     def _unscale_grads_(
         self, optimizer: Any, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
@@ -269,13 +278,13 @@ class GradScaler(torch.amp.GradScaler):
                 part.grad = part.detach()
             parameters = parts
         group = types.SimpleNamespace(param_groups=[{"params": parameters}])
-        found = super()._unscale_grads_(group, inv_scale, found_inf, allow_fp16 or sharded)
-        found = found or {found_inf.device: found_inf}  # without gradients a step changes nothing, as in float32
+        flags = super()._unscale_grads_(group, inv_scale, found_inf, allow_fp16 or sharded)
+        flags = flags or {found_inf.device: found_inf}  # without gradients a step changes nothing, as in float32
         if sharded or others:
-            for seen in (*found.values(), *(value for other in others for value in other.values())):
+            for seen in (*flags.values(), *(value for other in others for value in other.values())):
                 found_inf = torch.maximum(found_inf, seen.to(found_inf.device))
             if sharded:
                 torch.distributed.all_reduce(found_inf, torch.distributed.ReduceOp.MAX)
-            found = {device: found_inf.to(device) for device in found}
-        _note_unscaled(self, optimizer, found)
-        return found
+            flags = {device: found_inf.to(device) for device in flags}
+        _note_unscaled(self, optimizer, flags)
+        return flags

@@ -1,1 +1,1 @@
-"""What a process knows about itself: shared state (`storage`), and how it joins the others (`rendezvous`)."""
+"""The shared state of a process (`storage`), and the way it joins the others (`rendezvous`)."""

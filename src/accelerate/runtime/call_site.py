@@ -20,13 +20,13 @@ def call_site(frame: FrameType | None = None) -> str:
 
 
 def describe(frame: FrameType) -> tuple[str, str]:
-    """Return the call site of a stack, and what was called there."""
+    """Return the call site of a stack, and the function called there."""
     inside: list[FrameType] = []
     site: FrameType | None = frame
     while site is not None and not is_users(site):
         inside.append(site)
         site = site.f_back
-    below = [f"{each.f_globals.get('__name__', '?')}.{each.f_code.co_name}" for each in inside]
+    below = [f"{inner.f_globals.get('__name__', '?')}.{inner.f_code.co_name}" for inner in inside]
     if site is None:  # a script of this library's own
         return line_of(inside[-1]), below[0]
     caller = site if _is_installed(site) else None

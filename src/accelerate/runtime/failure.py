@@ -1,11 +1,11 @@
 """A rank that fails leaves its traceback for the launcher, which shows one of them instead of all ranks at once.
 
-`accelerate launch` names itself in a variable, and torch's elastic launcher gives each rank an error file. Where both are
-there, an exception that is not caught is written to that file, in the format of `torch.distributed.elastic`'s `record`, with
-a part of our own; the launcher prints it. Where the launcher is gone, or the file cannot be written, the traceback is printed
-as ever. So it is in processes that a rank starts, in threads, and in programs that never import this package.
+`accelerate launch` names itself in a variable, and torch's elastic launcher gives each rank an error file. With both, an
+uncaught exception is written to that file, in the format of `torch.distributed.elastic`'s `record` plus our own part, and
+the launcher prints it. Without the launcher, or if the file cannot be written, the traceback is printed as usual. Processes
+that a rank starts, threads, and programs that never import this package also print it.
 
-An Accelerator has more to say about some errors: what it says follows the traceback, with a launcher and without one.
+An Accelerator explains some errors. Its explanation follows the traceback, with a launcher and without one.
 
 Source:
     https://docs.pytorch.org/docs/stable/elastic/errors.html
@@ -30,9 +30,9 @@ LAUNCHER = "ACCELERATE_LAUNCHER_PID"
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 # Our part of the error file.
 OURS = "accelerate"
-# Beside the error file: where the threads of a process stood when the system killed it for a fault of its own.
+# Next to the error file: the stacks of the process's threads when the system killed it for a fault.
 FAULTS = "fault.log"
-# Beside it: what this rank has reported of ranks that wait, and where all threads of a process stand, when somebody asks.
+# Next to it: this rank's reports of waiting ranks, and the stacks of all threads, on request.
 HANG, STACKS = "hang.txt", "stacks.txt"
 # With this begins the name of the folder in which a machine of several leaves such files; the run's name follows.
 MACHINES = "accelerate_machines-"
@@ -40,7 +40,7 @@ MACHINES = "accelerate_machines-"
 HUNG = 79
 # Lets a rank write its stacks: a real-time signal, which no shell or system sends; 0 where there is none (macOS).
 STACKS_SIGNAL = signal.SIGRTMIN + 11 if hasattr(signal, "SIGRTMIN") else 0
-# The status of a run that a signal asked to stop and has saved a checkpoint; it goes on when it is submitted again (EX_TEMPFAIL of sysexits.h).
+# Exit status of a run that saved a checkpoint after a signal and resumes when it is submitted again (EX_TEMPFAIL of sysexits.h).
 PREEMPTED = 75
 # A traceback may carry a tensor in words. Both ends of it matter.
 _LONGEST = 200_000
@@ -90,11 +90,11 @@ def beside(error_file: str, name: str) -> str:
 
 def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     prints = _former is not sys.__excepthook__
-    # Whatever happens here, the traceback must come out: this may run when memory or the disk is full.
-    left = False
+    # The traceback must be printed in any case: this may run when memory or the disk is full.
+    recorded = False
     with contextlib.suppress(Exception):
-        left = is_rank() and leave(os.environ[ERROR_FILE], record(kind, error, trace, shown=prints))
-    if prints or not left:
+        recorded = is_rank() and leave(os.environ[ERROR_FILE], record(kind, error, trace, shown=prints))
+    if prints or not recorded:
         _former(kind, error, trace)
         with contextlib.suppress(Exception):
             sys.stderr.write(_explained(error))
@@ -109,7 +109,7 @@ def _explained(error: BaseException) -> str:
 def record(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None, shown: bool = False
 ) -> dict[str, Any]:
-    """Return what the launcher reads about an exception; `shown`: it is printed here as well."""
+    """Return the launcher's record of an exception; `shown`: it is also printed by this process."""
     frames = traceback.extract_tb(trace)
     bare = traceback.TracebackException(kind, error, None)
     bare.__notes__ = None  # from Python 3.11 on they come after the line that is wanted
@@ -132,11 +132,11 @@ def _shortened(text: str, longest: int) -> str:
     if len(text) <= longest:
         return text
     half = longest // 2
-    return f"{text[:half]}\n... {len(text) - 2 * half} characters are left out ...\n{text[-half:]}"
+    return f"{text[:half]}\n... {len(text) - 2 * half} characters are omitted ...\n{text[-half:]}"
 
 
 def leave(path: str, report: Mapping[str, Any]) -> bool:
-    """Write our part of an error file, and return True. What torch's `record` wrote there stays."""
+    """Write our part of an error file, and return True. The part of torch's `record` stays."""
     from accelerate.runtime.durable import written_whole
 
     data: Any = None

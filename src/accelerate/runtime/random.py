@@ -19,14 +19,16 @@ _LARGEST_SEED = 2**32 - 1
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
-    """Seed `random`, numpy and torch, on every device. Any rank, alone.
+    """Seed `random`, numpy and torch, on every device.
+
+    Not a collective.
 
     Args:
         seed: from 0 to 2**32 - 1.
         device_specific: add the process index, so that processes draw different numbers. Ranks that share each layer
-            (tensor parallelism, once an Accelerator is there) draw the same, as their dropout has to zero the same elements:
-            there it is the number of the group.
-        deterministic: also make torch use algorithms that always give the same result, or raise where it has none.
+            (tensor parallelism, once an Accelerator exists) draw the same, as their dropout must zero the same elements:
+            there the number of the group is added.
+        deterministic: also make torch use algorithms that always give the same result, or raise if there is none.
 
     Raises:
         TypeError: the seed is no integer.
@@ -64,7 +66,9 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
 
 def synchronize_rng_state(rng_type: RNGType | str | None = None, generator: torch.Generator | None = None) -> None:
-    """Give all processes the state that a random generator has on the main process. Every rank must call it.
+    """Give all processes the state that a random generator has on the main process.
+
+    Collective: call on every rank.
 
     Args:
         rng_type: which generator: "torch", "generator", or a device such as "cuda". None does nothing, and neither does a word in
@@ -103,7 +107,9 @@ def synchronize_rng_state(rng_type: RNGType | str | None = None, generator: torc
 
 
 def synchronize_rng_states(rng_types: Iterable[str | RNGType], generator: torch.Generator | None = None) -> None:
-    """Do `synchronize_rng_state` for several generators, in the same order on every rank. Every rank must call it.
+    """Do `synchronize_rng_state` for several generators, in the same order on every rank.
+
+    Collective: call on every rank.
 
     Example:
         >>> from accelerate.utils import synchronize_rng_states

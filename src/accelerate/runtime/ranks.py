@@ -1,10 +1,9 @@
-"""Who is who, as launchers say it in environment variables. It needs no torch, so the launcher can read it too.
+"""The ranks of a process, as launchers say them in environment variables. It needs no torch, so the launcher can read it.
 
-Launchers say it in different words. They are read in this order; the first one that speaks of more than one
-process is believed:
+Launchers use different variables. They are read in this order; the first one that names more than one process counts:
 
 1. torchrun and compatible launchers: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE. Setting RANK=0 and WORLD_SIZE=1
-   by hand keeps a process alone, whatever the others say.
+   manually makes a single process, whatever the others say.
 2. jsrun: JSM_NAMESPACE_*.
 3. Open MPI: OMPI_COMM_WORLD_*.
 4. MPICH and Intel MPI: PMI_RANK, PMI_SIZE, MPI_LOCALRANKID, MPI_LOCALNRANKS.
@@ -29,11 +28,11 @@ DEFAULT_PORT = 29500
 
 @dataclass(frozen=True)
 class Ranks:
-    """Where a process stands among the processes of a run.
+    """The position of a process among the processes of a run.
 
     Args:
-        local_world_size: how many processes this machine has; None where no launcher says.
-        source: who said so: "torchrun", "jsrun", "Open MPI", "MPI", "MVAPICH", a scheduler, "process group" or "single".
+        local_world_size: how many processes this machine has; None if no launcher says.
+        source: the launcher: "torchrun", "jsrun", "Open MPI", "MPI", "MVAPICH", a scheduler, "process group" or "single".
     """
 
     rank: int
@@ -99,13 +98,13 @@ def without_agent(environ: Mapping[str, str]) -> dict[str, str]:
 def resolve(environ: Mapping[str, str] | None = None) -> Ranks | None:
     """Read ranks and sizes from the environment; None where no launcher speaks, ValueError for a contradiction."""
     environ = os.environ if environ is None else environ
-    found = [(source, names, [integer_in(environ, name) for name in names]) for source, names in SCHEMES]
-    rank, size = found[0][2][:2]
+    entries = [(source, names, [integer_in(environ, name) for name in names]) for source, names in SCHEMES]
+    rank, size = entries[0][2][:2]
     if rank is not None and size is not None:
-        return checked(*found[0])
+        return checked(*entries[0])
     if rank is not None and rank > 0:
         raise ValueError(f"RANK is {rank} but WORLD_SIZE is not set. Set the number of processes, or unset RANK.")
-    others = [entry for entry in found[1:] if entry[2][0] is not None]
+    others = [entry for entry in entries[1:] if entry[2][0] is not None]
     if size is not None and size > 1:
         # mpirun does not set RANK, but its users often export WORLD_SIZE: then the two must be equal.
         if not others:
@@ -127,7 +126,7 @@ def resolve(environ: Mapping[str, str] | None = None) -> Ranks | None:
 
 
 def checked(source: str, names: tuple[str, ...], numbers: list[int | None]) -> Ranks:
-    """Return what the variables `names` say, with what they leave open; ValueError for a contradiction."""
+    """Return the ranks of the variables `names`, and fill in unset local ones; ValueError for a contradiction."""
     rank, size, local_rank, local_size = numbers
     if size is None or size < 1:
         raise ValueError(f"{names[1]} is {size}; it must be the number of processes, at least 1.")
@@ -139,18 +138,18 @@ def checked(source: str, names: tuple[str, ...], numbers: list[int | None]) -> R
         if local_size not in (None, 1, size):
             raise ValueError(f"{names[2]} is not set although {names[3]} is {local_size}; set it in every process.")
         local_rank = rank if local_size == size else 0
-    here, name = (size, names[1]) if local_size is None else (local_size, names[3])
-    if local_rank >= here:
-        raise ValueError(f"{names[2]} is {local_rank} but {name} is {here}: local ranks must be smaller.")
+    local_limit, name = (size, names[1]) if local_size is None else (local_size, names[3])
+    if local_rank >= local_limit:
+        raise ValueError(f"{names[2]} is {local_rank} but {name} is {local_limit}: local ranks must be smaller.")
     return Ranks(rank, size, local_rank, local_size, source)
 
 
 def schedulers(environ: Mapping[str, str]) -> list[ModuleType]:
-    """Return the modules of extensions that read the variables of schedulers, of those that are set.
+    """Return the modules of extensions that read the variables of schedulers, if the variables are set.
 
     Such a module has its `NAME`, and these functions of the variables:
 
-    - `ranks` returns who this process is, or None.
+    - `ranks` returns the ranks of this process, or None.
     - `address` returns the host and the port at which the processes of the run meet, or None.
     - `find` returns the machines of the run for the launcher as a `launch.plan.Cluster`, or None.
     """
@@ -192,7 +191,7 @@ def _hydra() -> str | None:
 
     Its helper, from which the processes of a machine descend, has it in its arguments.
     """
-    import psutil  # slow, and needed here alone
+    import psutil  # slow, and only needed here
 
     with contextlib.suppress(psutil.Error, OSError):
         for ancestor in psutil.Process().parents():

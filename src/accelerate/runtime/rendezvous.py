@@ -55,9 +55,11 @@ Waiting = Callable[[Any], contextlib.AbstractContextManager]
 
 
 def init_process_group(ranks: Ranks, backend: str, waiting: Waiting = contextlib.nullcontext, **settings: Any) -> None:
-    """Join the other processes, with settings of torch's function; None is torch's default. Every rank must call it.
+    """Join the other processes, with settings of torch's function; None is torch's default.
 
     Inside ``waiting(store)`` the ranks wait for each other.
+
+    Collective: call on every rank.
     """
     settings = {name: value for name, value in settings.items() if value is not None}
     if ranks == ALONE:
@@ -108,7 +110,7 @@ _leaves_at_exit = False
 
 
 def connection(store: Any) -> Any:
-    """Return a store with a connection of its own, if it can have one: a thread in `store.wait` lets no other request through."""
+    """Return a store with a separate connection, if possible: a thread in `store.wait` blocks all other requests."""
     try:
         return store.clone()
     except Exception:  # older torch, and stores written in Python, cannot
@@ -120,11 +122,11 @@ _SETTLING_S = 0.05
 
 
 def _leave() -> None:
-    """Leave a gloo group before the interpreter ends: its threads abort a process that ends beside them (torch 2.13).
+    """Leave a gloo group before the interpreter ends: its threads abort a process that ends at the same time (torch 2.13).
 
     A thread of gloo drops its last references to tensors after the collective has returned, and needs the interpreter
-    lock for that; a process whose interpreter is ending then dies with "terminate called without an active exception".
-    Torch offers nothing to wait for, so the lock is let go of for a moment. Plain torch programs abort likewise.
+    lock for that. A process whose interpreter is ending then dies with "terminate called without an active exception".
+    Torch offers nothing to wait for, so the lock is released for a moment. Plain torch programs abort likewise.
     """
     time.sleep(_SETTLING_S)
     if dist.is_initialized() and dist.get_backend() == "gloo":
@@ -133,12 +135,12 @@ def _leave() -> None:
 
 
 def live_ranks() -> Ranks:
-    """Return the ranks of the process group that is alive; the environment adds what the group does not know."""
+    """Return the ranks of the live process group; the environment adds the local ranks."""
     fork_when_quiet()
     rank, size = dist.get_rank(), dist.get_world_size()
-    given = resolve() if os.environ.get("RANK") == str(rank) else None
-    if given is not None and given.world_size == size:
-        return Ranks(rank, size, given.local_rank, given.local_world_size, "process group")
+    launched = resolve() if os.environ.get("RANK") == str(rank) else None
+    if launched is not None and launched.world_size == size:
+        return Ranks(rank, size, launched.local_rank, launched.local_world_size, "process group")
     local_rank, local_size = integer_in(os.environ, "LOCAL_RANK"), integer_in(os.environ, "LOCAL_WORLD_SIZE")
     if local_rank is None or local_rank < 0:  # started without a launcher, as `torch.multiprocessing.spawn` does
         local_rank, local_size = rank, size
@@ -167,18 +169,17 @@ def check_devices_are_distinct(ranks: Ranks, device: torch.device, backend: str)
         dist.destroy_process_group()
         raise ValueError(
             f"The local processes {shared}, which backend={backend!r} does not allow. Start as many processes as there are "
-            "devices, or pass InitProcessGroupKwargs(backend='gloo') (slower) to share them, for replicas (DDP) alone."
+            "devices, or pass InitProcessGroupKwargs(backend='gloo') (slower) to share them, for replicas (DDP) only."
         )
 
 
-# -- forking beside the threads of a process group -----------------------------------------------------------------
+# -- forking next to the threads of a process group ----------------------------------------------------------------
 #
-# When a collective is over, the thread that ran it frees what belonged to it, and enters the interpreter for that. To enter,
-# it takes a lock of the interpreter's without holding the GIL, so a `fork` can copy that lock while it is closed. CPython
-# before 3.12 waits for it in the child, before it would renew it: the child hangs in `os.fork`. A data loader that starts
-# worker processes straight after a collective or a backward pass is such a child; a run in which each epoch starts workers
-# met it within seconds. So a fork waits until these threads sleep, as they do microseconds later. It covers every fork of
-# the process, not the prepared loaders alone.
+# When a collective is over, its thread frees memory and enters the interpreter for that. To enter, it takes a lock of the
+# interpreter without holding the GIL, so a `fork` can copy that lock while it is closed. CPython before 3.12 waits for it
+# in the child before renewing it: the child hangs in `os.fork`. An example is a data loader that starts worker processes
+# right after a collective or a backward pass. A run with new workers in each epoch hung within seconds. So a fork waits
+# until these threads sleep, microseconds later. This covers every fork of the process, not only the prepared loaders.
 
 _TASKS = Path("/proc/self/task")
 # torch's native threads: pt_gloo_runloop, pt_nccl_watchdg, pt_autograd_0, ...
@@ -199,10 +200,12 @@ def fork_when_quiet() -> None:
 
 
 def wait_for_threads() -> None:
-    """Wait until torch's threads are done with collectives that are over. Any rank, before a group is given up.
+    """Wait until torch's threads are done with finished collectives. Call it before a group is freed.
 
-    A caller that frees a group waits for its threads, and holds the interpreter meanwhile. A thread that is about to
-    enter it, to free what belonged to the last collective, and this process would wait for each other for ever.
+    A caller that frees a group waits for its threads while it holds the interpreter. A thread that is about to enter the
+    interpreter, to free memory of the last collective, would wait for this process: a deadlock.
+
+    Not a collective.
     """
     for _ in range(_ROUNDS if _TASKS.is_dir() else 0):
         time.sleep(_ROUND_S)  # a thread that waits for the interpreter gets it now, or is seen to want to run

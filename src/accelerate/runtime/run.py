@@ -1,4 +1,4 @@
-"""What the folders below `training` may ask of an Accelerator: the annotations of strategies, overlays and checkpoints."""
+"""The interface of an Accelerator for the folders below `training`: annotations of strategies, overlays and checkpoints."""
 
 from typing import Any, Protocol
 
@@ -11,12 +11,12 @@ from accelerate.parallelism_config import ParallelismConfig
 
 
 class Prepared(Protocol):
-    """What an Accelerator has prepared and registered; `training.prepared.PreparedObjects` is it.
+    """The prepared and registered objects of an Accelerator; implemented by `training.prepared.PreparedObjects`.
 
     Attributes:
         engines: Wrappers of engines that train: of DeepSpeed.
-        moved: The `modules.optimizer_remap.MovedParameters`: what became of parameters that preparing replaced.
-        logged: Messages that were logged, and are logged once.
+        moved: The `modules.optimizer_remap.MovedParameters`, the replacements of parameters.
+        logged: Messages that are logged once and were logged.
         replicated: Models with the trainable parameters that all ranks have unsharded; see `strategies.consistency`.
     """
 
@@ -30,14 +30,14 @@ class Prepared(Protocol):
 
 
 class Run(Protocol):
-    """An Accelerator, as far as strategies, overlays and checkpoints know it.
+    """An Accelerator as strategies, overlays and checkpoints use it.
 
     Attributes:
         _models: Prepared models; libraries read and replace this list and the next ones.
         _optimizers: Prepared optimizers.
         _schedulers: Prepared schedulers.
         _dataloaders: Prepared loaders.
-        _custom_objects: Those of ``register_for_checkpointing``.
+        _custom_objects: Objects of ``register_for_checkpointing``.
         _strategy: The `strategies.base.Strategy` of the run.
         extensions: Its `extension.Extensions`.
     """
@@ -75,7 +75,7 @@ class Run(Protocol):
 
     @property
     def prepared(self) -> Prepared:
-        """What is prepared and registered."""
+        """The prepared and registered objects."""
 
     @property
     def is_main_process(self) -> bool:

@@ -1,7 +1,7 @@
 """The dictionaries that every instance of a state class shares, and how a reset replaces them.
 
 A state object binds one of these dictionaries as its `__dict__` when it is built. A reset makes a new, empty one current
-and leaves the old one to the objects bound to it, so an object that holds a state keeps working after a reset.
+and leaves the old one to the objects bound to it. So an object that holds a state keeps working after a reset.
 """
 
 import importlib.util
@@ -73,7 +73,7 @@ class Slot:
             self.bind(before)
 
 
-# Only TPU generations before v4 run several workers as threads of one process; a thread there is a rank of its own.
+# Only TPU generations before v4 run several workers as threads of one process; each such thread is a rank.
 _WORKERS_ARE_THREADS = os.environ.get("PJRT_DEVICE") == "TPU" and importlib.util.find_spec("torch_xla") is not None
 
 process = Slot(_WORKERS_ARE_THREADS)

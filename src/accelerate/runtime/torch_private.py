@@ -1,7 +1,7 @@
-"""What this package takes of torch that torch keeps private: the only file that names it, beside `launch.torch_compat`.
+"""torch's private names that this package uses. Only this file and `launch.torch_compat` use such names.
 
-A release may drop any of these names. Functions ask whether a name is there, and fall back on the next best. What stands in
-`_HOMES` is imported when it is first asked for: a torch that lacks it loses the feature, by name, and goes on otherwise.
+A release may drop any of these names. Functions ask whether a name exists, and fall back on an alternative. Names in
+`_HOMES` are imported on first use: a torch without the name loses the feature, and the rest works.
 
 Seen on: torch 2.7.1, 2.9.1, 2.13.0, 2.14.1, 2.15.0 (`make test-versions`).
 """
@@ -102,7 +102,7 @@ def collectives_started(backend: Any) -> int:
 def live_timeout() -> timedelta | None:
     """Return how long collectives of the live process group may wait, or None if torch does not say."""
     options = (getattr(backend, "options", None) for backend in backends(dist.group.WORLD))
-    return next((one._timeout for one in options if hasattr(one, "_timeout")), None)
+    return next((option._timeout for option in options if hasattr(option, "_timeout")), None)
 
 
 def set_live_timeout(timeout: timedelta) -> bool:
@@ -115,10 +115,10 @@ def set_live_timeout(timeout: timedelta) -> bool:
 
 
 def flight_recorders() -> list[Callable[[bool, bool], str]]:
-    """Return the functions that write a recorder of collectives as JSON, of those that this torch has."""
+    """Return this torch's functions that write a recorder of collectives as JSON."""
     module = getattr(torch._C, "_distributed_c10d", None)
-    found = (getattr(module, name, None) for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"))
-    return [dump for dump in found if dump]
+    dumps = (getattr(module, name, None) for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"))
+    return [dump for dump in dumps if dump]
 
 
 def group_named(name: str) -> Any:
@@ -133,7 +133,7 @@ def is_distributed(kind: type) -> bool:
 
 
 def completed(tensors: Any) -> Any:
-    """Return what an operation of `torch.ops.c10d` returns beside its tensors, of one that is over and has a future with these."""
+    """Return the result of an operation of `torch.ops.c10d` without its tensors, as a finished one with a future of these."""
     from torch._C._distributed_c10d import _create_work_from_future
 
     future: torch.futures.Future = torch.futures.Future()
@@ -142,7 +142,7 @@ def completed(tensors: Any) -> Any:
 
 
 def join_alone(rank: int, world_size: int, store: Any) -> None:
-    """Start torch's fake process group, as one of ranks of which there are no others."""
+    """Start torch's fake process group, as one of ranks without the others."""
     from torch.testing._internal.distributed import fake_pg  # noqa: F401  it registers the backend
 
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=store)
@@ -154,7 +154,7 @@ def is_fake(group: Any = None) -> bool:
 
 
 def shapes_only() -> Any:
-    """Return torch's mode in which tensors have a shape and no memory; what was made outside of it may come in."""
+    """Return torch's mode in which tensors have a shape and no memory; real tensors may be arguments."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed._tools import fake_collectives  # noqa: F401  it lets collectives work on such tensors
 
@@ -188,13 +188,13 @@ def sharding_for_one() -> Iterator[None]:
         parts += [tensor.narrow(dim, length - rest, rest)] * (rest > 0)
         return parts + [tensor.narrow(dim, 0, 0)] * (count - len(parts))
 
-    here = (tensors, "_get_preferred_device", lambda tensor: torch.device("cpu"))
-    with replaced((home, "_chunk_with_empty", parts_of), here):
+    on_cpu = (tensors, "_get_preferred_device", lambda tensor: torch.device("cpu"))
+    with replaced((home, "_chunk_with_empty", parts_of), on_cpu):
         yield
 
 
 def shapes_of_wholes_unseen() -> contextlib.AbstractContextManager[None]:
-    """Let no mode see, for a block, the operators on whole shapes by which DTensor learns what one on its local parts returns."""
+    """Hide from modes the operators on full shapes with which DTensor learns the result of an operator on local parts."""
     from torch.utils._python_dispatch import _disable_current_modes
 
     home = importlib.import_module("torch.distributed.tensor._sharding_prop").ShardingPropagator
@@ -222,7 +222,7 @@ _FACTORIES = "empty empty_strided empty_permuted zeros ones full rand randn new_
 
 
 def run_on_shapes(operator: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operator; grouped products of matrices have shapes for bfloat16 alone, and run for other types too (seen on 2.13)."""
+    """Run an operator. Grouped matrix products have shapes only for bfloat16, and also run for other types (seen on 2.13)."""
     if getattr(operator, "__name__", "") != "_grouped_mm.default" or args[0].dtype == torch.bfloat16:
         return operator(*args, **kwargs)
     narrow = [
@@ -232,29 +232,29 @@ def run_on_shapes(operator: Any, args: Any, kwargs: Any) -> Any:
 
 
 def made_as_shape(mode: Any, operator: Any, args: Any, kwargs: Mapping[str, Any]) -> torch.Tensor | None:
-    """Return what an operator that makes a tensor from sizes makes in `shapes_only`; None for any other operator."""
+    """Return the tensor that an operator makes from sizes in `shapes_only`; None for any other operator."""
     if getattr(operator, "namespace", "") != "aten" or operator.__name__.partition(".")[0] not in _FACTORIES.split():
         return None
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as active_modes
 
     if any(
         type(other) is type(mode) for other in active_modes()
-    ):  # DTensor finds out in its own what an operator returns
+    ):  # DTensor runs the operator in a mode of the same type to learn its result
         return None
     with mode:
-        made = operator(*args, **kwargs)
-    return None if made.is_meta else made
+        tensor = operator(*args, **kwargs)
+    return None if tensor.is_meta else tensor
 
 
 # -- meshes and DTensors -----------------------------------------------------------------------------------------------
 
 
 def flatten(mesh: Any, dimensions: Mapping[str, Sequence[str]]) -> None:
-    """Let a new mesh know several of its dimensions, as one, under names of their own; those without dimensions are left out."""
-    # Up to 2.9 torch keeps them by what the mesh looks like, with groups of a former process group.
-    known = getattr(torch.distributed.device_mesh, "_mesh_resources", None)
+    """Let a new mesh know several of its dimensions as one, under separate names; names without dimensions are skipped."""
+    # Up to 2.9 torch keeps them by the mesh's shape, with groups of a former process group.
+    resources = getattr(torch.distributed.device_mesh, "_mesh_resources", None)
     for kept in ("root_to_flatten_mapping", "flatten_name_to_root_dims"):
-        getattr(known, kept, {}).pop(mesh, None)
+        getattr(resources, kept, {}).pop(mesh, None)
     for name, names in dimensions.items():
         if names:
             mesh[tuple(names)]._flatten(name)
@@ -275,23 +275,23 @@ def dimension(mesh: Any, names: str | Sequence[str]) -> Any:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this rank holds of a tensor: the local shard of a DTensor, else the tensor itself."""
+    """Return this rank's part of a tensor: the local shard of a DTensor, else the tensor itself."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
 def set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Set `data`; of a DTensor also what it wraps and describes, where torch changes the outer tensor alone."""
+    """Set `data`; for a DTensor also the local tensor and its description, which torch would not change."""
     tensor.data = value
     if hasattr(value, "_local_tensor"):
         tensor._local_tensor, tensor._spec = value._local_tensor, value._spec  # type: ignore[attr-defined]
 
 
 def free(tensor: torch.Tensor) -> None:
-    """Let go of the memory of a tensor, or of a DTensor's shard."""
+    """Free the memory of a tensor, or of a DTensor's shard."""
     if hasattr(tensor, "_local_tensor"):
         tensor._local_tensor = torch.empty(0, dtype=tensor.dtype)
     else:
-        tensor.data = tensor.detach().new_empty(0)  # of its own kind
+        tensor.data = tensor.detach().new_empty(0)  # of the same class
 
 
 def group_of(sharded: Any) -> Any:
@@ -330,10 +330,13 @@ def sharded_units(model: nn.Module) -> list[nn.Module]:
 
 @contextlib.contextmanager
 def unsharded(roots: Sequence[nn.Module]) -> Iterator[None]:
-    """Gather what `fully_shard` has sharded in modules, and keep it whole through forwards. All ranks."""
+    """Gather the parameters that `fully_shard` has sharded in modules, and keep them unsharded through forwards.
+
+    Collective: call on every rank.
+    """
     with contextlib.ExitStack() as last:
         for root in roots:
-            root._get_fsdp_state()._lazy_init()  # which decides what the root does after a forward
+            root._get_fsdp_state()._lazy_init()  # decides the root's behaviour after a forward
             for group in list(shard_groups(root)):
                 last.callback(setattr, group, "post_forward_mesh_info", group.post_forward_mesh_info)
                 group.post_forward_mesh_info = None  # as `set_reshard_after_forward(False)` does
@@ -344,7 +347,7 @@ def unsharded(roots: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def sharded_parameters(model: nn.Module) -> Iterator[tuple[nn.Parameter, dict[str, Any], list[torch.Tensor]]]:
-    """Yield what `fully_shard` made: a shard, what its parameter is meanwhile, and the whole gradients that this rank holds."""
+    """Yield `fully_shard`'s parameters: a shard, its sizes and dtypes while gathered, and this rank's unsharded gradients."""
     for group in shard_groups(model):
         for item in getattr(group, "fsdp_params", ()):
             shard = item.sharded_param
@@ -353,15 +356,15 @@ def sharded_parameters(model: nn.Module) -> Iterator[tuple[nn.Parameter, dict[st
             reduce = getattr(policy, "reduce_dtype", None)
             # While nothing is exchanged, gradients add up in the dtype of the exchange; since 2.15 in the shard's if none was asked for.
             unreduced = reduce or (shard.dtype if hasattr(type(item), "unsharded_grad_dtype") else compute)
-            known = {"whole": math.prod(getattr(item, "_orig_size", shard.shape)), "compute": compute}
+            details = {"whole": math.prod(getattr(item, "_orig_size", shard.shape)), "compute": compute}
             whole = getattr(item, "_unsharded_param", None)
-            held = (getattr(item, "unsharded_accumulated_grad", None), getattr(whole, "grad", None))
-            distinct = {id(gradient): gradient for gradient in held if gradient is not None}
-            yield shard, {**known, "reduce": reduce or compute, "unreduced": unreduced}, list(distinct.values())
+            gradients = (getattr(item, "unsharded_accumulated_grad", None), getattr(whole, "grad", None))
+            distinct = {id(gradient): gradient for gradient in gradients if gradient is not None}
+            yield shard, {**details, "reduce": reduce or compute, "unreduced": unreduced}, list(distinct.values())
 
 
 def acts_in_backward(parameter: torch.Tensor) -> bool:
-    """Say whether something happens in backward as soon as the gradient of a parameter is there, such as its update."""
+    """Say whether a hook acts in backward as soon as a parameter's gradient is computed, such as its update."""
     return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
@@ -398,7 +401,7 @@ def chosen_modules(policy: Any, model: nn.Module) -> set[nn.Module]:
 
 
 def forget_named_models() -> None:
-    """Let torch 2.7 forget the models of which it has looked up names for a state dict: it keeps each until the program ends."""
+    """Let torch 2.7 forget the models whose names it looked up for a state dict: it keeps each until the program ends."""
     module = sys.modules.get("torch.distributed.checkpoint.state_dict")
     getattr(getattr(module, "_get_fqns", None), "cache_clear", bool)()
 
@@ -414,7 +417,7 @@ def shared_members(module: nn.Module) -> Sequence[Any]:
 
 
 def buffer_dtypes(wrapper: nn.Module) -> Mapping[str, torch.dtype]:
-    """Return what a model's buffers were before mixed precision, by their names, where FSDP1 wraps the model."""
+    """Return the dtypes of a model's buffers before mixed precision, by their names, if FSDP1 wraps the model."""
     return getattr(wrapper, "_buffer_name_to_orig_dtype", {})
 
 
@@ -425,7 +428,7 @@ def flat_gradients(module: nn.Module) -> list[Any]:
 
 
 def flat_parameters(wrapper: nn.Module) -> Iterator[tuple[set[int], dict[str, Any]]]:
-    """Yield what FSDP1 flattened in a wrapper: identities under which `named_parameters` shows it, and what it is."""
+    """Yield the parameters that FSDP1 flattened in a wrapper: their ids in `named_parameters`, and their sizes and dtypes."""
     handle = getattr(wrapper, "_handle", None)
     if handle is None:
         return
@@ -456,7 +459,7 @@ def flat_parameters(wrapper: nn.Module) -> Iterator[tuple[set[int], dict[str, An
 
 
 def is_compiled_in_place(module: nn.Module) -> bool:
-    """Say whether torch.compile has replaced the call of a module, or its forward, and no module lies around it."""
+    """Say whether torch.compile has replaced the call of a module, or its forward, without a module around it."""
     forward = module.__dict__.get("forward")
     return module._compiled_call_impl is not None or hasattr(forward, "_torchdynamo_orig_callable")
 
@@ -483,14 +486,14 @@ def is_view(tensor: torch.Tensor) -> bool:
 
 
 def attention_operators(ending: str) -> list[Any]:
-    """Return the attention operators with such an ending of the name, of those that this torch has."""
+    """Return this torch's attention operators with such an ending of the name."""
     kernels = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
     names = (f"_scaled_dot_product_{kernel}{ending}" for kernel in kernels)
     return [getattr(torch.ops.aten, name) for name in names if hasattr(torch.ops.aten, name)]
 
 
 def grouped_products() -> list[Any]:
-    """Return the operator that multiplies groups of rows by matrices of their own, where this torch has it."""
+    """Return the operator that multiplies each group of rows by a separate matrix, if this torch has it."""
     return [torch.ops.aten._grouped_mm] if hasattr(torch.ops.aten, "_grouped_mm") else []
 
 
@@ -554,17 +557,17 @@ def looks_at_values() -> tuple[type[Exception], ...]:
 
 
 def convolution_scratch(operator: Any, args: Any, result: Any) -> int:
-    """Return the bytes that a convolution takes on the CPU beside what it returns, in `shapes_only`; 0 of any other operator."""
+    """Return the scratch bytes of a convolution on the CPU in `shapes_only`; 0 for any other operator."""
     aten = torch.ops.aten
     if operator not in (aten.convolution.default, aten.convolution_backward.default):
         return 0
     backward = operator is aten.convolution_backward.default
     (gradient, *tensors), rest = (args[:3], args[4:10]) if backward else ((result, *args[:2]), args[3:9])
     if str(torch._C._select_conv_backend(*tensors, None, *rest, None)).endswith("Mkldnn"):
-        # In its own layout of memory it has a copy of what comes in, and then one of what goes out.
+        # In its own memory layout it has a copy of the input, and then one of the output.
         sizes = gradient.nbytes, sum(tensor.nbytes for tensor in tensors)
         return sum(sizes) if backward else max(sizes)
-    samples, columns = tensors[0].shape[0], tensors[1][0].numel() * rest[-1]  # each output's inputs lie side by side
+    samples, columns = tensors[0].shape[0], tensors[1][0].numel() * rest[-1]  # each output's inputs are adjacent
     return samples * columns * gradient[0, 0].numel() * gradient.element_size()
 
 
@@ -574,7 +577,7 @@ def overload_packet(operation: Any) -> Any:
 
 
 def box(tensor: torch.Tensor) -> tuple[slice, ...]:
-    """Return which part of the whole tensor this rank has; torch knows it for every kind of placement."""
+    """Return which part of the full tensor this rank has; torch computes it for every kind of placement."""
     from torch.distributed.tensor import DTensor
 
     if not isinstance(tensor, DTensor):

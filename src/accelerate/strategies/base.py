@@ -1,12 +1,12 @@
-"""The contract of a strategy: what it does at prepare and in a step. What a checkpoint has of it is in `state_io`.
+"""The contract of a strategy: its actions at prepare and in a step. `state_io` has the contract for checkpoints.
 
-A strategy is stateless and resolved at each use; what it needs to remember lives on the Accelerator. The bodies here are
-the behaviour of a single process, so a new strategy writes only what differs. Call order, in one run:
+A strategy is stateless and resolved at each use; its state is kept on the Accelerator. The methods here implement a single
+process, so a new strategy writes only the differences. Call order, in one run:
 
-1. ``check`` on every rank for what ``Accelerator.prepare`` was given, then for each model, followed by ``wrap_model``.
+1. ``check`` on every rank for the objects of ``Accelerator.prepare``, then for each model, followed by ``wrap_model``.
 2. For each step ``no_sync`` while gradients accumulate, ``backward``, ``clip_grad_norm`` or ``clip_grad_value``; all
    ranks call them equally often.
-3. ``release`` when the Accelerator lets go of its objects.
+3. ``release`` when the Accelerator releases its objects.
 """
 
 import contextlib
@@ -39,7 +39,10 @@ class Strategy:
     # -- prepare -------------------------------------------------------------------------------------------------
 
     def check(self, accelerator: Run, objects: Sequence[Any]) -> None:
-        """Refuse (ValueError) what this strategy cannot prepare, before anything is changed. All ranks."""
+        """Refuse (ValueError) objects that this strategy cannot prepare, before anything is changed.
+
+        Collective: call on every rank.
+        """
 
     def needs_wrapper(self, accelerator: Run, model: nn.Module) -> bool:
         """Whether ``wrap_model`` would put a module around this one for training."""
@@ -50,24 +53,27 @@ class Strategy:
 
         Collective: call on every rank.
         """
-        raise NotImplementedError(f"The strategy {self.name!r} prepares each object by itself.")
+        raise NotImplementedError(f"The strategy {self.name!r} prepares each object separately.")
 
     def wrap_model(self, accelerator: Run, model: nn.Module) -> nn.Module:
-        """Return the model as it trains under this strategy. All ranks."""
+        """Return the model as it trains under this strategy. Collective: call on every rank."""
         return model
 
     def batches(self, accelerator: Run, loader: Any) -> Any:
-        """Return the loader that is prepared in the place of one that was given. All ranks."""
+        """Return the loader that is prepared in the place of one that was given. Collective: call on every rank."""
         return loader
 
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> nn.Module:
-        """Return the user's model out of its wrappers. Any rank, alone."""
+        """Return the user's model out of its wrappers. Not a collective."""
         return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
 
     def whole_parameters(self, accelerator: Run, model: nn.Module) -> contextlib.AbstractContextManager[nn.Module]:
-        """Return a context that gives the user's model, whose parameters each rank has whole in it. All ranks."""
+        """Return a context with the user's model, in which each rank has all parameters unsharded.
+
+        Collective: call on every rank.
+        """
         return contextlib.nullcontext(self.unwrap_model(model))
 
     # -- step ----------------------------------------------------------------------------------------------------
@@ -95,17 +101,17 @@ class Strategy:
     def clip_grad_norm(
         self, accelerator: Run, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float
     ) -> torch.Tensor:
-        """Clip gradients to a total norm, and return the norm that they had. All ranks."""
+        """Clip gradients to a total norm, and return the norm that they had. Collective: call on every rank."""
         return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
 
     def clip_grad_value(self, accelerator: Run, parameters: Iterable[nn.Parameter], clip_value: float) -> None:
-        """Clip each gradient element to a range. All ranks."""
+        """Clip each gradient element to a range. Collective: call on every rank."""
         nn.utils.clip_grad_value_(parameters, clip_value)
 
     # -- end -----------------------------------------------------------------------------------------------------
 
     def release(self, accelerator: Run) -> None:
-        """Let go of what the strategy holds for the Accelerator's objects. All ranks."""
+        """Release the strategy's data of the Accelerator's objects. Collective: call on every rank."""
 
 
 class SingleProcess(Strategy):

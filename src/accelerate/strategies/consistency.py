@@ -1,8 +1,9 @@
-"""What is equal on ranks that shard a model: its weights before, and the parameters that every rank has whole beside shards.
+"""Equality of models between ranks: weights before sharding, and parameters that every rank has unsharded.
 
-Torch takes each rank's part from that rank, and compares nothing. FSDP exchanges the gradients of what it shards alone: those of whole
-parameters (adapters of a sharded model, and modules that FSDP ignores) are averaged after each backward pass that exchanges gradients.
-Averaging twice changes nothing, so it does not matter how passes, micro-batches and models share an accumulation step.
+torch takes each rank's part from that rank, and compares nothing. FSDP exchanges only the gradients of its shards.
+Gradients of unsharded parameters (adapters of a sharded model, and modules that FSDP ignores) are averaged after each
+backward pass that exchanges gradients. Averaging twice changes nothing, so passes, micro-batches and models may share an
+accumulation step in any way.
 """
 
 import logging
@@ -25,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 # Weights that were drawn or loaded differently differ in almost every element, so a few of each tensor show it.
 _SAMPLES = 64
-# Elements that are summed at a time on a CPU, as its cache holds them, and the whole numbers as wide as an element.
+# Elements summed at a time on a CPU, so that they fit its cache, and the integer type as wide as an element.
 _PIECE = 1 << 18
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ODD = 0x1E3779B97F4A7C15  # spreads places over 64 bits
@@ -68,7 +69,7 @@ def require_same_model(
 
 
 def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return all parameters, scales of quantised ones and buffers, also those that a state dict leaves out, each once."""
+    """Return each parameter, scale of a quantised one and buffer once, also those that a state dict omits."""
     scales = tensor_kinds.of_model(model)
     named = *model.named_parameters(), *scales.items(), *model.named_buffers()
     return {canonical_name(name): tensor for name, tensor in named}
@@ -77,7 +78,10 @@ def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
 def extremes(
     numbers: torch.Tensor, part: int = 0, parts: int = 1, communicator: Communicator | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the most and the least of whole numbers on the ranks with each of `parts` parts, by one all-reduce. All ranks."""
+    """Return the maximum and minimum of whole numbers over the ranks of each of `parts` parts, by one all-reduce.
+
+    Collective: call on every rank.
+    """
     words = numbers.new_full((2, parts, len(numbers)), torch.iinfo(torch.int64).min)
     words[0, part], words[1, part] = numbers, ~numbers
     highest, lowest = (communicator or comm.current()).all_reduce(words, "max")
@@ -87,7 +91,10 @@ def extremes(
 def differing(
     numbers: torch.Tensor, part: int = 0, parts: int = 1, communicator: Communicator | None = None
 ) -> list[int]:
-    """Return where whole numbers differ between ranks with the same one of `parts` parts. All ranks."""
+    """Return the indices where whole numbers differ between ranks with the same one of `parts` parts.
+
+    Collective: call on every rank.
+    """
     highest, lowest = extremes(numbers, part, parts, communicator)
     return (highest != lowest).any(0).nonzero().flatten().tolist()
 
@@ -108,7 +115,7 @@ def _sampled(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def checksum(tensor: torch.Tensor, samples: int | None = None) -> torch.Tensor:
-    """Return a 64-bit checksum of what this rank has of a tensor, or of some of its elements, on its device."""
+    """Return a 64-bit checksum of this rank's part of a tensor, or of some of its elements, on its device."""
     tensor = local_part(tensor.detach())
     if type(tensor) not in (torch.Tensor, nn.Parameter) or not tensor.numel() or tensor.layout is not torch.strided:
         # A library's own kind of tensor need not know how to be cut.
@@ -116,28 +123,31 @@ def checksum(tensor: torch.Tensor, samples: int | None = None) -> torch.Tensor:
     flat = torch.view_as_real(tensor).flatten() if tensor.is_complex() else tensor.flatten()
     if samples is not None:
         flat = flat[:: max(1, len(flat) // samples)][: 2 * samples]
-    # x * (2 * x + 1) maps words onto words, so that no single change is lost, and small ones of opposite signs do not cancel.
+    # x * (2 * x + 1) is a bijection of words: no single change is lost, and small ones of opposite signs do not cancel.
     pieces = (piece.view(_BITS[piece.element_size()]) for piece in flat.split(_PIECE if flat.is_cpu else 64 * _PIECE))
     total: torch.Tensor = sum((piece * (2 * piece + 1)).sum(dtype=torch.int64) for piece in pieces)
     return total
 
 
-def _first_difference(model: str, mine: dict[str, tuple[str, bool]]) -> ValueError:
-    """Return the error of the first rank whose model is described otherwise than that of rank 0. All ranks."""
+def _first_difference(model: str, local: dict[str, tuple[str, bool]]) -> ValueError:
+    """Return the error of the first rank whose model is described otherwise than that of rank 0.
+
+    Collective: call on every rank.
+    """
     communicator = comm.current()
-    theirs = communicator.broadcast_object_list([mine], 0)[0]
+    main = communicator.broadcast_object_list([local], 0)[0]
     absent = ("missing", False)
-    names = (name for name in [*theirs, *mine] if theirs.get(name, absent) != mine.get(name, absent))
+    names = (name for name in [*main, *local] if main.get(name, absent) != local.get(name, absent))
     name, rank = next(names, None), communicator.rank
     differs = torch.tensor(communicator.world_size if name is None else rank)
     text = ""
     if name is not None:
-        (first, hollow), (here, _) = theirs.get(name, absent), mine.get(name, absent)
+        (first, hollow), (local_text, _) = main.get(name, absent), local.get(name, absent)
         text = (
-            f"The ranks prepare different models ({model}): {name!r} is {first} on rank 0 and {here} on rank {rank}. Build the "
+            f"The ranks prepare different models ({model}): {name!r} is {first} on rank 0 and {local_text} on rank {rank}. Build the "
             "same model on all ranks, with the same parameters frozen."
         )
-        if first == here:
+        if first == local_text:
             text = (
                 f"{name!r} is on the meta device on rank {0 if hollow else rank} and has values on rank {rank if hollow else 0}. "
                 "Set cpu_ram_efficient_loading=True, or load weights on every rank."
@@ -145,75 +155,82 @@ def _first_difference(model: str, mine: dict[str, tuple[str, bool]]) -> ValueErr
     return ValueError(communicator.broadcast_object_list([text], int(communicator.all_reduce(differs, "min")))[0])
 
 
-# Parameters that every rank has whole --------------------------------------------------------------------------------
+# Parameters that every rank has unsharded ----------------------------------------------------------------------------
 
 
 def whole(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the trainable parameters of a sharded model that are no DTensors, by name. Any rank, alone."""
+    """Return the trainable parameters of a sharded model that are no DTensors, by name. Not a collective."""
     return {canonical_name(name): p for name, p in model.named_parameters() if p.requires_grad and local_part(p) is p}
 
 
 def register_whole_parameters(accelerator: Run, model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Let `backward` average the gradients of whole parameters that are equal on all ranks. All ranks.
+    """Let `backward` average the gradients of unsharded parameters that are equal on all ranks.
 
-    Those that differ stay each rank's own: a program may keep parts of its own in modules that FSDP ignores.
+    Parameters that differ stay per-rank: a program may keep per-rank parts in modules that FSDP ignores.
+
+    Collective: call on every rank.
     """
-    if dist.get_world_size() == 1 or any(known is model for known, _ in accelerator.prepared.replicated):
+    if dist.get_world_size() == 1 or any(other is model for other, _ in accelerator.prepared.replicated):
         return
     checksums = [checksum(tensor).to(accelerator.device, non_blocking=True) for tensor in parameters.values()]
     sums = dict(zip(parameters, torch.stack(checksums).tolist() if checksums else [], strict=True))
-    own: list[str] = []
+    differing: list[str] = []
     if not comm.current().is_same(sorted(sums.items())):
         first = comm.current().broadcast_object_list([sums], 0)[0]
         others = comm.current().all_reduce(
             torch.tensor([sums.get(name) != first[name] for name in first]).int(), "max"
         )
         same = {name for name, other in zip(first, others.tolist(), strict=True) if not other}
-        own = sorted({*first, *sums} - same)
-    replicated = {name: parameter for name, parameter in parameters.items() if name not in own}
+        differing = sorted({*first, *sums} - same)
+    replicated = {name: parameter for name, parameter in parameters.items() if name not in differing}
     if replicated:
         accelerator.prepared.replicated.append((model, list(replicated.values())))
     if replicated and dist.get_rank() == 0:
         logger.warning(
-            f"{len(replicated)} trainable parameters of {type(model).__name__} are whole on each rank, {next(iter(replicated))!r} for one: "
+            f"{len(replicated)} trainable parameters of {type(model).__name__} are unsharded on each rank, {next(iter(replicated))!r} for one: "
             "`accelerator.backward` averages their gradients."
         )
-    if own and dist.get_rank() == 0:
+    if differing and dist.get_rank() == 0:
         logger.warning(
-            f"{len(own)} trainable parameters in ignored_modules differ between ranks, {own[0]!r} for one, and train differently: their "
+            f"{len(differing)} trainable parameters in ignored_modules differ between ranks, {differing[0]!r} for one, and train differently: their "
             "gradients are not averaged. Build them after `set_seed`, unless each rank is to have its own."
         )
 
 
 @torch.no_grad()
-def average(accelerator: Run, held: Collection[int]) -> None:
-    """Average gradients over the ranks that have them, but those of models that `no_sync` holds, by id. All ranks.
+def average(accelerator: Run, unsynced: Collection[int]) -> None:
+    """Average gradients over the ranks that have them, except those of models that `no_sync` holds, by id.
 
-    Ranks that share layers or a batch have the same gradients, so that this is the mean over batches, bit for bit the same on all.
+    Ranks that share layers or a batch have the same gradients, so this is the mean over batches, with the same bits on all.
+
+    Collective: call on every rank.
     """
     for model, parameters in accelerator.prepared.replicated:
-        if id(model) not in held:
+        if id(model) not in unsynced:
             average_gradients(parameters)
 
 
 @torch.no_grad()
 def average_gradients(parameters: Sequence[nn.Parameter], group: Any = None) -> None:
-    """Average the gradients of plain parameters over a group of ranks that have the same ones, in buckets. All ranks of the group."""
+    """Average the gradients of plain parameters over a group of ranks that have the same ones, in buckets.
+
+    Collective: call on every rank of the group.
+    """
     sent = []
     for bucket in _buckets([parameter for parameter in parameters if parameter.requires_grad]):
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
-        # Beside them goes whether there are any: one that no rank has stays away, as on one process.
-        there = gradients[0].new_tensor([parameter.grad is not None for parameter in bucket])
-        flat = torch.cat([*(gradient.flatten() for gradient in gradients), there]).div_(dist.get_world_size(group))
+        # The flags say whether any rank has a gradient: if none has, the gradient stays None, as on one process.
+        flags = gradients[0].new_tensor([parameter.grad is not None for parameter in bucket])
+        flat = torch.cat([*(gradient.flatten() for gradient in gradients), flags]).div_(dist.get_world_size(group))
         sent.append((bucket, gradients, flat, dist.all_reduce(flat, group=group, async_op=True)))
     for bucket, gradients, flat, work in sent:
         work.wait()
-        *means, there = flat.split([*(gradient.numel() for gradient in gradients), len(bucket)])
-        torch._foreach_copy_(gradients, [mean.view_as(own) for mean, own in zip(means, gradients, strict=True)])
+        *means, flags = flat.split([*(gradient.numel() for gradient in gradients), len(bucket)])
+        torch._foreach_copy_(gradients, [mean.view_as(target) for mean, target in zip(means, gradients, strict=True)])
         if missing := [place for place, parameter in enumerate(bucket) if parameter.grad is None]:
-            found = there.tolist()
+            present = flags.tolist()
             for place in missing:
-                bucket[place].grad = gradients[place] if found[place] else None
+                bucket[place].grad = gradients[place] if present[place] else None
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:

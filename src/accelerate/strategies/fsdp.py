@@ -48,15 +48,15 @@ def ensure_weights_retied(
 
     Args:
         param_init_fn: materialises the parameters that a module holds directly.
-        model: the model as it is now, with its ties.
-        device: where the parameters go.
+        model: the model with its ties, before initialisation.
+        device: the target of the parameters.
 
     Returns:
         `param_init_fn` itself if no weight is shared, else a function that also restores the ties.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     places = [[name.rpartition(".") for name in names] for _, names in ties(model)]
-    group_of = {(modules[owner], own): group for group, names in enumerate(places) for owner, _, own in names}
+    group_of = {(modules[owner], entry): group for group, names in enumerate(places) for owner, _, entry in names}
     if not group_of:
         return param_init_fn
     shared: dict[int, nn.Parameter] = {}
@@ -81,9 +81,9 @@ def get_parameters_from_modules(
     """Return the parameters of some modules, moved to a device, so that FSDP can leave them unsharded.
 
     Args:
-        modules: modules, or a regular expression that the whole name of a module matches; None means none.
-        model: where names are looked up.
-        device: FSDP does not move ignored parameters, so it is done here.
+        modules: modules, or a regular expression that fully matches a module's name; None means none.
+        model: the model with these names.
+        device: the target, because FSDP does not move ignored parameters.
 
     Example:
         >>> len(get_parameters_from_modules("0", nn.Sequential(nn.Linear(2, 2)), torch.device("cpu")))
@@ -104,15 +104,16 @@ def chosen_modules(modules: Any, model: nn.Module) -> Iterable[nn.Module]:
 def fsdp2_prepare_auto_wrap_policy(
     fsdp2_plugin: FullyShardedDataParallelPlugin, model: nn.Module
 ) -> Callable[[nn.Module], bool] | None:
-    """Turn the plugin's wrapping policy into a function from a module to whether it becomes a shard of its own.
+    """Turn the plugin's wrapping policy into a function that says of a module whether it is sharded separately.
 
     Args:
-        fsdp2_plugin: its `auto_wrap_policy` is one of torch's policies, bound to a model or not, one of its policy objects,
-            or a callable that takes a module, or what torch's policies take (`module`, `recurse`, `nonwrapped_numel`).
+        fsdp2_plugin: its `auto_wrap_policy` is one of torch's policies, bound to a model or not, one of its policy objects, or
+            a callable. The callable takes a module, or the arguments of torch's policies (`module`, `recurse`,
+            `nonwrapped_numel`).
         model: the model about to be sharded.
 
     Returns:
-        The function, or None when only the whole model is sharded.
+        The function, or None if only the full model is sharded.
 
     Raises:
         ValueError: a class name of the plugin does not occur in the model.
@@ -148,7 +149,7 @@ def _numel(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-# What takes long to compute again, for the memory of its result: matrix products, and attention by each of torch's kernels.
+# Operators that take long compared to the memory of their results: matrix products, and attention by each torch kernel.
 _ATTENTION = "flash_attention efficient_attention cudnn_attention fused_attention_overrideable flash_attention_for_cpu"
 _KEPT = ("mm", "addmm", "bmm", "baddbmm", *(f"_scaled_dot_product_{name}" for name in _ATTENTION.split()))
 
@@ -222,22 +223,24 @@ def get_fsdp2_grad_scaler(**kwargs: Any) -> "torch.amp.GradScaler":
 def fsdp2_load_full_state_dict(
     accelerator: Any, model: nn.Module, full_sd: dict[str, Any], cpu_offload: bool = False
 ) -> None:
-    """Distribute rank 0's full state dict over a sharded model; no other rank holds more than its shards. Every rank calls it.
+    """Distribute rank 0's full state dict over a sharded model; other ranks hold no more than their shards.
+
+    Collective: call on every rank.
 
     Args:
         accelerator: the Accelerator.
-        model: sharded by `fully_shard`; shards that have no memory yet get some.
-        full_sd: on rank 0, whole tensors by name; not used elsewhere. Buffers that no state dict has stay as they are.
+        model: sharded by `fully_shard`; shards without memory get some.
+        full_sd: on rank 0, full tensors by name; not used elsewhere. Buffers outside all state dicts do not change.
         cpu_offload: shards stay in host memory.
 
     Raises:
         RuntimeError: rank 0's state does not fit the model.
     """
-    own = {canonical_name(name) for name in model.state_dict()}
+    state_names = {canonical_name(name) for name in model.state_dict()}
     kept = {
         name: buffer
         for name, buffer in model.named_buffers()
-        if canonical_name(name) not in own and not buffer.is_meta
+        if canonical_name(name) not in state_names and not buffer.is_meta
     }
     if any(parameter.is_meta for parameter in model.parameters()):
         shard.allocate(model, accelerator.device, cpu_offload)

@@ -46,18 +46,21 @@ class JoinedModels(Joinable):
         return self.models[0].join_process_group
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Return what a rank does that has ended."""
+        """Return the actions of a rank that has ended."""
         return _EndedRank(self, [model.join_hook(**kwargs) for model in self.models])
 
     @contextlib.contextmanager
     def exchanging(self) -> Iterator[None]:
-        """Exchange gradients after each backward pass, in the place of the models' wrappers. All ranks."""
+        """Exchange gradients after each backward pass, in the place of the models' wrappers.
+
+        Collective: call on every rank.
+        """
         hooks = [p.register_hook(functools.partial(self._note, index)) for index, p in enumerate(self.parameters)]
         try:
-            with contextlib.ExitStack() as held:
+            with contextlib.ExitStack() as contexts:
                 for model in self.models:
                     model.reducer._rebuild_buckets()  # otherwise the next forward would, with an exchange
-                    held.enter_context(model.no_sync())
+                    contexts.enter_context(model.no_sync())
                     model.require_forward_param_sync = False
                 yield
         finally:
@@ -84,7 +87,10 @@ class JoinedModels(Joinable):
 
     @torch.no_grad()
     def exchange(self) -> None:
-        """Average the new gradients of the parameters that a backward pass has reached on any rank. All ranks."""
+        """Average the new gradients of the parameters that a backward pass has reached on any rank.
+
+        Collective: call on every rank.
+        """
         flags = torch.zeros(len(self.parameters), dtype=torch.uint8, device=self.join_device)
         flags[list(self.reached)] = 1
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.join_process_group)
@@ -116,7 +122,7 @@ class JoinedModels(Joinable):
                 parameter.grad += average.view_as(parameter) - gradient
 
     def _new(self, index: int) -> torch.Tensor:
-        """Return what the backward pass has added to the gradient of a parameter on this rank."""
+        """Return the gradient that the backward pass has added to a parameter on this rank."""
         parameter = self.parameters[index]
         if index not in self.reached:
             return torch.zeros_like(parameter)
@@ -125,7 +131,7 @@ class JoinedModels(Joinable):
 
 
 class _EndedRank(JoinHook):
-    """What a rank does that has no batches left, while others train."""
+    """The actions of a rank without batches, while others train."""
 
     def __init__(self, joined: JoinedModels, hooks: Sequence[JoinHook]) -> None:
         self.joined, self.hooks = joined, hooks
@@ -142,7 +148,10 @@ class _EndedRank(JoinHook):
 
 @contextlib.contextmanager
 def join(joinables: Sequence[Any]) -> Iterator[None]:
-    """Return a context in which ranks may run out of batches at different steps, with any number of models. All ranks."""
+    """Return a context in which ranks may run out of batches at different steps, with any number of models.
+
+    Collective: call on every rank.
+    """
     bare = [getattr(item, "_orig_mod", item) for item in joinables]
     models = [item for item in bare if isinstance(item, DistributedDataParallel)]
     if len(models) < 2:

@@ -1,4 +1,4 @@
-"""The device mesh of a run, and questions to it: which ranks belong together, and where this rank stands among them."""
+"""The device mesh of a run, its groups of ranks, and this rank's position in them."""
 
 import math
 from collections.abc import Iterable
@@ -29,13 +29,15 @@ def check_layout(accelerator: Run) -> None:
 
 
 def check_backend(device: torch.device) -> None:
-    """Refuse (ValueError) meshes of accelerators that meet over gloo, whose gathers of their shards end in a segmentation fault. Any rank.
+    """Refuse (ValueError) meshes of accelerators that use gloo: gathering their shards ends in a segmentation fault.
 
-    Seen on one H200 with torch 2.11: replicas (DDP), sequence parallelism beside them and flat shards of FSDP1 work.
+    Seen on one H200 with torch 2.11. Replicas (DDP), sequence parallelism with replicas and flat shards of FSDP1 work.
+
+    Not a collective.
     """
     if device.type != "cpu" and f"{device.type}:gloo" in torch.distributed.get_backend_config().split(","):
         raise ValueError(
-            f"backend='gloo' cannot gather what is sharded on {device.type}: torch crashes in its functional collectives. Start one process per "
+            f"backend='gloo' cannot gather shards on {device.type}: torch crashes in its functional collectives. Start one process per "
             "device and leave the backend to its default, train replicas (DDP), or pass cpu=True to Accelerator."
         )
 
@@ -92,7 +94,10 @@ def shard_mesh(config: ParallelismConfig, mesh: "DeviceMesh") -> "DeviceMesh":
 
 @torch.no_grad()
 def take_from_first(tensor: torch.Tensor, device: torch.device, group: Any = None) -> None:
-    """Give a tensor (not a meta one) the values that the first rank of a group has. All ranks of the group."""
+    """Give a tensor (not a meta one) the values that the first rank of a group has.
+
+    Collective: call on every rank of the group.
+    """
     local = local_part(tensor).detach()
     if tensor.is_meta or not local.numel():
         return
@@ -104,7 +109,7 @@ def take_from_first(tensor: torch.Tensor, device: torch.device, group: Any = Non
 
 
 def ranks_of_experts(module: nn.Module) -> int:
-    """Return over how many ranks the experts of a module are spread; 0 if it has none that are. Any rank, alone."""
+    """Return over how many ranks the experts of a module are spread; 0 if it has none that are. Not a collective."""
     parameters: Iterable[Any] = module._parameters.values()
     meshes = [value.device_mesh for value in parameters if hasattr(value, "device_mesh")]
     names = next((mesh.mesh_dim_names for mesh in meshes if "ep" in (mesh.mesh_dim_names or ())), ())

@@ -21,7 +21,7 @@ def load(name: str) -> Strategy:
 
 @cache
 def load_state_io(name: str) -> "StateIO":
-    """Return what a checkpoint has of a strategy, by its name, imported on first use; ValueError if unknown."""
+    """Return a strategy's `StateIO`, by its name, imported on first use; ValueError if unknown."""
     state_io: StateIO = _imported(_spec(name).state_io)()
     return state_io
 
@@ -30,9 +30,9 @@ def _spec(name: str) -> strategies.StrategySpec:
     strategies.third_parties()
     spec = next((spec for spec in strategies.specs() if spec.name == name), None)
     if spec is None:
-        known = [spec.name for spec in strategies.specs()]
+        registered = [spec.name for spec in strategies.specs()]
         raise ValueError(
-            f"There is no strategy {name!r}: its extension is not installed, or the name is wrong. Known: {known}."
+            f"There is no strategy {name!r}: its extension is not installed, or the name is wrong. Known: {registered}."
         )
     return spec
 

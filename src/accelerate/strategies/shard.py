@@ -29,12 +29,18 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Say whether `fully_shard` was applied to a module out of its compiled shell, or to one in it. Any rank, alone."""
+    """Say whether `fully_shard` was applied to a module out of its compiled shell, or to one in it.
+
+    Not a collective.
+    """
     return next(roots(model), None) is not None
 
 
 def roots(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the outermost modules that `fully_shard` was applied to: the model, or what adapters wrap. Any rank, alone."""
+    """Yield the outermost modules that `fully_shard` was applied to: the model, or what adapters wrap.
+
+    Not a collective.
+    """
     from torch.distributed.fsdp import FSDPModule
 
     if isinstance(model, FSDPModule):
@@ -45,7 +51,10 @@ def roots(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def mesh_of(accelerator: Run) -> "DeviceMesh":
-    """Return the mesh that parameters are sharded over; without a configuration, all ranks. All ranks."""
+    """Return the mesh that parameters are sharded over; without a configuration, all ranks.
+
+    Collective: call on every rank.
+    """
     layout, mesh = accelerator.parallelism_config, accelerator.torch_device_mesh
     if mesh is not None:
         return shard_mesh(layout, mesh)  # type: ignore[arg-type]  # the mesh is built from a layout
@@ -59,20 +68,20 @@ def mesh_of(accelerator: Run) -> "DeviceMesh":
 def units(
     model: nn.Module, is_unit: Callable[[nn.Module], bool] | None, ruled: Collection[nn.Module] = ()
 ) -> list[nn.Module]:
-    """Return the modules that are sharded on their own, inner ones first, without the model itself.
+    """Return the modules that are sharded separately, inner ones first, without the model itself.
 
-    A module that shares a parameter with one outside it is no unit: its shards would be two, and the tie lost. Neither
-    is one whose parameters are all in units inside it. Those that are `ruled` have a precision of their own, and are units
-    always; ValueError where one shares a parameter.
+    A module that shares a parameter with a module outside it is no unit: the parameter would be sharded twice, and the tie
+    lost. A module whose parameters are all in inner units is no unit either. Modules in `ruled` have a separate precision, and
+    are always units; ValueError if one shares a parameter.
     """
     if is_unit is None and not ruled:
         return []
     holders = _holders(model)
     places = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
-    found: list[nn.Module] = []
+    chosen_units: list[nn.Module] = []
     covered: set[int] = set()
     for name, module in reversed(list(model.named_modules())):
-        # What recomputes activations is around a unit, and none itself.
+        # A wrapper that recomputes activations is around a unit, and is no unit itself.
         around = isinstance(module, torch_private.ActivationWrapper)
         chosen = module in ruled or (is_unit is not None and is_unit(module))
         if not name or around or isinstance(module, CONTAINERS) or not chosen:
@@ -85,9 +94,9 @@ def units(
                 )
             logger.info("%s shares a parameter with another part of the model and is sharded together with it.", name)
         elif module in ruled or any(p.numel() and id(p) not in covered for p in module.parameters()):
-            found.append(module)
+            chosen_units.append(module)
             covered |= inside.keys()
-    return found
+    return chosen_units
 
 
 def _holders(model: nn.Module) -> Counter[int]:
@@ -106,10 +115,12 @@ def shard(
     is_unit: Callable[[nn.Module], bool] | None,
     ignored: set[nn.Parameter] | None = None,
 ) -> nn.Module:
-    """Shard a model in place, let its optimizers follow, and return it. All ranks.
+    """Shard a model in place, let its optimizers follow, and return it.
 
     With `cpu_ram_efficient_loading` only rank 0's weights count, and the others' may be on the meta device. Raises
     ValueError if weights are on the meta device and nothing says where they come from, or if the ranks' models differ.
+
+    Collective: call on every rank.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -124,7 +135,7 @@ def shard(
     if plugin.module_precision and not policies:
         raise ValueError("module_precision needs an extension that is not in this installation of accelerate.")
     experts: list[Any] = _experts(accelerator, model)  # `fully_shard` adds methods
-    if not experts:  # whole models were compared before their experts were split
+    if not experts:  # full models were compared before their experts were sharded
         consistency.require_same_model(accelerator, model, ignored or (), from_main=plugin.cpu_ram_efficient_loading)
     around = plugin.mixed_precision_policy or MixedPrecisionPolicy()
     parts = units(model, is_unit, ruled - {*experts})
@@ -136,7 +147,7 @@ def shard(
         "offload_policy": plugin.cpu_offload if offloads else OffloadPolicy(),
     }
     if plugin.reshard_after_forward is not True:
-        # Left out otherwise: torch's default keeps what backward needs first, the model's own part, gathered.
+        # Otherwise torch's default holds: the model's own part, which backward needs first, stays gathered.
         options["reshard_after_forward"] = plugin.reshard_after_forward
     if ignored:
         # By name: weights that only rank 0 keeps have left new parameters behind.
@@ -144,7 +155,7 @@ def shard(
         options["ignored_params"] = {parameter for name, parameter in named(model).items() if name in kept}
     if is_unit is not None and not parts:
         logger.warning(
-            f"The auto_wrap_policy chooses no module of {type(model).__name__}, so the whole model is one unit, gathered at "
+            f"The auto_wrap_policy chooses no module of {type(model).__name__}, so the full model is one unit, gathered at "
             "once. Name the class of its repeated layer in transformer_cls_names_to_wrap."
         )
     layout: Any = accelerator.parallelism_config  # with an `expert_mesh`, where there are experts
@@ -155,9 +166,9 @@ def shard(
             # Gloo has no reduction that divides by another number than the ranks; over one rank torch divides itself.
             part.set_force_sum_reduction_for_comms(True)
     for part in [*parts, model]:
-        held = _held(part)
+        original = _list_parameters(part)
         fully_shard(part, **options, mp_policy=policies.get(part, around))
-        _free_replaced(held)
+        _free_replaced(original)
     if weights is not None:
         allocate(model, accelerator.device, offloads)
         tie(model, tied)
@@ -177,10 +188,10 @@ def _gather_ahead(model: nn.Module, plugin: Any) -> None:
     """Let each unit gather as many of those after it as the plugin says, as its forward or backward begins."""
     if not plugin.forward_prefetch and not plugin.backward_prefetch:
         return
-    found = torch_private.sharded_units(model)
-    # Backward comes to a unit before those in it, of which the last is first.
-    last_first = [part for part in dict.fromkeys(reversed(get_module_children_bottom_up(model))) if part in found]
-    ways = ("forward", plugin.forward_prefetch, found), ("backward", plugin.backward_prefetch, last_first)
+    sharded = torch_private.sharded_units(model)
+    # Backward reaches a unit before its inner units, and the last inner unit first.
+    last_first = [part for part in dict.fromkeys(reversed(get_module_children_bottom_up(model))) if part in sharded]
+    ways = ("forward", plugin.forward_prefetch, sharded), ("backward", plugin.backward_prefetch, last_first)
     for way, depth, order in ways:
         for place, part in enumerate(order if depth else ()):
             getattr(part, f"set_modules_to_{way}_prefetch")(order[place + 1 : place + 1 + depth])
@@ -203,21 +214,21 @@ def _leave_meta(model: nn.Module, initialise: Callable[[nn.Module], Any] | None)
         for module in model.modules():
             if on_meta(module, recurse=False):
                 initialise(module)
-    if left := on_meta(model, recurse=True):
+    if without_values := on_meta(model, recurse=True):
         raise ValueError(
-            f"{len(left)} tensors are on the meta device, {left[0]!r} for one, and nothing says what their values are. Load "
+            f"{len(without_values)} tensors are on the meta device, {without_values[0]!r} for one, and nothing says what their values are. Load "
             "weights on rank 0 and set cpu_ram_efficient_loading=True, or give the plugin a param_init_fn that makes them."
         )
 
 
-def _held(module: nn.Module) -> list[tuple[tuple[nn.Module, str], nn.Parameter]]:
-    own = [(part, *item) for part in module.modules() for item in part._parameters.items()]
-    return [((part, name), parameter) for part, name, parameter in own if parameter is not None]
+def _list_parameters(module: nn.Module) -> list[tuple[tuple[nn.Module, str], nn.Parameter]]:
+    entries = [(part, *item) for part in module.modules() for item in part._parameters.items()]
+    return [((part, name), parameter) for part, name, parameter in entries if parameter is not None]
 
 
-def _free_replaced(held: list[tuple[tuple[nn.Module, str], nn.Parameter]]) -> None:
-    """Free the whole tensors that shards took the place of: optimizers made before still hold them."""
-    for (module, name), old in held:
+def _free_replaced(original: list[tuple[tuple[nn.Module, str], nn.Parameter]]) -> None:
+    """Free the unsharded tensors that shards replaced: optimizers made before still refer to them."""
+    for (module, name), old in original:
         if module._parameters.get(name) is not old:
             torch_private.free(old)
 
@@ -226,7 +237,10 @@ def _free_replaced(held: list[tuple[tuple[nn.Module, str], nn.Parameter]]) -> No
 
 
 def allocate(model: nn.Module, device: torch.device, offloads: bool) -> None:
-    """Give a sharded model memory, off the meta device; with `offloads` its shards in host memory. Any rank."""
+    """Give a sharded model memory, off the meta device; with `offloads` its shards in host memory.
+
+    Not a collective.
+    """
     from torch.distributed.tensor import DTensor
 
     def filled(tensor: torch.Tensor) -> torch.Tensor:
@@ -244,10 +258,10 @@ def _take_weights(model: nn.Module) -> dict[str, torch.Tensor]:
             f"cpu_ram_efficient_loading=True sends the weights of rank 0 to the others, but {len(missing)} of them are on the "
             f"meta device there, {missing[0]!r} for one. Load the weights on rank 0."
         )
-    held, tied = _held(model), ties(model)
-    for (module, name), parameter in held:
+    original, tied = _list_parameters(model), ties(model)
+    for (module, name), parameter in original:
         module._parameters[name] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-    _free_replaced(held)
+    _free_replaced(original)
     tie(model, tied)
     for module in model.modules():
         for name, buffer in module._buffers.items():
@@ -259,7 +273,10 @@ def _take_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 def distribute(
     accelerator: Run, model: nn.Module, weights: Mapping[str, torch.Tensor], optional: Collection[str] = ()
 ) -> None:
-    """Give a sharded model the tensors that rank 0 has, each rank its shard alone; else RuntimeError. All ranks."""
+    """Give a sharded model the tensors of rank 0, each rank only its shards; else RuntimeError.
+
+    Collective: call on every rank.
+    """
     main = torch.distributed.get_rank() == 0
     targets = consistency.tensors_of(model)
     absent = {name for name in optional if name not in weights}
@@ -268,8 +285,8 @@ def distribute(
     )
     absent, problems = _from_main((absent, problems))
     if problems:
-        found = "; ".join(problems[:5])
-        raise RuntimeError(f"Rank 0's weights do not fit {type(model).__name__}; nothing was loaded: {found}.")
+        reasons = "; ".join(problems[:5])
+        raise RuntimeError(f"Rank 0's weights do not fit {type(model).__name__}; nothing was loaded: {reasons}.")
     for name, target in targets.items():
         if name in absent:
             continue
@@ -280,24 +297,27 @@ def distribute(
         local_part(target).detach().copy_(sent[box(target)])
 
 
-def _from_main(found: Any) -> Any:
-    shared = [found]
+def _from_main(obj: Any) -> Any:
+    shared = [obj]
     torch.distributed.broadcast_object_list(shared)
     return shared[0]
 
 
 def _misfits(targets: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]) -> list[str]:
-    there = {name: tuple(weights[name].shape) if name in weights else "missing" for name in targets}
+    shapes = {name: tuple(weights[name].shape) if name in weights else "missing" for name in targets}
     return [
-        f"{name} is {there[name]} there and {tuple(target.shape)} in the model"
+        f"{name} is {shapes[name]} there and {tuple(target.shape)} in the model"
         for name, target in targets.items()
-        if there[name] != tuple(target.shape)
+        if shapes[name] != tuple(target.shape)
     ]
 
 
-def misfit(name: str, whole: torch.Tensor, own: torch.Tensor) -> list[str]:
-    """Say how a gathered tensor contradicts what this rank has of it: another size, or zeros in its place. Any rank, alone."""
-    shape = getattr(own, "ds_shape", own.shape)
+def misfit(name: str, whole: torch.Tensor, local: torch.Tensor) -> list[str]:
+    """Say how a gathered tensor contradicts this rank's part of it: another size, or zeros in its place.
+
+    Not a collective.
+    """
+    shape = getattr(local, "ds_shape", local.shape)
     if whole.shape != shape:
         return [f"{name} has the shape {tuple(whole.shape)} instead of {tuple(shape)}"]
-    return [f"{name} is zero where a shard is not"] if local_part(own).any() and not whole[box(own)].any() else []
+    return [f"{name} is zero where a shard is not"] if local_part(local).any() and not whole[box(local)].any() else []

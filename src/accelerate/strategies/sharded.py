@@ -1,4 +1,4 @@
-"""What strategies share whose ranks hold shards of the parameters; and tensor parallelism and FSDP2. Their states are in `sharded_io`."""
+"""The common base of strategies with shards; tensor parallelism and FSDP2. Their checkpoints are in `sharded_io`."""
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -33,7 +33,10 @@ class Sharded(Strategy):
     # -- prepare -------------------------------------------------------------------------------------------------
 
     def check(self, accelerator: Run, objects: Sequence[Any]) -> None:
-        """Give a process that is alone a group of its own; ValueError where torch cannot shard. All ranks."""
+        """Give a single process a process group; ValueError if torch cannot shard.
+
+        Collective: call on every rank.
+        """
         if accelerator.device.type in _WITHOUT_COLLECTIVES:
             raise ValueError(
                 f"FSDP was asked for on {accelerator.device}, where torch has no collectives. Train there without an FSDP "
@@ -64,12 +67,15 @@ class Sharded(Strategy):
     def clip_grad_norm(
         self, accelerator: Run, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float
     ) -> torch.Tensor:
-        """Clip gradients to the total norm of the whole tensors, which all ranks learn. All ranks."""
+        """Clip gradients to the total norm of the full tensors, which all ranks compute.
+
+        Collective: call on every rank.
+        """
         return norms.clip_grad_norm(parameters, max_norm, norm_type)
 
 
 def note_memory(accelerator: Run, model: nn.Module) -> None:
-    """Say once what it costs that each rank holds whole gradients while it does not synchronise."""
+    """Log once the memory that unsharded gradients take on each rank while it does not synchronise."""
     # The note counts all parameters, which is too slow for every micro-batch.
     if "no_sync" not in accelerator.prepared.logged:
         accelerator.prepared.logged.add("no_sync")
@@ -101,24 +107,24 @@ class FSDP2(Sharded):
 
     @contextlib.contextmanager
     def whole_parameters(self, accelerator: Run, model: nn.Module) -> Iterator[nn.Module]:
-        """Gather all units at once, and keep them through forwards. All ranks."""
+        """Gather all units at once, and keep them through forwards. Collective: call on every rank."""
         with torch_private.unsharded(list(shard.roots(model))):
             yield self.unwrap_model(model)
 
     @contextlib.contextmanager
     def no_sync(self, accelerator: Run, model: nn.Module) -> Iterator[None]:
-        """Keep whole gradients on each rank meanwhile, by `set_requires_gradient_sync`."""
+        """Keep unsharded gradients on each rank inside the context, by `set_requires_gradient_sync`."""
         inner: Any = model._orig_mod if is_compiled_module(model) else model
-        # None in a model that was prepared for evaluation; of those that are held already the outer context lets go.
-        held: list[Any] = [root for root in shard.roots(inner) if not getattr(root, "_accelerate_held", False)]
-        if held:
+        # None for a model prepared for evaluation. The outer context releases the roots that are held already.
+        held_roots: list[Any] = [root for root in shard.roots(inner) if not getattr(root, "_accelerate_held", False)]
+        if held_roots:
             note_memory(accelerator, model)
-        for root in held:
+        for root in held_roots:
             root.set_requires_gradient_sync(False)
             root._accelerate_held = True
         try:
             yield
         finally:
-            for root in held:
+            for root in held_roots:
                 root._accelerate_held = False
                 root.set_requires_gradient_sync(True)

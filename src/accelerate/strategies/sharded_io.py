@@ -1,4 +1,4 @@
-"""What a checkpoint has of strategies whose ranks hold shards: each rank writes and reads its own, by the names of parameters."""
+"""Checkpoints of strategies with shards: each rank writes and reads its own shards, by the names of parameters."""
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -34,7 +34,7 @@ class ShardedModel:
     finish: Callable[[], None] | None = None
 
     def parameters(self) -> Iterable[nn.Parameter]:
-        """Return what this rank has of the parameters."""
+        """Return this rank's parts of the parameters."""
         return self.model.parameters()
 
     def buffers(self) -> Iterable[torch.Tensor]:
@@ -42,7 +42,7 @@ class ShardedModel:
         return self.model.buffers()
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True, adapter_only: bool = False) -> Any:
-        """Load shards, by the names of the user's model. All ranks."""
+        """Load shards, by the names of the user's model. Collective: call on every rank."""
         if self.finish is not None:
             return self.finish()
         options: dict[str, Any] = {}
@@ -61,19 +61,22 @@ class ShardedIO(StateIO):
         """Return how a checkpoint keeps the shards."""
         return layouts.layout_of(accelerator.state.fsdp_plugin, use_dcp)
 
-    def whole_tensors(self, accelerator: Run, model: nn.Module, wanted: Wanted = bool) -> Entries:
-        """Gather a tensor at a time, on each rank. All ranks, in step."""
+    def whole_tensors(self, accelerator: Run, model: nn.Module, is_selected: Wanted = bool) -> Entries:
+        """Gather a tensor at a time, on each rank. Collective: call on every rank."""
         again = model_io.tied_again(model)
         for name, value in io_of(model).model_state(model).values.items():
-            if wanted(name) and name not in again:
+            if is_selected(name) and name not in again:
                 yield name, state.full(value)
 
     def model_state(self, accelerator: Run, model: nn.Module, unwrap: bool) -> dict[str, Any]:
-        """Return the whole state dict in host memory on rank 0, and an empty one elsewhere. All ranks."""
+        """Return the full state dict in host memory on rank 0, and an empty one elsewhere.
+
+        Collective: call on every rank.
+        """
         return model_io.collected(self.whole_tensors(accelerator, model), model)
 
     def save_model(self, accelerator: Run, state: dict[str, Any], plan: SavePlan, index: int, **options: Any) -> None:
-        """Write the shards of a model. All ranks."""
+        """Write the shards of a model. Collective: call on every rank."""
         outer = accelerator._models[index]
         values = io_of(outer).model_state(outer, _getter(options.get("adapter_only", False))).values
         layouts.write(values, plan, "model", index, self.layout(accelerator, options.get("use_dcp", True)))
@@ -81,23 +84,29 @@ class ShardedIO(StateIO):
     def load_model(
         self, accelerator: Run, model: nn.Module, folder: str, index: int, **options: Any
     ) -> tuple[ShardedModel, dict[str, Any]]:
-        """Read this rank's shards of a model, whichever ranks wrote it, and return what takes them, and them. All ranks."""
+        """Read this rank's shards of a model, whichever ranks wrote it, and return what takes them, and them.
+
+        Collective: call on every rank.
+        """
         adapter_only = options.get("adapter_only", False)
         prefer, strict = self.layout(accelerator), options.get("strict", True)
         by_name = not adapter_only and loads_by_name(model)
-        state, own, finish = layouts.read_for_model(
+        state, local_state, finish = layouts.read_for_model(
             model, folder, index, prefer, strict, over=by_name, getter=_getter(adapter_only)
         )
-        return ShardedModel(model, own, adapter_only, by_name, finish), state
+        return ShardedModel(model, local_state, adapter_only, by_name, finish), state
 
     def save_optimizer(self, accelerator: Run, optimizer: Any, plan: SavePlan, index: int, **options: Any) -> None:
-        """Write the shards of an optimizer's state, by the names of parameters. All ranks."""
+        """Write the shards of an optimizer's state, by the names of parameters. Collective: call on every rank."""
         model, _ = model_of(optimizer, accelerator._models)
         state = io_of(model).optimizer_state(optimizer, model)
         layouts.write(state, plan, "optimizer", index, self.layout(accelerator))
 
     def load_optimizer(self, accelerator: Run, optimizer: Any, folder: str, index: int, **options: Any) -> Deferred:
-        """Read this rank's shards of an optimizer's state, whichever ranks wrote it. All ranks."""
+        """Read this rank's shards of an optimizer's state, whichever ranks wrote it.
+
+        Collective: call on every rank.
+        """
         model, groups = model_of(optimizer, accelerator._models)
         over = uses_torch_load(model_io.inner_optimizer(optimizer))
         return optimizers.read_for_optimizer(
@@ -112,7 +121,7 @@ class FSDP2IO(ShardedIO):
 
 
 def _getter(adapter_only: bool) -> Callable[..., dict[str, Any]] | None:
-    """Return what takes the state of an active adapter alone; None for the whole model."""
+    """Return the getter of only the active adapter's state; None for the full model."""
     return functools.partial(public_module()._get_model_state_dict, adapter_only=True) if adapter_only else None
 
 
@@ -123,5 +132,5 @@ def model_of(optimizer: Any, models: Sequence[nn.Module]) -> tuple[nn.Module, li
         return model, groups
     raise ValueError(
         f"No prepared model has all parameters of the optimizer ({type(model_io.inner_optimizer(optimizer)).__name__}), so "
-        "its state cannot be saved as shards. Give each model an optimizer of its own, made from its parameters."
+        "its state cannot be saved as shards. Give each model a separate optimizer, made from its parameters."
     )

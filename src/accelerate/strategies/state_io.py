@@ -1,9 +1,9 @@
-"""The contract of what a checkpoint has of a strategy: states of models and optimizers, and who saves them.
+"""The contract for checkpoints of a strategy: states of models and optimizers, and the ranks that save them.
 
-A `StateIO` is stateless, as a strategy is. The bodies here are the behaviour of replicas: each rank has all weights under its own
-wrapper. For weights alone ``whole_tensors`` and ``model_state`` are called; for a checkpoint ``model_state``, ``save_model``,
-``save_optimizer`` and ``checkpointed_schedulers``; for a restore ``load_model`` and ``load_optimizer``. Every rank calls them;
-who writes is decided in `checkpoint.save`.
+A `StateIO` is stateless, like a strategy. The methods here implement replicas: each rank has all weights under its own
+wrapper. Exported weights use ``whole_tensors`` and ``model_state``. A checkpoint uses ``model_state``, ``save_model``,
+``save_optimizer`` and ``checkpointed_schedulers``; a restore uses ``load_model`` and ``load_optimizer``. Every rank calls
+them; `checkpoint.save` decides which rank writes.
 """
 
 from typing import Any, ClassVar
@@ -21,9 +21,9 @@ from accelerate.runtime.run import Run
 class StateIO:
     """The states of replicas, or of one process."""
 
-    # Whether a checkpoint has each rank's part of a model, so that the whole is not gathered for `save_model`.
+    # Whether a checkpoint has each rank's part of a model, so that `save_model` does not need the full model.
     saves_shards: ClassVar[bool] = False
-    # What `whole_tensors` has gathered is nobody else's memory, and stays; tensors that the model has whole are its own.
+    # Whether the results of `whole_tensors` are copies, which stay valid, rather than the model's own memory.
     gathers_new_memory: ClassVar[bool] = False
     # Which arguments of `save_state` reach `save_model`.
     save_options: ClassVar[tuple[str, ...]] = ()
@@ -32,44 +32,53 @@ class StateIO:
         """Whether hooks of `load_state` do not see this model, nor decide who loads it; those of `save_state` get it as it is."""
         return False
 
-    def whole_tensors(self, accelerator: Run, model: nn.Module, wanted: Wanted = bool) -> Entries:
-        """Yield the wanted entries of the user's model's state dict, each whole, of tied ones the first. All ranks, in step.
+    def whole_tensors(self, accelerator: Run, model: nn.Module, is_selected: Wanted = bool) -> Entries:
+        """Yield the selected entries of the user's model's state dict, each unsharded, the first one of tied entries.
 
-        A value is to be read before the next one is asked for: it may be the model's memory, or freed then.
+        Read a value before requesting the next one: it may be the model's memory, or freed then.
+
+        Collective: call on every rank.
         """
         inner = accelerator._strategy.unwrap_model(model, keep_torch_compile=False)
         state, again = inner.state_dict(), tied_again(model)
         for name, value in zip(canonical_names(state), state.values(), strict=True):
-            if wanted(name) and name not in again:
+            if is_selected(name) and name not in again:
                 yield name, value
 
     def model_state(self, accelerator: Run, model: nn.Module, unwrap: bool) -> dict[str, Any]:
-        """Return the full state dict, with `unwrap` under the names of the user's model. All ranks."""
+        """Return the full state dict, with `unwrap` under the names of the user's model.
+
+        Collective: call on every rank.
+        """
         inner = accelerator._strategy.unwrap_model(model, keep_torch_compile=False) if unwrap else model
         return inner.state_dict()
 
     def save_model(self, accelerator: Run, state: dict[str, Any], plan: SavePlan, index: int, **options: Any) -> None:
-        """Write a state from `model_state` (empty with `saves_shards`) into a plan. All ranks.
+        """Write a state from `model_state` (empty with `saves_shards`) into a plan.
 
         `options` are `safe_serialization`, `save_on_each_node`, and those in `save_options` that the user gave.
+
+        Collective: call on every rank.
         """
         save.write_model(state, plan, index, **options)
 
     def load_model(self, accelerator: Run, model: nn.Module, folder: str, index: int, **options: Any) -> Any:
-        """Read a model's state from a checkpoint folder. All ranks.
+        """Read a model's state from a checkpoint folder.
 
         Returns a state dict for the user's module; or a pair of what takes a state in its place, with ``parameters``,
         ``buffers`` and ``load_state_dict``, and the state; or None where the weights are loaded already.
+
+        Collective: call on every rank.
         """
         inner = accelerator._strategy.unwrap_model(model, keep_torch_compile=False)
         return layouts.read_full_model(inner, folder, index, **options)
 
     def save_optimizer(self, accelerator: Run, optimizer: Any, plan: SavePlan, index: int, **options: Any) -> None:
-        """Write an optimizer's state into a plan. All ranks."""
+        """Write an optimizer's state into a plan. Collective: call on every rank."""
         save.write_optimizer(plain_state(inner_optimizer(optimizer)), plan, index, **options)
 
     def load_optimizer(self, accelerator: Run, optimizer: Any, folder: str, index: int, **options: Any) -> Any:
-        """Read an optimizer's state from a checkpoint folder. All ranks."""
+        """Read an optimizer's state from a checkpoint folder. Collective: call on every rank."""
         return optimizers.read_full_optimizer(optimizer, accelerator._models, folder, index, **options)
 
     def checkpointed_schedulers(self, accelerator: Run) -> list[Any]:

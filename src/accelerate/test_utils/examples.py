@@ -34,7 +34,7 @@ def clean_lines(lines: Sequence[str]) -> list[str]:
 def compare_against_test(
     base_filename: str, feature_filename: str, parser_only: bool, secondary_filename: str | None = None
 ) -> list[str]:
-    """Return what a feature's example adds to the base example, as far as a complete example lacks it.
+    """Return the lines of a feature's example that are neither in the base example nor in a complete example.
 
     Args:
         base_filename: the base example.

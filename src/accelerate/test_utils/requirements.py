@@ -1,6 +1,6 @@
-"""Decorators that skip a test where something it needs is missing.
+"""Decorators that skip a test if a requirement is missing.
 
-Each takes a test function or a test class and returns it, skipped or not; what is there is looked up when the decorator
+Each takes a test function or a test class and returns it, skipped or not. The requirement is checked when the decorator
 runs, not when this module is imported.
 """
 
@@ -67,7 +67,7 @@ def _is(*types: str) -> Callable[[], bool]:
 def has_tracker() -> bool:
     """Tell whether a tracker is installed that works without an account."""
     trackers = (imports.is_wandb_available, imports.is_tensorboard_available, imports.is_trackio_available)
-    return any(found() for found in trackers)
+    return any(is_installed() for is_installed in trackers)
 
 
 def _has_tensor_parallelism() -> bool:
@@ -92,7 +92,7 @@ def get_backend() -> tuple[str, int, Callable[[], int]]:
 
 torch_device, device_count, memory_allocated_func = get_backend()
 
-# What is needed, in words, and whether it is there, by the part of the name behind "require_".
+# The requirement in words, and its check, by the part of the name after "require_".
 _DEVICES = {"cuda": "a GPU that CUDA or ROCm can use", "mps": "Apple's MPS", "neuron": "AWS Neuron cores"}
 _DEVICES |= {"xpu": "an Intel XPU", "hpu": "a Gaudi HPU", "npu": "an Ascend NPU", "mlu": "a Cambricon MLU"}
 _DEVICES |= {"sdaa": "a Tecorigin SDAA", "musa": "a Moore Threads MUSA", "cpu": "a machine without other devices"}
@@ -120,7 +120,7 @@ _NEEDS: dict[str, tuple[str, Callable[[], bool]]] = {
         lambda: has_tracker() and not imports.is_comet_ml_available(),
     ),
 }
-# Those that `accelerate.utils.imports` decides by the same name.
+# Requirements that `accelerate.utils.imports` checks by the same name.
 _PACKAGES = (
     "fp16 fp8 transformer_engine transformer_engine_mxfp8 torchao bnb deepspeed pippy schedulefree triton "
     "transformers datasets peft timm torchvision torchdata_stateful_dataloader pandas matplotlib import_timer aim "

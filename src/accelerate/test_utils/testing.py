@@ -1,4 +1,4 @@
-"""What test suites import: requirements, commands, base classes, and a comparison of tensors over ranks."""
+"""Helpers of test suites: requirements, commands, base classes, and a comparison of tensors over ranks."""
 
 import asyncio
 import contextlib
@@ -38,7 +38,7 @@ class SubprocessCallException(Exception):
 
 @dataclass
 class _RunOutput:
-    """What a command left behind: its exit status, and the lines of its output and of its errors."""
+    """The result of a command: its exit status, and the lines of its output and of its errors."""
 
     returncode: int
     stdout: list[str] = field(default_factory=list)
@@ -49,7 +49,7 @@ def get_launch_command(**kwargs: Any) -> list[str]:
     """Return an `accelerate launch` command with options.
 
     Args:
-        kwargs: option name to value. True gives the flag alone; None leaves it out.
+        kwargs: option name to value. True gives only the flag; None omits the option.
 
     Example:
         >>> get_launch_command(num_processes=2, cpu=True)
@@ -187,7 +187,7 @@ async def _stream_subprocess(
 
 
 def parse_flag_from_env(key: str, default: Any = False) -> Any:
-    """Return the truth value of a variable, or the default as it is; what is no truth value is a ValueError."""
+    """Return the truth value of a variable, or the default as it is; another word is a ValueError."""
     return flag_of(key) if os.environ.get(key, "").strip() else default
 
 
@@ -219,7 +219,7 @@ def assert_exception(exception_class: type[BaseException], msg: str | None = Non
 
 
 def capture_call_output(func: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
-    """Call a function and return what it printed."""
+    """Call a function and return its output."""
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
         func(*args, **kwargs)
@@ -240,7 +240,7 @@ class AccelerateTestCase(unittest.TestCase):
 
 
 class TempDirTestCase(unittest.TestCase):
-    """A test case with a directory of its own, `self.tmpdir`, emptied before each test if `clear_on_setup` is set."""
+    """A test case with a separate directory, `self.tmpdir`, emptied before each test if `clear_on_setup` is set."""
 
     clear_on_setup: bool = True
     tmpdir: ClassVar[pathlib.Path]
@@ -280,6 +280,9 @@ class MockingTestCase(unittest.TestCase):
 
 
 def are_the_same_tensors(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor, of the same shape everywhere, is the same on all ranks. Every rank calls it."""
-    mine = tensor[None].clone().to(PartialState().device)
-    return all(torch.equal(theirs, mine[0]) for theirs in gather(mine))
+    """Tell whether a tensor, of the same shape everywhere, is the same on all ranks.
+
+    Collective: call on every rank.
+    """
+    local = tensor[None].clone().to(PartialState().device)
+    return all(torch.equal(received, local[0]) for received in gather(local))

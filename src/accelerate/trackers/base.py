@@ -27,7 +27,7 @@ def on_main_process(function: Callable[P, R]) -> Callable[P, R | None]:
 
 
 class GeneralTracker:
-    """The base of all trackers. Derive from it to log to a library of your own.
+    """The base of all trackers. Derive from it to log to another library.
 
     A subclass defines ``name`` (a str, by which it is found), ``requires_logging_directory`` (a bool), and the property
     ``tracker``, which returns the library's own object. It overrides the methods that it needs; all of them do nothing
@@ -35,10 +35,10 @@ class GeneralTracker:
     ``store_init_configuration``; ``Accelerator.log`` calls ``log``, and ``Accelerator.end_training`` calls ``finish``.
 
     Attributes:
-        main_process_only: Whether the methods run on the main process alone. False means every rank logs.
+        main_process_only: Whether the methods run only on the main process. False means every rank logs.
 
     Args:
-        _blank: Stand for a tracker that is not there: what ``Accelerator.get_tracker`` returns on other ranks.
+        _blank: Make a tracker without a library, such as ``Accelerator.get_tracker`` returns on other ranks.
 
     Raises:
         NotImplementedError: The subclass lacks a definition; the message lists those missing.
@@ -78,7 +78,7 @@ class GeneralTracker:
         missing = [name for name in _REQUIRED if not hasattr(type(self), name) and name not in self.__dict__]
         if missing:
             raise NotImplementedError(
-                f"{type(self).__name__} lacks what every tracker defines: {', '.join(f'`{name}`' for name in missing)}. "
+                f"{type(self).__name__} lacks definitions that every tracker needs: {', '.join(f'`{name}`' for name in missing)}. "
                 "Define `name` and `requires_logging_directory` in the class, and `tracker` as a property."
             )
 

@@ -67,12 +67,12 @@ __getattr__ = _lazy.aliases(__name__, {"_available_trackers": get_available_trac
 def filter_trackers(
     log_with: Choice | Sequence[Choice] | None, logging_dir: str | os.PathLike[str] | None = None
 ) -> list[Any]:
-    """Return the trackers that can be used out of those asked for, each once, in their order.
+    """Return the usable trackers among the requested ones, each once, in their order.
 
     Args:
-        log_with: Names, ``"all"`` for every installed one, or trackers of your own; one or a sequence of them. With
-            ``"all"`` trackers of your own come first.
-        logging_dir: Where trackers log that need a folder.
+        log_with: Names, ``"all"`` for every installed one, or tracker objects; one or a sequence of them. With ``"all"``
+            tracker objects come first.
+        logging_dir: The folder for trackers that need one.
 
     Returns:
         LoggerType members of built-in trackers, names of registered ones, and tracker objects.
@@ -96,9 +96,9 @@ def filter_trackers(
         if name == LoggerType.ALL.value:
             everything = [member.value for member in get_available_trackers()]
         elif not isinstance(name, str) or name not in LOGGER_TYPE_TO_CLASS:
-            known = [LoggerType.ALL.value, *LOGGER_TYPE_TO_CLASS]
+            choices = [LoggerType.ALL.value, *LOGGER_TYPE_TO_CLASS]
             raise ValueError(
-                f"log_with got {item!r}; choose among {known}, or pass an object of a `GeneralTracker` class."
+                f"log_with got {item!r}; choose among {choices}, or pass an object of a `GeneralTracker` class."
             )
         elif not _AVAILABLE.get(name, lambda: True)():
             logger.warning("log_with asks for %r, but its library is not installed; nothing is logged there.", name)
@@ -109,10 +109,10 @@ def filter_trackers(
             )
         else:
             chosen.setdefault(name, LoggerType(name) if name in LoggerType else name)
-    for name in everything:  # after those of the caller, in an order of their own
+    for name in everything:  # after the caller's, in a fixed order
         chosen.pop(name, None)
         if LOGGER_TYPE_TO_CLASS[name].requires_logging_directory and logging_dir is None:
-            logger.warning("log_with='all' leaves out %r, which needs a logging_dir.", name)
+            logger.warning("log_with='all' skips %r, which needs a logging_dir.", name)
         else:
             chosen[name] = LoggerType(name)
     return list(chosen.values())

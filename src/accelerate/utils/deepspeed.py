@@ -1,4 +1,4 @@
-"""What `prepare` returns under DeepSpeed. The public path of `accelerate.extensions.deepspeed.wrappers`."""
+"""The objects that `prepare` returns under DeepSpeed. The public path of `accelerate.extensions.deepspeed.wrappers`."""
 
 from accelerate.base._lazy import front
 

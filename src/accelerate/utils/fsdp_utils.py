@@ -26,7 +26,7 @@ from accelerate.strategies.fsdp import (
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.state_dict import StateDictOptions
 
-# What this module gives and does not hold itself.
+# Names of other modules that this module also gives.
 _HOMES = {
     "accelerate.extensions.convert.convert": "_distributed_checkpoint_to_merged_weights merge_fsdp_weights",
     "accelerate.checkpoint.fsdp": "load_fsdp_optimizer save_fsdp_optimizer",
@@ -51,14 +51,16 @@ def save_fsdp_model(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> None:
-    """Save a sharded model. Every rank calls it.
+    """Save a sharded model.
+
+    Collective: call on every rank.
 
     Args:
-        fsdp_plugin: its `state_dict_type` chooses what is written. FULL_STATE_DICT: one file,
-            `pytorch_model_fsdp.bin`, gathered by rank 0. Else the folder `pytorch_model_fsdp_0`, to which each rank writes its
-            part, and which any number of ranks can load. None writes shards.
-        accelerator: not used; a checkpoint needs no more than the model knows.
-        model: wrapped by torch's FullyShardedDataParallel, or sharded in place; any other model can be saved, too.
+        fsdp_plugin: its `state_dict_type` chooses the format. FULL_STATE_DICT: one file, `pytorch_model_fsdp.bin`, gathered
+            by rank 0. Else the folder `pytorch_model_fsdp_0`, to which each rank writes its part, and which any number of
+            ranks can load. None writes shards.
+        accelerator: not used; the model has all information.
+        model: wrapped by torch's FullyShardedDataParallel, or sharded in place; any other model can also be saved.
         output_dir: the checkpoint's folder, which all ranks see.
         model_index: which of the models it is, from 0.
         adapter_only: only the active adapter, if it is a PEFT model.
@@ -82,13 +84,14 @@ def load_fsdp_model(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> Any:
-    """Load a sharded model. Every rank calls it.
+    """Load a sharded model.
 
-    It need not have been saved by the same number of ranks, or sharded in the same way, or sharded at all. Everything is read
-    before anything is changed.
+    The number of ranks and the sharding may differ from those of the save. All data is read before anything is changed.
+
+    Collective: call on every rank.
 
     Args:
-        fsdp_plugin: its `state_dict_type` chooses what is read if the folder has several layouts of the model; None: shards.
+        fsdp_plugin: its `state_dict_type` chooses the format if the folder has several layouts of the model; None: shards.
         accelerator: not used.
         model: see `save_fsdp_model`.
         input_dir: the checkpoint's folder, which all ranks see.
@@ -109,8 +112,10 @@ def load_fsdp_model(
     setter = partial(_set_model_state_dict, adapter_only=adapter_only)
     prefer = layouts.layout_of(fsdp_plugin, use_dcp)
     folder = load.with_manifest(input_dir)
-    state, own, _ = run_on_all_ranks(lambda: layouts.read_for_model(model, folder, model_index, prefer, getter=getter))
-    return io_of(model).apply_model(model, state, own, setter)
+    state, local_state, _ = run_on_all_ranks(
+        lambda: layouts.read_for_model(model, folder, model_index, prefer, getter=getter)
+    )
+    return io_of(model).apply_model(model, state, local_state, setter)
 
 
 def fsdp2_apply_ac(accelerator: Any, model: nn.Module) -> nn.Module:
@@ -131,14 +136,16 @@ def fsdp2_apply_ac(accelerator: Any, model: nn.Module) -> nn.Module:
 
 
 def fsdp2_prepare_model(accelerator: Any, model: nn.Module) -> nn.Module:
-    """Shard a model with `fully_shard`, in place, as the FSDP plugin says. Every rank calls it.
+    """Shard a model with `fully_shard`, in place, as the FSDP plugin says.
+
+    Collective: call on every rank.
 
     Args:
         accelerator: the Accelerator; optimizers that it prepares update the shards.
-        model: compiled or not; one that is sharded already is left alone.
+        model: compiled or not; a sharded model is not changed.
 
     Returns:
-        The model, in its compiled shell if it came in one.
+        The model, in its compiled shell if it had one.
     """
     inner = model._orig_mod if is_compiled_module(model) else model
     if shard.is_sharded(inner):

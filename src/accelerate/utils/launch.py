@@ -87,14 +87,14 @@ def prepare_multi_gpu_env(args: argparse.Namespace) -> dict[str, str]:
 
 
 def prepare_deepspeed_cmd_env(args: argparse.Namespace) -> tuple[list[str] | None, dict[str, str]]:
-    """Return how DeepSpeed's processes are started: a command of its own launcher, or None for torchrun.
+    """Return the start of DeepSpeed's processes: a command of its own launcher, or None for torchrun.
 
     Args:
         args: as in `prepare_multi_gpu_env`.
 
     Returns:
         The command or None, and all variables of the processes. A command is for several machines with a launcher other
-        than "standard"; which variables reach the other machines is left to the caller.
+        than "standard"; the caller chooses the variables that reach the other machines.
 
     Raises:
         LaunchError: the launcher is unknown, two filters contradict each other, or as in `prepare_multi_gpu_env`.
@@ -199,9 +199,9 @@ def _get_mpirun_args() -> tuple[str, str, str, str, str]:
 
 
 def env_var_path_add(env_var_name: str, path_to_add: str) -> str:
-    """Return a path-like variable, which is not changed, with one more directory at its end.
+    """Return a path-like variable with one more directory at its end; the variable itself is not changed.
 
-    Empty parts of it, which would stand for the working directory, are left out.
+    Empty parts, which would stand for the working directory, are removed.
     """
     return os.pathsep.join([*filter(None, os.environ.get(env_var_name, "").split(os.pathsep)), path_to_add])
 
@@ -210,15 +210,15 @@ def _filter_args(
     args: argparse.Namespace, parser: argparse.ArgumentParser, default_args: Sequence[str] = []
 ) -> argparse.Namespace:
     """Return the arguments that another parser knows; `default_args` are what that parser needs to be satisfied."""
-    known, _ = parser.parse_known_args(list(default_args))
-    for name in vars(known):
+    parsed, _ = parser.parse_known_args(list(default_args))
+    for name in vars(parsed):
         if hasattr(args, name):
-            setattr(known, name, getattr(args, name))
-    return known
+            setattr(parsed, name, getattr(args, name))
+    return parsed
 
 
 def _convert_nargs_to_dict(nargs: Sequence[str]) -> dict[str, Any]:
-    """Turn script arguments `--name value` into typed values by name; one that stands alone is a LaunchError."""
+    """Turn script arguments `--name value` into typed values by name; a single word is a LaunchError."""
     return module_of("sagemaker").hyperparameters(nargs)
 
 

@@ -14,7 +14,7 @@ from accelerate.devices.table import detect
 from accelerate.precision.amp import autocast_context, precision
 from accelerate.state import AcceleratorState
 
-# What this module gives and does not hold itself.
+# Names of other modules that this module also gives.
 _HOMES = {
     "accelerate.base.text": "convert_file_size_to_int",
     "accelerate.modules.offloaded": "has_offloaded_params",
@@ -40,7 +40,7 @@ __getattr__, __dir__, _ = front(__name__, _HOMES, [])
 # The files in accelerate.extensions.big_models log under this name, because other libraries put filters on it.
 logger = logging.getLogger(__name__)
 
-# Where gradients are sharded, or the device compiles whole graphs, overflow has to be looked for in another way.
+# Distributed types with sharded gradients, or with graphs of a full step, need another search for overflows.
 _SCALERS = {
     "FSDP": ("torch.distributed.fsdp.sharded_grad_scaler", "ShardedGradScaler"),
     "XLA": ("torch_xla.amp", "GradScaler"),
@@ -76,10 +76,10 @@ def get_mixed_precision_context_manager(
 
 
 def get_grad_scaler(distributed_type: DistributedType | str | None = None, **kwargs: Any) -> Any:
-    """Return the gradient scaler that fits a way of training.
+    """Return the gradient scaler that fits a distributed type.
 
     Args:
-        distributed_type: How processes cooperate; None: any way that leaves gradients whole.
+        distributed_type: How processes cooperate; None: any type without sharded gradients.
         **kwargs: Passed to the scaler, such as ``init_scale``.
 
     Example:

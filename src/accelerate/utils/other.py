@@ -17,7 +17,7 @@ from accelerate.process import PartialState
 from accelerate.runtime.ports import get_free_port as get_free_port
 from accelerate.runtime.ports import is_port_in_use as is_port_in_use
 
-# What this module gives and does not hold itself.
+# Names of other modules that this module also gives.
 _HOMES = {
     "accelerate.modules.unwrap": (
         "clean_state_dict_for_safetensors compile_regions compile_regions_deepspeed compile_regions_fsdp2 extract_model_from_parallel "
@@ -32,7 +32,9 @@ logger = logging.getLogger(__name__)
 
 
 def wait_for_everyone() -> None:
-    """Wait until every rank has reached this call. All ranks must call it.
+    """Wait until every rank has reached this call.
+
+    Collective: call on every rank.
 
     Example:
         >>> from accelerate.utils import wait_for_everyone

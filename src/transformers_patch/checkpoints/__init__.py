@@ -1,8 +1,8 @@
-"""Checkpoints of transformers' Trainer that are whole or not there.
+"""Atomic checkpoints of transformers' Trainer: complete or absent.
 
-Three ways in: `transformers_patch.apply(checkpoints=True)`, `python -m transformers_patch run --checkpoints train.py`, and
-`class MyTrainer(CheckpointMixin, Trainer)` for those who patch nothing. They need this fork's accelerate; beside upstream's
-they warn, and change nothing.
+Use one of: `transformers_patch.apply(checkpoints=True)`, `python -m transformers_patch run --checkpoints train.py`, or
+`class MyTrainer(CheckpointMixin, Trainer)`, which patches nothing. They need this fork's accelerate; with upstream's they
+warn, and change nothing.
 """
 
 import contextlib
@@ -19,13 +19,19 @@ __all__ = ["CheckpointMixin", "available", "get_last_checkpoint"]
 
 
 def available() -> bool:
-    """Return whether the installed accelerate has what the checkpoints are staged and published with. Any rank, alone."""
+    """Return whether the installed accelerate can stage and publish checkpoints.
+
+    Not a collective.
+    """
     # Upstream's has no such folder.
     return bool(importlib.util.find_spec("accelerate") and importlib.util.find_spec("accelerate.checkpoint"))
 
 
 def usable(depth: int = 3) -> bool:
-    """Return what `available` does, and warn where that is not so: the caller's caller, or who is further up. Any rank, alone."""
+    """Return what `available` does, and warn where that is not so: the caller's caller, or who is further up.
+
+    Not a collective.
+    """
     if available():
         return True
     warnings.warn(
@@ -39,9 +45,9 @@ def usable(depth: int = 3) -> bool:
 
 def build(run: Callable[..., Any], trainer: Any, *args: Any, **options: Any) -> None:
     """Let a Trainer be built by `run`, with a model that arrives sharded too: it refuses to save the optimizer, which is done here."""
-    given = [*args, *options.values()]
-    arguments = next((value for value in given if hasattr(value, "save_only_model")), None)
-    arrives = any(getattr(value, "is_distributed_loading_by_transformers", False) for value in given)
+    values = [*args, *options.values()]
+    arguments = next((value for value in values if hasattr(value, "save_only_model")), None)
+    arrives = any(getattr(value, "is_distributed_loading_by_transformers", False) for value in values)
     changes = arguments is not None and arrives and available()
     with shadowed(arguments, save_only_model=True) if changes else contextlib.nullcontext():
         run(*args, **options)
@@ -50,7 +56,10 @@ def build(run: Callable[..., Any], trainer: Any, *args: Any, **options: Any) -> 
 def train(
     run: Callable[..., Any], trainer: Any, resume_from_checkpoint: Any = None, *args: Any, **options: Any
 ) -> Any:
-    """Let a Trainer train by `run`, from a whole checkpoint, and publish the ones that it saves. All ranks."""
+    """Let a Trainer train by `run`, from a complete checkpoint, and publish the ones that it saves.
+
+    Collective: call on every rank.
+    """
     if not usable(depth=4):
         return run(resume_from_checkpoint, *args, **options)
     from transformers_patch import engine
@@ -62,7 +71,7 @@ def train(
 
 
 def save_checkpoint(run: Callable[..., Any], trainer: Any, model: Any, trial: Any, *args: Any, **options: Any) -> Any:
-    """Let a Trainer save by `run` into a staged folder, which is published. All ranks."""
+    """Let a Trainer save by `run` into a staged folder, which is published. Collective: call on every rank."""
     if not available():  # `train` has said so
         return run(model, trial, *args, **options)
     from transformers_patch.checkpoints import save
@@ -72,7 +81,7 @@ def save_checkpoint(run: Callable[..., Any], trainer: Any, model: Any, trial: An
 
 @contextlib.contextmanager
 def _stages(trainer: Any) -> Iterator[None]:
-    """Let transformers' own `_save_checkpoint` stage, for one Trainer: what a class in between does before and after it finds the final folder."""
+    """Let transformers' own `_save_checkpoint` stage, for one Trainer; overriding methods before and after find the final folder."""
     from transformers import Trainer
 
     stock = Trainer._save_checkpoint
@@ -89,10 +98,12 @@ def _stages(trainer: Any) -> Iterator[None]:
 
 
 def get_last_checkpoint(folder: str | os.PathLike[str]) -> str | None:
-    """Return the newest whole checkpoint of a run, as transformers' function of that name does for any folder.
+    """Return the newest complete checkpoint of a run, as transformers' function of that name does for any folder.
 
-    Those that are unfinished or damaged are passed over, and a warning names each with what is wrong. Names and sizes of files
-    are compared here; their bytes when `train` resumes. Any rank, alone.
+    Unfinished and damaged ones are skipped, and a warning names each with its fault. Names and sizes of files are compared
+    here; their bytes when `train` resumes.
+
+    Not a collective.
 
     Args:
         folder: The `output_dir` of the run.
@@ -121,11 +132,13 @@ def get_last_checkpoint(folder: str | os.PathLike[str]) -> str | None:
 
 
 class CheckpointMixin:
-    """Stands before a Trainer among the bases of a class, and makes its checkpoints whole or not there.
+    """The first base of a Trainer class, which makes its checkpoints atomic.
 
-    `train` takes the newest whole checkpoint for ``resume_from_checkpoint=True``, and refuses a damaged one. The files that the Trainer's
-    own `_save_checkpoint` writes are staged and published in one step. `on_save` and the rest of an overriding `_save_checkpoint` follow, and
-    find the final folder. All ranks.
+    `train` takes the newest complete checkpoint for ``resume_from_checkpoint=True``, and refuses a damaged one. The files that
+    the Trainer's own `_save_checkpoint` writes are staged and published in one step. `on_save` and the rest of an overriding
+    `_save_checkpoint` follow, and find the final folder.
+
+    Collective: call on every rank.
 
     Attributes:
         checkpoints: "async" saves in the background, unless other code may read or change the files; True waits for the disk.
@@ -149,18 +162,20 @@ class CheckpointMixin:
         build(super().__init__, self, *args, **options)
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **options: Any) -> Any:
-        """Train, as the Trainer does; all ranks call it.
+        """Train, like the Trainer.
+
+        Collective: call on every rank.
 
         Args:
-            resume_from_checkpoint: True for the newest whole checkpoint in `output_dir`, or the path of one.
+            resume_from_checkpoint: True for the newest complete checkpoint in `output_dir`, or the path of one.
             *args: As for the Trainer.
             **options: As for the Trainer.
 
         Returns:
-            What the Trainer returns.
+            The Trainer's result.
 
         Raises:
-            DamagedCheckpoint: The checkpoint that was named is not whole.
+            DamagedCheckpoint: The named checkpoint is not complete.
             ValueError: There is none; or a rank does not see it.
         """
         return train(super().train, self, resume_from_checkpoint, *args, **options)  # type: ignore[misc]

@@ -28,7 +28,10 @@ _PUBLISHED = "_published_checkpoint"
 
 
 def expect(trainer: Any, save: Save, remove_older: Callable[[], None], leave: Callable[[], None]) -> None:
-    """Run the steps after `on_save` when the Trainer has called it; at once if the Trainer will not call it. All ranks."""
+    """Run the steps after `on_save` when the Trainer has called it; at once if the Trainer will not call it.
+
+    Collective: call on every rank.
+    """
     folder, handler = save.storage.location, trainer.callback_handler
     vars(trainer)[_PUBLISHED] = _Published(folder, save.barrier.name, save.group.rank, save.leads, remove_older)
     if not trainer.control.should_save:
@@ -59,9 +62,11 @@ def expect(trainer: Any, save: Save, remove_older: Callable[[], None], leave: Ca
 
 
 def settle(trainer: Any) -> None:
-    """Update the manifest of the last published checkpoint, and then remove older checkpoints, once. Not a collective.
+    """Update the manifest of the last published checkpoint, and then remove older checkpoints, once.
 
     Called after `on_save`, and again before the next save and at the end of the training: threads of callbacks may still write.
+
+    Not a collective.
     """
     vars(trainer.callback_handler).pop("on_save", None)
     if (published := vars(trainer).get(_PUBLISHED)) is not None:
@@ -103,8 +108,8 @@ class _Published:
                 return
             files = dict(listing.files)
             for name in names:
-                known = files.pop(name, None) or manifest.is_checkpoint_file(name.split("/")[0])
-                if known and name in self.stamps:
+                is_listed = files.pop(name, None) or manifest.is_checkpoint_file(name.split("/")[0])
+                if is_listed and name in self.stamps:
                     with contextlib.suppress(FileNotFoundError):
                         files[name] = formats.describe(os.path.join(self.folder, name), self.rank)
             if files != listing.files:
@@ -118,8 +123,8 @@ class Rotations:
 
     def __init__(self, trainer: Any) -> None:
         module = sys.modules[Trainer.__module__]
-        found = [(module, "rotate_checkpoints"), (trainer, "_rotate_checkpoints")]
-        self._replaced = [(owner, name) for owner, name in found if capture.is_foreign(getattr(owner, name, None))]
+        targets = [(module, "rotate_checkpoints"), (trainer, "_rotate_checkpoints")]
+        self._replaced = [(owner, name) for owner, name in targets if capture.is_foreign(getattr(owner, name, None))]
         self.calls: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = []
 
     @contextlib.contextmanager

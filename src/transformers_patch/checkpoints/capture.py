@@ -1,7 +1,7 @@
-"""What is written with `torch.save` and safetensors' `save_file` while a checkpoint is staged goes into the plan of the save.
+"""Files of `torch.save` and safetensors' `save_file` during the staging of a checkpoint become part of the save's plan.
 
-So a file is hashed while it is written, by the rank that has it, and in the background a copy of it is written. Of what is written in
-another way, or with options, nothing changes: it lies in the staged folder, and is hashed there.
+So the rank that has a file hashes it while it is written, and in the background a copy is written. Files written in another
+way, or with options, are not changed: they are in the staged folder, and are hashed there.
 """
 
 import contextlib
@@ -37,9 +37,9 @@ Stamp = tuple[int, int, int]  # of a file: which it is, its size, when it was wr
 
 @contextlib.contextmanager
 def into(plan: SavePlan, waits: bool) -> Iterator[dict[str, Stamp]]:
-    """Let a plan take the files of its folder that are saved in a block, and give the stamps of those that it wrote.
+    """Let a plan take the files of its folder that are saved in a block, and return the stamps of those that it wrote.
 
-    It writes each at once, or `waits` for the call that writes. Ranks may write files of one name: the last writer's counts.
+    It writes each at once, or `waits` for the writing call. If ranks write files of one name, the last writer's counts.
     """
     stamps: dict[str, Stamp] = {}
 

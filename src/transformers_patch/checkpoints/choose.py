@@ -1,7 +1,7 @@
-"""Which checkpoints of a Trainer are whole, and from which one a run goes on.
+"""The complete checkpoints of a Trainer, and the choice of the one to resume from.
 
-A folder with a manifest is compared with it. One without was written by the stock Trainer, which writes into the final folder, so
-its files show only: those that a reader would stumble over, and sets of which a part is missing.
+A folder with a manifest is compared with it. A folder without one was written by the stock Trainer, directly into the final
+folder. Its files only show some faults: files that a reader cannot open, and sets with missing parts.
 """
 
 import logging
@@ -20,7 +20,7 @@ from accelerate.checkpoint.storage import LocalStorage
 logger = logging.getLogger(__name__)
 
 STATE = "trainer_state.json"
-# Lies in a folder that transformers' own preemption callback is writing to.
+# A file in a folder that transformers' own preemption callback is writing to.
 _UNFINISHED = "checkpoint-is-incomplete.txt"
 _NAME = re.compile(f"checkpoint-({manifest.NUMBER})")
 _SHARDS = re.compile(f"(optimizer|pytorch_model_fsdp)_{manifest.NUMBER}")
@@ -32,14 +32,17 @@ def place_of(folder: str, number: int) -> str:
 
 
 def numbers(folder: str) -> list[int]:
-    """Return the steps of which a run has a folder, whole or not, newest first."""
+    """Return the steps of a run's folders, complete or not, newest first."""
     with os.scandir(folder) as entries:
-        found = [_NAME.fullmatch(entry.name) for entry in entries if entry.is_symlink() or entry.is_dir()]
-    return sorted((int(match[1]) for match in found if match), reverse=True)
+        matches = [_NAME.fullmatch(entry.name) for entry in entries if entry.is_symlink() or entry.is_dir()]
+    return sorted((int(match[1]) for match in matches if match), reverse=True)
 
 
 def flaw(folder: str | os.PathLike[str], deep: bool = False) -> str:
-    """Return why the Trainer cannot resume from a folder, or nothing; `deep` reads all bytes that a manifest lists. Any rank, alone."""
+    """Return why the Trainer cannot resume from a folder, or nothing; `deep` reads all bytes that a manifest lists.
+
+    Not a collective.
+    """
     try:
         status = LocalStorage(folder).state()
         if not status.loads:
@@ -47,32 +50,35 @@ def flaw(folder: str | os.PathLike[str], deep: bool = False) -> str:
         if not os.path.isfile(os.path.join(folder, STATE)):
             return f"it has no {STATE}"
         listing = status.manifest
-        found = _stock_flaws(folder) if listing is None else manifest.problems(folder, listing, deep=deep)
-        return "; ".join(manifest.first_of(found))
+        problems = _stock_flaws(folder) if listing is None else manifest.problems(folder, listing, deep=deep)
+        return "; ".join(manifest.first_of(problems))
     except OSError as error:
         return str(error)
 
 
 def _stock_flaws(folder: str) -> list[str]:
     names = sorted(os.listdir(folder))
-    found = ["the stock Trainer did not finish writing it"] if _UNFINISHED in names else []
-    found += unreadable(folder)
+    problems = ["the stock Trainer did not finish writing it"] if _UNFINISHED in names else []
+    problems += unreadable(folder)
     optimizer = any(name.startswith(("optimizer", "global_step")) or "-optimizer." in name for name in names)
     if optimizer != any(name.startswith("rng_state") for name in names):
-        found.append(f"the {'generators' if optimizer else 'optimizer'} are missing")
-    # Of a sharded set this comes last.
+        problems.append(f"the {'generators' if optimizer else 'optimizer'} are missing")
+    # The last file of a sharded set.
     last = {name: os.path.join(name, ".metadata") for name in names if _SHARDS.fullmatch(name)}
     last |= {name: "latest" for name in names if name.startswith("global_step")}
-    found += [f"{end} is missing" for end in last.values() if not os.path.isfile(os.path.join(folder, end))]
+    problems += [f"{end} is missing" for end in last.values() if not os.path.isfile(os.path.join(folder, end))]
     others = re.compile(r"(training_args|optimizer.*|scheduler)\.bin")
     weights = [name for name in names if name.endswith((".safetensors", ".bin")) and not others.fullmatch(name)]
     if not weights and not any(os.path.isdir(os.path.join(folder, name)) for name in names):
-        found.append("it has no weights")
-    return found
+        problems.append("it has no weights")
+    return problems
 
 
 def newest(folder: str, deep: bool = False) -> tuple[int | None, list[str]]:
-    """Return the step of the newest whole checkpoint, None without one, and a line for each that was passed over, of which it warns. Any rank, alone."""
+    """Return the step of the newest complete checkpoint, None without one, and a warning for each skipped one.
+
+    Not a collective.
+    """
     passed: list[str] = []
     for number in numbers(folder):
         place = place_of(folder, number)
@@ -90,13 +96,15 @@ def group_of(args: Any) -> Group:
 
 
 def resolved(trainer: Any, asked: Any) -> Any:
-    """Return what the Trainer resumes from: the newest whole checkpoint for True, or the one asked for, verified. All ranks.
+    """Return the folder that the Trainer resumes from: the newest complete checkpoint for True, or the named one, verified.
 
-    One rank per file system looks and hashes; the others make sure that they see the same folder.
+    One rank per file system reads and hashes; the others check that they see the same folder.
+
+    Collective: call on every rank.
 
     Raises:
-        DamagedCheckpoint: The one asked for is not whole.
-        ValueError: There is none; or it is not there on some rank.
+        DamagedCheckpoint: The named one is not complete.
+        ValueError: There is none; or some rank does not see it.
     """
     if asked is None or asked is False:
         return asked
@@ -129,7 +137,7 @@ def resolved(trainer: Any, asked: Any) -> Any:
 
 def _newest_number(folder: str) -> int:
     if os.path.isdir(folder):
-        LocalStorage(folder).sweep()  # which also completes what was killed while it was published
+        LocalStorage(folder).sweep()  # it also completes a checkpoint whose publication was killed
     number, passed = newest(folder, deep=True) if os.path.isdir(folder) else (None, [])
     if number is None:
         what = "\n  ".join([" These are not whole:", *manifest.first_of(passed)] if passed else [])

@@ -1,6 +1,6 @@
-"""The symbols of transformers that the checkpoints replace. Each is one entry of the registry, and is put back by itself.
+"""The symbols of transformers that the checkpoints replace. Each is one entry of the registry, and is restored separately.
 
-A replacement calls what it replaces: none of the Trainer's code is copied.
+A replacement calls the original: none of the Trainer's code is copied.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """A run that resumes on another number of ranks keeps its global batch: it accumulates more micro-batches, or fewer.
 
-An optimizer step then sees the same samples, so that steps per epoch, schedule and the next sample stay. The number of ranks and the
-global batch lie in a small file of the checkpoint, because the Trainer's own state does not have them.
+An optimizer step then sees the same samples, so that steps per epoch, schedule and the next sample stay the same. The
+number of ranks and the global batch are in a small file of the checkpoint, because the Trainer's own state lacks them.
 """
 
 import json
@@ -25,12 +25,14 @@ def record(trainer: Any, folder: str) -> None:
 
 
 def keep(trainer: Any, folder: str) -> dict[str, Any]:
-    """Let the Trainer accumulate so that the global batch is that of the checkpoint, if that was saved on another number of ranks.
+    """Let the Trainer accumulate so that the global batch is that of the checkpoint, if it was saved on another number of ranks.
 
-    All ranks, before the training. Rank 0 warns of what else decides which samples come next, and differs.
+    Rank 0 warns if other settings that decide the next samples differ.
+
+    Collective: call on every rank, before the training.
 
     Returns:
-        What `record` wrote; empty for a folder of the stock Trainer.
+        The content that `record` wrote; empty for a folder of the stock Trainer.
 
     Raises:
         ValueError: The ranks do not divide the global batch; it lists the numbers of ranks that do. Or DeepSpeed's engine, whose
@@ -42,12 +44,12 @@ def keep(trainer: Any, folder: str) -> dict[str, Any]:
     parts = "replicas", _replicas(trainer)
     if former.get(*parts) != parts[1] or "replicas" not in former and former["world_size"] != trainer.args.world_size:
         _fit(trainer, folder, former["world_size"], former["global_batch"])
-    # What `auto_find_batch_size` had found is taken over by the Trainer.
+    # The Trainer restores the result of `auto_find_batch_size`.
     former |= {"global_batch": None} if trainer.args.auto_find_batch_size else {}
-    found = [(name, former.get(name), value) for name, value in _data(trainer).items()]
-    changed = "; ".join(f"{name} was {old}, and is {new}" for name, old, new in found if old not in (None, new))
+    comparisons = [(name, former.get(name), value) for name, value in _data(trainer).items()]
+    changed = "; ".join(f"{name} was {old}, and is {new}" for name, old, new in comparisons if old not in (None, new))
     if changed and trainer.args.process_index == 0:
-        logger.warning("%r goes on with other samples than the run that saved it: %s.", folder, changed)
+        logger.warning("%r resumes with other samples than the run that saved it: %s.", folder, changed)
     return former
 
 
@@ -74,15 +76,19 @@ def _fit(trainer: Any, folder: str, world: int, batch: int) -> None:
     if batch == at_once * args.gradient_accumulation_steps:
         return
     what = f"{folder!r} was saved on {world} rank(s) with a global batch of {batch}"
-    here = f"here {args.world_size} rank(s) have {at_once} samples at a time (per_device_train_batch_size={args.per_device_train_batch_size})"
+    current_text = f"here {args.world_size} rank(s) have {at_once} samples at a time (per_device_train_batch_size={args.per_device_train_batch_size})"
     if batch % at_once:
-        each = max(1, at_once // args.world_size)
-        fit = ", ".join(str(ranks) for ranks in range(1, batch // each + 1) if batch % (each * ranks) == 0)
-        raise ValueError(f"{what}; {here}, which does not divide it. Numbers of ranks that do: {fit or 'none'}.")
+        rank_batch = max(1, at_once // args.world_size)
+        fit = ", ".join(str(ranks) for ranks in range(1, batch // rank_batch + 1) if batch % (rank_batch * ranks) == 0)
+        raise ValueError(
+            f"{what}; {current_text}, which does not divide it. Numbers of ranks that do: {fit or 'none'}."
+        )
     steps = batch // at_once
     if getattr(trainer, "is_deepspeed_enabled", False):
-        raise ValueError(f"{what}; {here}. Pass gradient_accumulation_steps={steps}, so DeepSpeed's engine keeps it.")
-    logger.warning("%s; %s: gradient_accumulation_steps is %d now, which keeps it.", what, here, steps)
+        raise ValueError(
+            f"{what}; {current_text}. Pass gradient_accumulation_steps={steps}, so DeepSpeed's engine keeps it."
+        )
+    logger.warning("%s; %s: gradient_accumulation_steps is %d now, which keeps it.", what, current_text, steps)
     args.gradient_accumulation_steps = steps
 
 

@@ -1,7 +1,7 @@
-"""A Trainer's checkpoint is staged, written by the Trainer as ever, and published by one rename.
+"""A Trainer's checkpoint is staged, written by the Trainer's own code, and published by one rename.
 
-What is written, and by which rank, is the Trainer's affair: strategies, adapters, tokenizers and callbacks work as they are. Here
-is what comes before and after: the agreement of the ranks, the hidden folder, the manifest, the rename, and what must wait for it.
+The Trainer decides what is written, and by which rank: strategies, adapters, tokenizers and callbacks work unchanged. This
+module adds the steps around it: the agreement of the ranks, the hidden folder, the manifest, the rename, and later steps.
 """
 
 import errno
@@ -29,16 +29,16 @@ _LEAST = 64 << 10
 
 
 def train(trainer: Any, asked: Any, run: Callable[[Any], Any], in_background: bool = False) -> Any:
-    """Train, from the checkpoint that is asked for; what is still being saved is waited for before the best model is loaded, and at the end.
+    """Train, from the requested checkpoint. Saves in the background are waited for before the best model is loaded, and at the end.
 
     Args:
         trainer: The Trainer.
         asked: Its `resume_from_checkpoint`.
         run: Calls the Trainer's own method with the folder to resume from.
-        in_background: Whether saves go on beside the training.
+        in_background: Whether the training continues during saves.
 
     Returns:
-        What `run` returns.
+        The result of `run`.
     """
     wait(trainer)
     beside = {_IN_BACKGROUND: in_background or vars(trainer).get(_IN_BACKGROUND, False)}
@@ -55,7 +55,9 @@ def train(trainer: Any, asked: Any, run: Callable[[Any], Any], in_background: bo
 
 
 def wait(trainer: Any) -> None:
-    """Wait until the checkpoint that is being saved in the background has its place, and push it if it shall be. All ranks.
+    """Wait until the checkpoint that is being saved in the background is published, and push it if requested.
+
+    Collective: call on every rank.
 
     Raises:
         RuntimeError: It could not be saved.
@@ -67,11 +69,13 @@ def wait(trainer: Any) -> None:
 
 
 def save_checkpoint(trainer: Any, trial: Any, write: Callable[[], Any]) -> None:
-    """Save a Trainer's checkpoint as `write` writes it, whole or not at all. All ranks.
+    """Save a Trainer's checkpoint atomically, as `write` writes it.
 
-    While it writes, the Trainer's own output folder is a hidden one. There is no other checkpoint in there, so that the Trainer
-    removes none. Pushes to the hub follow the rename, and so do `on_save` and the removal of older checkpoints: callbacks find the
-    final folder. In the background a thread writes what was copied (see `capture`), brings all to the disk and publishes.
+    During the write, the Trainer's own output folder is a hidden one. It has no other checkpoint, so that the Trainer removes
+    none. Pushes to the hub follow the rename, and so do `on_save` and the removal of older checkpoints: callbacks find the
+    final folder. In the background a thread writes the copies (see `capture`), syncs all files to the disk and publishes.
+
+    Collective: call on every rank.
 
     Args:
         trainer: The Trainer.
@@ -80,8 +84,8 @@ def save_checkpoint(trainer: Any, trial: Any, write: Callable[[], Any]) -> None:
 
     Raises:
         CollectiveMisuse: Not all ranks save.
-        RuntimeError: Another rank failed, or the save before in the background; what fails on this one is raised as it is. What was
-            there before is there.
+        RuntimeError: Another rank failed, or the previous save in the background; an error of this rank is raised unchanged.
+            The former checkpoint stays.
     """
     if "_get_output_dir" in vars(trainer):  # an outer call has staged
         write()
@@ -136,7 +140,7 @@ def save_checkpoint(trainer: Any, trial: Any, write: Callable[[], Any]) -> None:
 
 
 class _Flight(Background):
-    """The save of a Trainer that may be under way, and what is pushed when it has its place."""
+    """The save of a Trainer that may be running, and the push after its publication."""
 
     pushes: tuple[str, ...] = ()
 
@@ -157,7 +161,7 @@ _FLIGHT, _IN_BACKGROUND = "_flight_of_checkpoints", "_saves_in_background"
 
 
 def _goes_on(trainer: Any, save: Save) -> bool:
-    """Say whether the training goes on while a checkpoint is hashed and published: not after its last step."""
+    """Say whether the training continues while a checkpoint is hashed and published: not after its last step."""
     asked = vars(trainer).get(_IN_BACKGROUND, False) and not trainer.control.should_training_stop
     if asked and not save.barrier.in_background:
         capture.say_once("checkpoints='async' saves at once here: these ranks have no key-value store.")
@@ -179,7 +183,7 @@ def _save_of(trainer: Any, run_dir: str, place: str) -> Save:
 
 
 def _written(write: Callable[[], Any], plan: SavePlan, goes_on: bool) -> dict[str, capture.Stamp]:
-    """Let the Trainer write, and return the stamps of what the plan wrote. Of a full disk torch and safetensors say that a writer failed; here the system's reason is raised."""
+    """Let the Trainer write, and return the stamps of the plan's files. For a full disk raise the system's error, not the libraries'."""
     try:
         with capture.into(plan, waits=goes_on) as stamps:
             write()
@@ -191,7 +195,7 @@ def _written(write: Callable[[], Any], plan: SavePlan, goes_on: bool) -> dict[st
 
 
 def _make_way(storage: CheckpointStorage) -> None:
-    """See to it that what lies at the location can be exchanged for the new checkpoint. The leader, before it stages."""
+    """Check that the new checkpoint can replace whatever is at the location. For the leader, before it stages."""
     place = storage.location
     if not os.path.isdir(place):
         return
@@ -199,7 +203,7 @@ def _make_way(storage: CheckpointStorage) -> None:
         logger.warning("%s is replaced; it was not whole: %s", place, reason)
         storage.remove()
     elif not os.path.exists(os.path.join(place, NAME)):
-        # Of the stock Trainer, and whole. What belongs to it must be known when the new one takes its place.
+        # A complete one of the stock Trainer. Its files must be known when the new one replaces it.
         Manifest(unlisted(place, (), 0)).write(place)
 
 
@@ -220,16 +224,17 @@ def _settle_state(trainer: Any, run_dir: str, place: str, staged: str) -> None:
 
 
 def _rotate(trainer: Any, run_dir: str, new: CheckpointStorage, limited: bool = True) -> None:
-    """Remove the oldest whole checkpoints beyond `save_total_limit`; not the new one, nor the best. One rank per file system.
+    """Remove the oldest complete checkpoints beyond `save_total_limit`; not the new one, nor the best. One rank per file system.
 
-    Without `limited` only what killed saves left is removed. The new one is in its place by then, so what goes wrong is a warning. One that is not whole stays, to be looked at.
+    Without `limited` only remains of killed saves are removed. The new one is published by then, so errors only warn. Incomplete
+    ones stay, to be inspected.
     """
     folder, limit, best = LocalStorage(run_dir), trainer.args.save_total_limit, trainer.state.best_model_checkpoint
 
     def by_age() -> list[CheckpointStorage]:
-        """Return whole ones by when they were made, if the file system tells: a run may begin anew below the numbers of others."""
+        """Return complete ones by time of creation, if the file system has it: a run may start anew below the numbers of others."""
         places = [choose.place_of(folder.location, number) for number in reversed(choose.numbers(folder.location))]
-        places = [place for place in places if not os.path.islink(place)]  # what a link leads to is not the run's
+        places = [place for place in places if not os.path.islink(place)]  # the target of a link is not the run's
         times = {place: os.stat(place).st_mtime for place in places if not choose.flaw(place)}
         tells = max(times.values(), default=0) - min(times.values(), default=0) >= 1.0
         return [LocalStorage(place) for place in (sorted(times, key=times.__getitem__) if tells else times)]

@@ -1,7 +1,7 @@
-"""What the Trainer does not save or read by itself: models of which ranks have parts, and checkpoints of another strategy.
+"""Saves and loads that the Trainer does not support: models with parts on each rank, and checkpoints of another strategy.
 
-They are written into the plan of the save, so each rank writes and hashes its own part, and are read by names: any layout that
-`accelerate.checkpoint.layouts` knows, into any other, DeepSpeed's engines included.
+Models are written into the plan of the save, so each rank writes and hashes its own part. They are read by names, from any
+layout that `accelerate.checkpoint.layouts` knows into any other, DeepSpeed's engines included.
 """
 
 import os
@@ -22,7 +22,10 @@ def is_split(trainer: Any) -> bool:
 
 
 def writers(trainer: Any, plan: SavePlan) -> dict[str, Callable[..., None]]:
-    """Return the Trainer's methods, by name, that let a plan take what ranks have parts of. All ranks call them."""
+    """Return the Trainer's methods, by name, that let a plan take what ranks have parts of.
+
+    Collective: call on every rank.
+    """
     write = trainer._save_optimizer_and_scheduler
     if trainer.is_fsdp_enabled:  # it calls accelerate's functions, which take a plan for a folder
         return {"_save_optimizer_and_scheduler": lambda folder: write(plan)}
@@ -35,7 +38,7 @@ def writers(trainer: Any, plan: SavePlan) -> dict[str, Callable[..., None]]:
         if trainer.args.should_save:
             plan.add_object("scheduler.pt", trainer.lr_scheduler.state_dict())
 
-    # Of a model that arrives split the Trainer gathers the weights; of any other, rank 0 would write its own part.
+    # The Trainer gathers the weights of a model that arrives sharded; of any other, rank 0 would write its own part.
     methods: dict[str, Callable[..., None]] = {"_save_optimizer_and_scheduler": save_rest}
     if not getattr(trainer, "is_distributed_loading_by_transformers", False):
         whole = trainer.accelerator.get_state_dict
@@ -44,22 +47,25 @@ def writers(trainer: Any, plan: SavePlan) -> dict[str, Callable[..., None]]:
 
 
 def readers(trainer: Any, wait: Callable[[Any], Any]) -> dict[str, Callable[..., Any]]:
-    """Return the Trainer's methods, by name, that read what it does not read by itself; the best model after a `wait`. All ranks call them."""
+    """Return replacements of the Trainer's reading methods, by name; the best model is read after a `wait`.
+
+    Collective: call on every rank.
+    """
     load_model, load_rest = trainer._load_from_checkpoint, trainer._load_optimizer_and_scheduler
     load_best = trainer._load_best_model
 
-    def model(folder: str, *given: Any) -> Any:
+    def model(folder: str, *arguments: Any) -> Any:
         reader = _reader_of(trainer, folder, "model")
         if reader == "accelerate":
             return fsdp_utils.load_fsdp_model(None, trainer.accelerator, trainer.model, folder, adapter_only=True)
-        return _convert(trainer.model, folder) if reader == "transformers" else load_model(folder, *given)
+        return _convert(trainer.model, folder) if reader == "transformers" else load_model(folder, *arguments)
 
     def rest(folder: str | None) -> Any:
         if folder is None or _reader_of(trainer, folder, "optimizer") == "trainer":
             return load_rest(folder)
         fsdp_utils.load_fsdp_optimizer(None, trainer.accelerator, trainer.optimizer, trainer.model, folder)
         schedule, groups = load.read_file(folder, "scheduler.pt", "the scheduler"), len(trainer.optimizer.param_groups)
-        # Experts that are spread have groups of their own, with the rates of the others.
+        # Experts that are spread have separate groups, with the rates of the others.
         for name, values in schedule.items():
             if isinstance(values, list) and all(value == values[0] for value in values):
                 schedule[name] = values[:1] * groups
@@ -74,25 +80,26 @@ def readers(trainer: Any, wait: Callable[[Any], Any]) -> dict[str, Callable[...,
 
 
 def _reader_of(trainer: Any, folder: str, kind: layouts.Kind) -> str:
-    """Return which library reads a model or an optimizer: the "trainer" by itself, "accelerate" by names, or "transformers".
+    """Return which library reads a model or an optimizer: the "trainer" itself, "accelerate" by names, or "transformers".
 
-    Of some models, as those with experts, files have other names than the model: transformers converts them, but not in its Trainer.
+    The files of some models, such as those with experts, have other names than the model: transformers converts them, but not
+    in its Trainer.
     """
     model, leaves = trainer.model, trainer.is_deepspeed_enabled or not os.path.isdir(folder)
-    found = None if leaves else layouts.find(load.with_manifest(folder), kind)
-    if found is not None and found.layout == "zero":
+    stored_model = None if leaves else layouts.find(load.with_manifest(folder), kind)
+    if stored_model is not None and stored_model.layout == "zero":
         return "accelerate"
-    if found is None or trainer.is_fsdp_enabled:  # which calls accelerate's functions
+    if stored_model is None or trainer.is_fsdp_enabled:  # which calls accelerate's functions
         return "trainer"
-    is_shards = found.name.startswith(layouts.FSDP_MODEL_NAME)
+    is_shards = stored_model.name.startswith(layouts.FSDP_MODEL_NAME)
     if kind == "model" and not is_shards and hasattr(model, "from_pretrained"):
-        _, values, aliases = found.read()
+        _, values, aliases = stored_model.read()
         _, missing, strange = layouts.matched(
             model.state_dict(), values, partial(io_of(model).tied_names, model), aliases
         )
         if missing and strange:
             return "transformers"
-    stocks = not is_shards if kind == "model" else found.name == manifest.TRAINERS_OPTIMIZER
+    stocks = not is_shards if kind == "model" else stored_model.name == manifest.TRAINERS_OPTIMIZER
     return "trainer" if stocks and not is_split(trainer) else "accelerate"
 
 
@@ -100,13 +107,13 @@ def _convert(model: Any, folder: str) -> None:
     """Let transformers read weights into a model of this kind, split in the same way, and copy them: its Trainer would leave them out."""
     kind = next(kind for kind in type(model).__mro__ if not kind.__name__.startswith("FSDP"))
     split = {name: value for name in ("distributed_config",) if (value := getattr(model.config, name, None))}
-    read, about = kind.from_pretrained(folder, output_loading_info=True, **split)
-    values = {name: value for name, value in read.state_dict().items() if name not in about["missing_keys"]}
+    read, loading_info = kind.from_pretrained(folder, output_loading_info=True, **split)
+    values = {name: value for name, value in read.state_dict().items() if name not in loading_info["missing_keys"]}
     model.load_state_dict(values, strict=False)
 
 
 def engines(trainer: Any) -> dict[str, Callable[..., None]]:
-    """Return the functions of transformers' module, by name, by which DeepSpeed's engines take what any strategy wrote, and run no code of a file."""
+    """Return the functions, by name, with which DeepSpeed's engines read any strategy's checkpoint without running code of a file."""
 
     def read(engine: Any, folder: str, load_module_strict: bool = True) -> None:
         from accelerate.extensions.deepspeed import checkpoint

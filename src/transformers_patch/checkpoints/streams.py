@@ -1,8 +1,8 @@
-"""A run over a stream goes on in the pass that it was in.
+"""A run over a stream resumes in the pass that it was in.
 
-The Trainer knows no length of a stream, counts the whole run as one epoch, and leaves out as many batches as it took steps: after the
-first pass there are not so many. Here passes are counted, and what is left out belongs to the last one. It is read again, so that the
-order goes on as it would have, a shuffle buffer included.
+The Trainer does not know a stream's length, counts the full run as one epoch, and skips one batch per step: after the first
+pass there are not so many. This module counts passes, and skips only the batches of the last one. They are read again, so
+that the order continues as without the interruption, a shuffle buffer included.
 """
 
 import logging
@@ -55,9 +55,12 @@ class Passes:
 
 
 def loader_of(trainer: Any, folder: Any, begun: Any, together: Callable[[Any], int]) -> Callable[[], Any]:
-    """Return what makes the Trainer's loader, so that a stream goes on where the checkpoint in `folder` was. All ranks.
+    """Return the factory of the Trainer's loader, so that a stream resumes at the position of the checkpoint in `folder`.
 
-    `begun` is a pass and the samples of it, if they are known. `together` tells how many samples the ranks have at a time, once the Trainer has chosen its batch size.
+    `begun` is a pass and its samples, if they are known. `together` returns the number of samples that the ranks have at a
+    time, once the Trainer has chosen its batch size.
+
+    Collective: call on every rank.
     """
     make, (number, samples) = trainer.get_train_dataloader, begun or (None, 0)
     if samples and trainer.args.ignore_data_skip and trainer.args.process_index == 0:
@@ -78,7 +81,7 @@ def loader_of(trainer: Any, folder: Any, begun: Any, together: Callable[[Any], i
         handler, stops = trainer.callback_handler, trainer.control.should_training_stop
 
         def on_epoch_end(args: Any, state: Any, control: Any) -> Any:
-            del handler.on_epoch_end  # it is for this epoch alone
+            del handler.on_epoch_end  # it is only for this epoch
             control.should_training_stop = stops  # release 4.46 has set it, as no step was taken
             return handler.on_epoch_end(args, state, control)
 

@@ -126,7 +126,7 @@ def check_refusals() -> None:
             accelerator.load_state(home)
     with raised(ValueError, "decay is 1"):
         accelerator.ema(model, decay=1)
-    with raised(ValueError, "of which no prepared optimizer has a parameter"):
+    with raised(ValueError, "without parameters in a prepared optimizer"):
         accelerator.ema(nn.Linear(1, 1))
     accelerator = fresh_accelerator()
     half = nn.Linear(2, 2, dtype=torch.bfloat16)

@@ -446,7 +446,7 @@ def check_models_that_cannot_are_refused():
             for wrong, words in (
                 ({"labels": ids}, ("labels=", "shift_labels")),
                 ({"input_ids": later}, ("Name input_ids in the buffers",)),
-                ({"position_ids": packed, "attention_mask": right}, ("packed", "Leave attention_mask out")),
+                ({"position_ids": packed, "attention_mask": right}, ("packed", "Omit attention_mask")),
                 ({"position_ids": packed.clone()}, ("made for a part", "pass the same tensor")),
                 ({"position_ids": torch.arange(share)[None]}, ("made for a part",)),
                 ({"attention_mask": left}, ("padding before real tokens",)),

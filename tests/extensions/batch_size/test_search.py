@@ -73,7 +73,7 @@ def test_a_retry_is_logged_and_what_the_failed_try_built_is_freed_before(caplog,
 
     train()
     assert len(alive) == 2
-    assert "Retrying `train` with batch size 1" in caplog.text and "Rank 1 retries alone" in caplog.text
+    assert "Retrying `train` with batch size 1" in caplog.text and "Rank 1 retries without the others" in caplog.text
 
 
 def test_keeping_the_global_batch_halves_and_needs_the_accelerator():

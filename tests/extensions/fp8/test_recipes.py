@@ -69,7 +69,7 @@ def test_torchao_builds_its_config_or_takes_one(libraries, monkeypatch):
     config = Float8LinearConfig(other=3)
     recipe = AORecipeKwargs(config=config)
     assert recipe.config is config and recipe.pad_inner_dim is recipe.enable_fsdp_float8_all_gather is None
-    with pytest.warns(UserWarning, match="no effect beside config"):
+    with pytest.warns(UserWarning, match="no effect with config"):
         AORecipeKwargs(config=config, pad_inner_dim=False)
 
 

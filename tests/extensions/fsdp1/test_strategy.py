@@ -141,7 +141,7 @@ def test_replicas_in_the_mesh_make_the_strategy_hybrid(eight, given, used):
 @cases(
     "sizes, strategy, text",
     ({"dp_replicate_size": 8}, "FULL_SHARD", "dp_replicate_size=8 and dp_shard_size=1 shard nothing"),
-    ({"dp_replicate_size": 2, "dp_shard_size": 4}, "NO_SHARD", "NO_SHARD keeps whole .* dp_shard_size=4"),
+    ({"dp_replicate_size": 2, "dp_shard_size": 4}, "NO_SHARD", "NO_SHARD keeps unsharded .* dp_shard_size=4"),
     ({"dp_shard_size": 4, "tp_size": 2}, "FULL_SHARD", "tp_size=2 with fsdp_version=1.*fsdp_version=2"),
     ({"dp_shard_size": 8}, "HYBRID_SHARD", "HYBRID_SHARD keeps replicas of shards, but dp_replicate_size is 1"),
 )

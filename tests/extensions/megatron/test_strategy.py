@@ -107,7 +107,7 @@ def test_fp16_is_scaled_by_core(alone, monkeypatch):
 
 def test_a_scaler_that_core_has_not_is_refused(alone, monkeypatch):
     megatron_fake.install(monkeypatch)
-    with pytest.raises(ValueError, match="growth_factor=3.*init_scale and growth_interval alone"):
+    with pytest.raises(ValueError, match="growth_factor=3.*only init_scale and growth_interval"):
         prepared(llama(), "fp16", [GradScalerKwargs(growth_factor=3.0)])
 
 

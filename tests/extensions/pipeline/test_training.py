@@ -30,7 +30,7 @@ def _two():
 
 @cases(
     "options, text",
-    ({"fsdp_plugin": lambda: FullyShardedDataParallelPlugin(fsdp_version=1)}, "trains alone"),
+    ({"fsdp_plugin": lambda: FullyShardedDataParallelPlugin(fsdp_version=1)}, "trains without another strategy"),
     ({"mixed_precision": lambda: "fp16"}, "gradient scaler"),
 )
 def test_settings_that_no_pipeline_has(options, text):

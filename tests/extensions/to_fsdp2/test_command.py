@@ -85,7 +85,7 @@ def test_nothing_to_convert(caplog):
     for config in ({}, {"fsdp_config": {}}, {"fsdp_config": None}, {"fsdp_config": {"fsdp_version": 2}}):
         assert convert_config_to_fsdp2(config) is config
     other = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 2}}
-    assert convert_config_to_fsdp2(other) is other and "is for DEEPSPEED and stays as it is" in caplog.text
+    assert convert_config_to_fsdp2(other) is other and "is for DEEPSPEED and is not changed" in caplog.text
     assert "ZeRO 3 is fsdp_reshard_after_forward true" in caplog.text
 
 

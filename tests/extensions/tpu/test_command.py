@@ -57,7 +57,7 @@ def test_debug_runs_nothing_and_needs_no_gcloud(accelerate, gcloud, monkeypatch)
 @cases(
     "line, fragment",
     ("--command x", "Which pod?"),
-    ("--config_file c.yaml", "What shall run?"),
+    ("--config_file c.yaml", "Nothing to run."),
     ("--config_file c.yaml --install_accelerate --accelerate_version '1; rm -rf /'", "is '1; rm -rf /'"),
     ("--config_file c.yaml --command_file none.txt", "'none.txt' cannot be read"),
     ("--config_file none.yaml --command ls", "there is no such file"),

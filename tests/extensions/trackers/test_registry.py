@@ -44,7 +44,7 @@ def test_refused_choices(choice, message):
 
 def test_what_is_left_out_is_said(caplog):
     assert registry.filter_trackers("all") == [LoggerType.WANDB] and registry.filter_trackers("mlflow") == []
-    assert "leaves out 'tensorboard'" in caplog.text and "'mlflow'" in caplog.text
+    assert "skips 'tensorboard'" in caplog.text and "'mlflow'" in caplog.text
 
 
 def test_registration():

@@ -25,16 +25,16 @@ def moved():
 
 def test_replacements_chain(moved):
     first, second, third = parameters(3)
-    assert moved.now(first) is first and not moved.follow(torch.optim.SGD([first]))
+    assert moved.resolve(first) is first and not moved.follow(torch.optim.SGD([first]))
     moved.record("w", first, second)
     moved.record("w", second, third)
-    assert moved.now(first) is third
+    assert moved.resolve(first) is third
     optimizer = torch.optim.SGD([first])
     assert moved.follow(optimizer)
     assert held(optimizer) == [[id(third)]]
     assert not moved.follow(optimizer)
     moved.clear()
-    assert moved.now(first) is first
+    assert moved.resolve(first) is first
 
 
 def test_an_optimizer_that_stepped_is_refused_and_nothing_changes(moved):
@@ -68,4 +68,4 @@ def test_a_refusal_leaves_the_replacements_known():
     model.weight = nn.Parameter(model.weight.detach().clone())
     with pytest.raises(ValueError, match="has a state"):
         remap_optimizers(owner, model, before)
-    assert owner.prepared.moved.now(before["weight"]) is model.weight
+    assert owner.prepared.moved.resolve(before["weight"]) is model.weight

@@ -76,7 +76,7 @@ def test_what_the_launcher_cannot_read_is_printed(run, error_file, before, varia
     ("text", "fragment"),
     [
         ("'\\udc80 \\x00 \u00e9'", "\udc80"),
-        ("'x' * 1_000_000", "characters are left out"),
+        ("'x' * 1_000_000", "characters are omitted"),
         ("type('U', (), {'__str__': lambda self: 1 / 0})()", "<exception str() failed>"),
         ("lambda: None", "<function <lambda>"),  # nothing that could be pickled
     ],

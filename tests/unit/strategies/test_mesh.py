@@ -29,7 +29,7 @@ def test_accelerators_do_not_share_shards_over_gloo():
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:
         layout.check_backend(torch.device("cpu"))
-        with pytest.raises(ValueError, match="backend='gloo' cannot gather what is sharded on cuda"):
+        with pytest.raises(ValueError, match="backend='gloo' cannot gather shards on cuda"):
             layout.check_backend(torch.device("cuda", 0))
     finally:
         distributed.destroy_process_group()

@@ -54,7 +54,7 @@ def test_units(model, kinds, names):
 def test_no_unit_at_all_is_said(process_group, caplog):
     accelerator = sharding(2, auto_wrap_policy=lambda module: False, transformer_cls_names_to_wrap=None)
     model = accelerator.prepare(net())
-    assert "chooses no module of Net, so the whole model is one unit" in caplog.text
+    assert "chooses no module of Net, so the full model is one unit" in caplog.text
     assert shard.is_sharded(model) and not shard.is_sharded(model.blocks[0])
 
 

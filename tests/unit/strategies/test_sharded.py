@@ -23,7 +23,9 @@ both = pytest.mark.parametrize("version", [*([1] if "fsdp1" in {spec.name for sp
 def test_an_optimizer_finds_its_model():
     models = [nn.Linear(2, 2), nn.Linear(2, 2)]
     assert model_of(torch.optim.SGD(models[1].parameters()), models)[0] is models[1]
-    with pytest.raises(ValueError, match=r"No prepared model has all parameters of the optimizer \(SGD\).*of its own"):
+    with pytest.raises(
+        ValueError, match=r"No prepared model has all parameters of the optimizer \(SGD\).*separate optimizer"
+    ):
         model_of(torch.optim.SGD([*models[0].parameters(), *models[1].parameters()]), models)
 
 

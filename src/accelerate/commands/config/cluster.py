@@ -26,7 +26,7 @@ __getattr__ = _lazy.aliases(__name__)
 
 
 # How the processes share the model: the word of `distributed_type`, None for that of the kind, and the line of the menu.
-_PLAIN = ((None, "Plain data parallelism: a whole model in every process"),)
+_PLAIN = ((None, "Plain data parallelism: a full model in every process"),)
 _SHARDED = (*_PLAIN, ("FSDP", "FSDP: the model is sharded over the processes"), ("DEEPSPEED", "DeepSpeed"))
 
 
@@ -35,10 +35,10 @@ class Kind:
     """A kind of run.
 
     Attributes:
-        word: what the file says as `distributed_type`, unless an engine says it.
-        device: torch's name of the devices that it needs; None for a run that any machine can do.
-        unit: what one of them is called.
-        engines: what can run on it.
+        word: the value of `distributed_type` in the file, unless an engine determines it.
+        device: torch's name of the required devices; None for a run that any machine can do.
+        unit: the name of one device.
+        engines: the engines that run on it.
     """
 
     title: str
@@ -88,7 +88,7 @@ def ask_cluster(
     kind = _ask_kind(talk, was)
     talk.facts.update(kind=kind.word, distributed_type=kind.word)
     talk.values["compute_environment"] = "LOCAL_MACHINE"
-    # Where the kind leaves no choice, it is the answer.
+    # If the kind leaves one choice, it is the answer.
     if kind is _ALONE:
         talk.values.update(num_machines=1, num_processes=1, debug=False)
     else:
@@ -105,9 +105,9 @@ def ask_cluster(
 
 
 def _ask_kind(talk: Interview, was: str | None) -> Kind:
-    here = [kind for kind in KINDS if talk.machine.count and kind.device == talk.machine.device]
+    kinds_of_machine = [kind for kind in KINDS if talk.machine.count and kind.device == talk.machine.device]
     kinds = [kind for kind in KINDS if kind.word in SWITCH_OF_DISTRIBUTED_TYPE]
-    default = next((kind for kind in kinds if kind.word == was), here[0] if here else _ALONE)
+    default = next((kind for kind in kinds if kind.word == was), kinds_of_machine[0] if kinds_of_machine else _ALONE)
     kind = kinds[talk.asker.choose("On what should the training run?", [k.title for k in kinds], kinds.index(default))]
     if kind.device is not None and kind.device != talk.machine.device:
         note = f"  Note: this machine shows no {kind.unit} of that kind, so `accelerate launch` will refuse such a run here."
@@ -127,21 +127,21 @@ def _ask_engine(talk: Interview, kind: Kind, was: str | None) -> str:
 def _ask_processes(talk: Interview, kind: Kind) -> None:
     """Ask how many processes are started, until this machine can run them or the file is for another one."""
     machines = talk.values["num_machines"]
-    here = talk.machine.count if kind.device == talk.machine.device else 0
+    device_count = talk.machine.count if kind.device == talk.machine.device else 0
     if kind is _ALONE:
         talk.facts["picks_devices"] = talk.machine.count > 1 and not talk.values["cpu"]
         return
     talk.facts["picks_devices"] = kind.device == "cuda" and machines == 1
-    offered = max(here, {"MULTI_CPU": 2, "XLA": 8}.get(kind.word, 1)) * machines
+    offered = max(device_count, {"MULTI_CPU": 2, "XLA": 8}.get(kind.word, 1)) * machines
     share = math.lcm(machines, parallel_size(talk.values))
     offered = share * -(-offered // share)
     while True:
         count = talk.ask("num_processes", offered)
-        if not (here and machines == 1 and count > here and not talk.machine.shareable):
+        if not (device_count and machines == 1 and count > device_count and not talk.machine.shareable):
             break
-        has = f"This machine has {here} {kind.unit}{'' if here == 1 else 's'}, and each process needs one of its own"
+        has = f"This machine has {device_count} {kind.unit}{'' if device_count == 1 else 's'}, and each process needs a separate one"
         talk.asker.say(f"  {has}: `accelerate launch` will refuse {count} processes here.")
         # Sizes of the parallelism that ask for more were answered before: only another machine can have them.
-        if here % share or talk.asker.yes("Is the file for another machine?"):
+        if device_count % share or talk.asker.yes("Is the file for another machine?"):
             break
-        talk.previous = {**talk.previous, "num_processes": here}
+        talk.previous = {**talk.previous, "num_processes": device_count}

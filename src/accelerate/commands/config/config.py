@@ -1,4 +1,4 @@
-"""`accelerate config`, the interview; `show`, the settings of a launch and their sources; `validate`, what is wrong with a file."""
+"""`accelerate config`: the interview; `show` prints the settings of a launch and their sources; `validate` checks a file."""
 
 import argparse
 import os
@@ -20,7 +20,7 @@ __getattr__ = _lazy.aliases(__name__)
 description = "Write a configuration file for `accelerate launch` by answering questions."
 
 
-# What only the parser of `accelerate launch` needs to explain.
+# Explanations that only the parser of `accelerate launch` needs.
 _OWN = ("help", "config_file", "all")
 
 
@@ -64,10 +64,10 @@ def config_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 
 
 def config_command(args: argparse.Namespace) -> None:
-    """Ask for all settings and write them, as parsed by `config_command_parser`; nothing before the last answer.
+    """Ask for all settings and write them, as parsed by `config_command_parser`. Nothing is written before the last answer.
 
     Raises:
-        LaunchError: the file is there and cannot be read, or it cannot be written, or the input ended too early.
+        LaunchError: the existing file cannot be read, or the file cannot be written, or the input ended too early.
         KeyboardInterrupt: Ctrl-C was pressed.
     """
     default = files.default_path()
@@ -90,7 +90,7 @@ def config_command(args: argparse.Namespace) -> None:
 
 
 class _OwnOptions(OneSpelling):
-    """Leaves out the options of `accelerate launch`, which are accepted too."""
+    """Skips the options of `accelerate launch`, which are also accepted."""
 
     def add_argument(self, action: argparse.Action) -> None:
         if action.dest in _OWN:
@@ -120,7 +120,7 @@ def show_command(args: argparse.Namespace) -> None:
     from accelerate.launch import resolve, runners  # not for --help
 
     values, file = resolve.merge(args, os.environ)
-    resolve.choose_paradigm(values)  # what a higher layer rules out is not what a launch would use
+    resolve.choose_paradigm(values)  # a launch would not use values that a higher layer rules out
     print(f"configuration file: {file.path if file else f'none ({files.default_path()} does not exist)'}")
     print(runners.settings_table(values, every=args.all))
     for note in file.unused if file else ():
@@ -155,7 +155,7 @@ def validate_command(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Hold the interview as a program of its own; exit statuses are those of `accelerate.commands.config.main`."""
+    """Hold the interview as a separate program; exit statuses are those of `accelerate.commands.config.main`."""
     or_exit("accelerate config", config_command, config_command_parser().parse_args())
 
 

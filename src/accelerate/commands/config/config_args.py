@@ -33,7 +33,7 @@ def load_config_from_file(config_file: str | os.PathLike[str] | None) -> "BaseCo
         config_file: the file; None is the default one.
 
     Returns:
-        A `ClusterConfig`, or a `SageMakerConfig` where the file says so.
+        A `ClusterConfig`, or a `SageMakerConfig` if the file is for SageMaker.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -51,7 +51,7 @@ def load_config_from_file(config_file: str | os.PathLike[str] | None) -> "BaseCo
 
 
 def config_of(content: Mapping[str, Any], path: str | os.PathLike[str]) -> "BaseConfig":
-    """Return the content of a configuration file as a `ClusterConfig`, or a `SageMakerConfig` where it says so."""
+    """Return the content of a configuration file as a `ClusterConfig`, or as a `SageMakerConfig` if it is for SageMaker."""
     environment = content.get("compute_environment") or ComputeEnvironment.LOCAL_MACHINE
     sagemaker = ComputeEnvironment(environment) is ComputeEnvironment.AMAZON_SAGEMAKER
     return (SageMakerConfig if sagemaker else ClusterConfig)._from_mapping(content, path)
@@ -59,7 +59,7 @@ def config_of(content: Mapping[str, Any], path: str | os.PathLike[str]) -> "Base
 
 @dataclass
 class BaseConfig:
-    """What every configuration file says.
+    """The settings of every configuration file.
 
     Attributes:
         compute_environment: where the processes run.
@@ -76,17 +76,17 @@ class BaseConfig:
     debug: bool
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what is set, in plain types."""
+        """Return the settings that are not None, in plain types."""
         content = dataclasses.asdict(self)
         plain = {key: value.value if isinstance(value, Enum) else value for key, value in content.items()}
         return {key: value for key, value in plain.items() if value is not None and value != {}}
 
     @staticmethod
     def process_config(config_dict: dict[str, Any]) -> dict[str, Any]:
-        """Bring the content of a file into today's shape: defaults added, old spellings replaced.
+        """Convert the content of a file to the current format: add defaults, replace old spellings.
 
         Args:
-            config_dict: what the file holds; it stays as it is.
+            config_dict: the content of the file; it is not changed.
 
         Returns:
             A new mapping.
@@ -115,11 +115,11 @@ class BaseConfig:
         return cls._from_mapping(files.load_mapping(path), path)
 
     def to_json_file(self, json_file: str | os.PathLike[str]) -> None:
-        """Write a JSON file, whole or not at all; one that exists is replaced."""
+        """Write a JSON file atomically; an existing one is replaced."""
         config_utils.write(json_file, self.to_dict(), as_json=True)
 
     def to_yaml_file(self, yaml_file: str | os.PathLike[str]) -> None:
-        """Write a YAML file, whole or not at all; one that exists is replaced."""
+        """Write a YAML file atomically; an existing one is replaced."""
         config_utils.write(yaml_file, self.to_dict(), as_json=False)
 
     def save(self, path: str | os.PathLike[str]) -> pathlib.Path:
@@ -137,8 +137,8 @@ class BaseConfig:
         fields = {field.name: field for field in dataclasses.fields(cls)}
         unknown = sorted(str(key) for key in content if key not in fields)
         if unknown:
-            said = " ".join(files.unknown_key(key, sorted(fields)) for key in unknown[:5])
-            raise LaunchError(f"The configuration file {path} has unknown keys: {said}")
+            explanations = " ".join(files.unknown_key(key, sorted(fields)) for key in unknown[:5])
+            raise LaunchError(f"The configuration file {path} has unknown keys: {explanations}")
         required = {name for name, field in fields.items() if field.default is dataclasses.MISSING}
         if lacking := sorted(required - content.keys()):
             raise LaunchError(f"The configuration file {path} lacks {', '.join(lacking)}.")
@@ -156,10 +156,10 @@ class BaseConfig:
 
 @dataclass
 class ClusterConfig(BaseConfig):
-    """A configuration file for machines of one's own.
+    """A configuration file for the user's own machines.
 
-    Attributes: the keys of the file; the option table (`accelerate.config.options`) says what each means. The `_config`
-    ones hold the mapping of the same name.
+    Attributes: the keys of the file; the option table (`accelerate.config.options`) explains each. Attributes that end with
+    `_config` hold the mapping of the same name.
     """
 
     num_processes: int = -1

@@ -1,4 +1,4 @@
-"""What the subcommands of `accelerate config` share: their parsers, and how they write files: whole, or not at all."""
+"""Helpers of the subcommands of `accelerate config`: their parsers, and atomic writes of files."""
 
 import argparse
 import itertools
@@ -74,7 +74,7 @@ def write(path: Path, content: Mapping[str, Any], as_json: bool | None = None) -
 
 
 def back_up(path: Path) -> pathlib.Path:
-    """Copy a file to `FILE.bak`, or `FILE.bak2` and so on, and return the copy: a backup that exists is left alone."""
+    """Copy a file to `FILE.bak`, or `FILE.bak2` and so on, and return the copy; existing backups are kept."""
     source = pathlib.Path(os.path.realpath(path))
     numbers = itertools.chain([""], itertools.count(2))
     copies = (source.with_name(f"{source.name}.bak{number}") for number in numbers)

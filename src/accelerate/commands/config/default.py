@@ -21,11 +21,11 @@ def write_basic_config(
 ) -> pathlib.Path | Literal[False]:
     """Write a configuration file for this machine: all its devices, or the CPU.
 
-    A file that exists is left alone.
+    An existing file is not changed.
 
     Args:
         mixed_precision: "no", "fp16", "bf16" or "fp8".
-        save_location: where; the ending `.json` makes it JSON, everything else YAML.
+        save_location: the path; the ending `.json` makes it JSON, everything else YAML.
 
     Returns:
         The file, or False if there was one already.

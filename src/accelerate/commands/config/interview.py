@@ -1,6 +1,6 @@
-"""The interview: questions of the option table, their answers, and these as the content of a configuration file.
+"""The interview: the questions of the option table, their answers, and the configuration file that holds the answers.
 
-What makes an answer wrong beside the others makes a file wrong, too: `check` says so for `accelerate config validate`.
+`check` finds answers that contradict each other; `accelerate config validate` uses it for files.
 """
 
 import math
@@ -22,7 +22,7 @@ T = TypeVar("T")
 class Asker:
     """Asks one question until the answer can be used: with `questionary` in a terminal that has it, else line by line.
 
-    Enter alone takes the default, which is shown. All methods raise EOFError when the input ends.
+    Enter without input takes the default, which is shown. All methods raise EOFError when the input ends.
     """
 
     def say(self, text: str) -> None:
@@ -85,7 +85,7 @@ class Asker:
 
     def _line(self, prompt: str) -> str:
         if _questionary() is not None:
-            # What is typed ahead of a menu is with its library, which `input` does not ask.
+            # Characters typed before the menu are in its library's buffer, which `input` does not read.
             from prompt_toolkit import prompt as ask
 
             return ask(prompt)
@@ -120,10 +120,10 @@ class Interview:
     """The answers of one person so far.
 
     Attributes:
-        previous: option name to value, of the file that is replaced: the defaults.
+        previous: option name to value, of the file that is replaced; these are the defaults.
         options: the rows whose questions are asked.
-        values: option name to answer; an option that is in here already is not asked about.
-        facts: what else the conditions of questions may ask for, such as the answers about whole chapters.
+        values: option name to answer; options that have a value are not asked about.
+        facts: further answers that conditions of questions refer to, such as the answers about full chapters.
     """
 
     asker: Asker
@@ -160,14 +160,14 @@ class Interview:
 
     def content(self) -> dict[str, Any]:
         """Return the answers as the content of a configuration file, under the keys and sections of the table."""
-        found: dict[str, Any] = {}
+        content: dict[str, Any] = {}
         for option in self.options:
             value = self.values.get(option.name)
             if value is None or option.file_key is None:
                 continue
-            place = found.setdefault(option.section, {}) if option.section else found
+            place = content.setdefault(option.section, {}) if option.section else content
             place[option.file_key] = _as_written(option.name, value)
-        return found
+        return content
 
     @property
     def _answers(self) -> dict[str, Any]:
@@ -193,7 +193,7 @@ class Interview:
         return self.asker.text(option.help, parse, default, optional=option.optional)
 
     def _fault(self, option: Option, value: Any) -> str | None:
-        """Say why a value cannot be used beside the answers so far; None if it can."""
+        """Say why a value contradicts the answers so far; None if it does not."""
         try:
             if option.check is not None and (fault := option.check(value)):
                 return f"The answer is {repr(value)[:80]}; {fault}."
@@ -204,10 +204,10 @@ class Interview:
     def _several(self, option: Option, default: Sequence[str] | None) -> list[str] | None:
         if default and self.asker.yes(f"Keep {', '.join(default)} for {option.file_key}?", True):
             return list(default)
-        found: list[str] = []
-        while answer := self.asker.text("And another one?" if found else option.help, str, optional=True):
-            found.append(answer)
-        return found or None
+        answers: list[str] = []
+        while answer := self.asker.text("And another one?" if answers else option.help, str, optional=True):
+            answers.append(answer)
+        return answers or None
 
 
 def _as_written(name: str, value: Any) -> Any:
@@ -221,22 +221,22 @@ def _as_written(name: str, value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-# -- what is wrong with values beside each other ----------------------------------------------------------------------
+# -- contradictions between values ------------------------------------------------------------------------------------
 
 
-def check(found: FileSettings) -> tuple[list[Problem], list[str]]:
+def check(settings: FileSettings) -> tuple[list[Problem], list[str]]:
     """Return the problems of a configuration file, and notes."""
-    values = found.values
+    values = settings.values
     faults = [*_faults_of_values(values)]
-    if found.elsewhere is None:
+    if settings.elsewhere is None:
         faults += contradictions(values)
         if values.get("num_machines", 1) > 1 and values.get("main_process_ip") is None:
             count = values["num_machines"]
             text = f"num_machines is {count}, and main_process_ip, the address of machine 0, is missing."
             faults.append(("num_machines", text))
-    problems = [*found.problems, *(Problem(text, found.lines.get(name), fatal=False) for name, text in faults)]
+    problems = [*settings.problems, *(Problem(text, settings.lines.get(name), fatal=False) for name, text in faults)]
     missing = "distributed_type is missing; NO is taken for it, but other readers of such files insist on it."
-    notes = [*found.notes, *([] if "distributed_type" in found.content else [missing])]
+    notes = [*settings.notes, *([] if "distributed_type" in settings.content else [missing])]
     return sorted(problems, key=lambda problem: problem.line or 0), notes
 
 

@@ -14,7 +14,7 @@ from accelerate.config.enums import (
     SageMakerDistributedType,
 )
 
-# What the menus offer, in the order of their lines.
+# The menus' choices, in the order of their lines.
 _KINDS = [
     "NO",
     "MULTI_CPU",

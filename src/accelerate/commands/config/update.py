@@ -17,9 +17,9 @@ description = "Bring a configuration file into today's shape; the old one is kep
 
 
 def update_config(args: argparse.Namespace) -> str:
-    """Rewrite a configuration file: old spellings are replaced, and settings that it lacks are added with their defaults.
+    """Rewrite a configuration file: replace old spellings, and add missing settings with their defaults.
 
-    The old file is kept beside it as `FILE.bak`, with its comments. A file that is in today's shape already is left alone.
+    The old file is kept next to it as `FILE.bak`, with its comments. A file in the current format is not changed.
 
     Args:
         args: has `config_file`; None is the default file.
@@ -28,7 +28,7 @@ def update_config(args: argparse.Namespace) -> str:
         The file.
 
     Raises:
-        LaunchError: there is no such file, or it holds an unknown key, or a value that is none; it is left alone.
+        LaunchError: there is no such file, or it holds an unknown key or an invalid value; it is not changed.
         FileNotFoundError: it is a folder.
     """
     try:
@@ -43,17 +43,17 @@ def update_config(args: argparse.Namespace) -> str:
 
 
 def _update(path: pathlib.Path) -> tuple[pathlib.Path | None, tuple[str, ...]]:
-    """Rewrite a file; return the backup, None if nothing changed, and what was replaced."""
-    found = files.inspect(path)
-    fatal = [problem.text for problem in found.problems if problem.fatal]
+    """Rewrite a file; return the backup (None if nothing changed) and the replaced settings."""
+    settings = files.inspect(path)
+    fatal = [problem.text for problem in settings.problems if problem.fatal]
     if fatal:
-        raise LaunchError(f"The configuration file {path} was left alone: {' '.join(fatal[:5])}")
-    config = config_of(found.content, path)
+        raise LaunchError(f"The configuration file {path} was not changed: {' '.join(fatal[:5])}")
+    config = config_of(settings.content, path)
     if config.to_dict() == files.load_mapping(path):
         return None, ()
     backup = config_utils.back_up(path)
     config.save(path)
-    return backup, (*found.notes, *(problem.text for problem in found.problems))
+    return backup, (*settings.notes, *(problem.text for problem in settings.problems))
 
 
 def update_command_parser(parser: Any, parents: list[argparse.ArgumentParser]) -> argparse.ArgumentParser:

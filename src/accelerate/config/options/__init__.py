@@ -1,7 +1,7 @@
 """The option table: every setting of a run, spelled once.
 
-The parser, the reader of configuration files, what the launcher exports and what a worker reads all come from it. It is
-data only and imports nothing heavy.
+The command-line parser, the reader of configuration files, the launcher's exports and the workers' reads all use it. It
+contains only data and imports nothing heavy.
 """
 
 import importlib
@@ -21,7 +21,7 @@ OPTIONS: list[Option] = [*general.OPTIONS, *engines.OPTIONS]
 # Strategies that the launcher can be asked for; FSDP's two have one switch.
 _SWITCHED = list({spec.switch: spec for spec in strategies.specs() if spec.switch}.values())
 
-# What the launcher can be asked to run.
+# The features that the launcher can run.
 FEATURES: dict[str, Feature] = {
     **{spec.feature: Feature(spec.title, spec.switch) for spec in _SWITCHED},
     "parallelism": Feature("Parallelism along several dimensions", "use_parallelism_config"),
@@ -58,7 +58,7 @@ def _insert(table: list[R], row: R) -> None:
 
 
 def _add(module: str) -> None:
-    """Add what a module of an extension has: `OPTIONS`, and perhaps `FEATURES` by name, and `CHAPTERS`."""
+    """Add the content of an extension's module: `OPTIONS`, and perhaps `FEATURES` by name, and `CHAPTERS`."""
     added = importlib.import_module(module)
     for option in added.OPTIONS:
         _insert(OPTIONS, option)
@@ -78,7 +78,7 @@ OPTIONS[OPTIONS.index(engines.ENVIRONMENT_OPTION)] = replace(
 OPTIONS[:] = [option if option.feature in (None, *FEATURES) else replace(option, feature=None) for option in OPTIONS]
 BY_NAME: dict[str, Option] = {option.name: option for option in OPTIONS}
 
-# What `distributed_type` in a configuration file means in terms of options; an unknown name is an error.
+# The options that `distributed_type` of a configuration file stands for; an unknown name is an error.
 SWITCH_OF_DISTRIBUTED_TYPE: dict[str, str | None] = {
     "NO": None,
     "MULTI_CPU": None,
@@ -88,7 +88,7 @@ SWITCH_OF_DISTRIBUTED_TYPE: dict[str, str | None] = {
     **{kind: feature.switch for feature in FEATURES.values() for kind in feature.kinds},
 }
 
-# At most one of these is chosen. Those that need devices exclude `--cpu`.
+# At most one of these is chosen. The ones that need devices exclude `--cpu`.
 PARADIGMS = [
     "multi_gpu",
     *(feature.switch for feature in FEATURES.values() if feature.kinds),

@@ -1,4 +1,4 @@
-"""Options of what some runs use: the engines, FP8, several kinds of parallelism."""
+"""Options of some runs: the engines, FP8, several kinds of parallelism."""
 
 from functools import partial
 
@@ -93,7 +93,7 @@ FSDP_OPTIONS = (
     ),
     _fsdp_on("use_orig_params", "Keep the original parameters visible (FSDP 1).", when=_FSDP_1),
     _fsdp_on("cpu_ram_efficient_loading", "Load pretrained weights on the first process; the others receive them."),
-    # What only the first process loads must reach the others, so the question comes where every process loads.
+    # Weights that only the first process loads must reach the others, so the question comes before all processes load.
     _fsdp_on(
         "sync_module_states",
         "Broadcast the weights of the first process (FSDP 1).",
@@ -140,11 +140,11 @@ FP8_OPTIONS = (
     _ao("pad_inner_dim", "Pad matrices to sizes FP8 can do (ao)."),
 )
 
-# What it may be besides the user's machines is with the features of extensions.
+# Extensions add further values in their features.
 ENVIRONMENT_OPTION = rows("options")("compute_environment", "Where the run is.", flags=(), choices="LOCAL_MACHINE")
 
 _WITH_FSDP, _WITH_DEEPSPEED = {"distributed_type": ("FSDP",)}, {"distributed_type": ("DEEPSPEED",)}
-# The interview asks for meshes beside an engine alone, where pipelines have no question.
+# The interview asks for meshes only next to an engine, where pipelines have no question.
 _PLAIN = {"distributed_type": ("MULTI_CPU", "MULTI_GPU")}
 _SPLIT = {"parallelism_config_cp_size": SEVERAL}
 _ULYSSES = {"parallelism_config_sp_size": SEVERAL}

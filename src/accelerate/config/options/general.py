@@ -1,4 +1,4 @@
-"""Options of every run: what is launched, on what hardware, in which precision, compiled how."""
+"""Options of every run: the script, the hardware, the precision, the compiler."""
 
 from functools import partial
 

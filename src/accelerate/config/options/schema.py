@@ -1,4 +1,4 @@
-"""The shape of a row in the option table, how its values turn from text to Python and back, and what they must be beyond their type."""
+"""The format of a row in the option table, the conversion of its values between text and Python, and their checks."""
 
 import enum
 import itertools
@@ -19,9 +19,9 @@ class _Several:
         return value is not None and value > 1
 
 
-# Returns what is wrong with a value, None if nothing is.
+# Returns the fault of a value, None if there is none.
 Check = Callable[[Any], str | None]
-# Which answers a question of the interview needs: name to the values of which it is one; None stands for no answer.
+# The answers that a question of the interview needs: name to the accepted values; None stands for no answer.
 Answers = Mapping[str, Container[Any]]
 NOT_GIVEN = (None,)
 SEVERAL = _Several()
@@ -39,7 +39,7 @@ ONE = "one"  # "1" when set, else no variable at all
 
 @dataclass(frozen=True)
 class Option:
-    """One setting of a run: everything that any part of the package knows about it.
+    """One setting of a run: all facts that any part of the package uses.
 
     Attributes:
         name: the attribute of the parsed arguments, and the default of the flag and of the key in a configuration file.
@@ -47,27 +47,27 @@ class Option:
         help: one sentence for `--help` and for `accelerate config`, which asks in the order of the table.
         type: `str`, `int`, `float`, `bool`, `strs` (repeatable, a list), `bools` (comma-separated truth values) or `json` (a
             mapping, kept as JSON text). By default `bool` for a switch, else that of `default` or of `offer`, else `str`.
-        default: the value when nobody sets it. None means that the launcher or the worker decides.
+        default: the value if no source sets it. None means that the launcher or the worker decides.
         corrections: accepted words that stand for others.
-        unset: words, in a file or a variable, that say that nobody sets it.
-        flags: spellings with underscores (hyphens work too); None is `--name`, an empty tuple a setting of files alone.
+        unset: words, in a file or a variable, that mean "not set".
+        flags: spellings with underscores (hyphens work too); None is `--name`, an empty tuple a setting of files only.
         switch: True for a flag that takes no value and means true.
         negation: a flag that sets it to false.
-        env: the variable in which the launcher hands the value to the worker, and which sets it from outside.
+        env: the variable in which the launcher passes the value to the worker; a user can also set it.
         env_names: the variables of a `bools` option, one for each value, instead of `env`.
-        style: how `encode` spells the value.
+        style: the spelling that `encode` uses.
         exported_if_several: another option that must be more than one for this one to be exported.
         section: the mapping in the configuration file that holds the key; None is the top level.
         key: the key in the configuration file; an empty string means that a file cannot set it.
         feature: the feature (see `Feature`) without which it has no effect.
         words: the words that `accelerate config` offers and `config validate` knows, where a command line takes any text.
         allow_other: other words than these may be right as well.
-        special_words: answers, and the words that are offered beside them instead of `words` or `choices`.
+        special_words: answers, and the words that are then offered instead of `words` or `choices`.
         chapter: where `accelerate config` asks for it, if a file can set it and there is such a `Chapter`.
-        when: the answers without which it does not ask.
+        when: the answers that the question needs.
         offer: the value that Enter takes in the interview; None means `default`.
         optional: Enter leaves the option out of the file.
-        check: says what is wrong with an answer.
+        check: returns the fault of an answer.
         before: a row of the core, in front of which a row of an extension is listed; without it, at the end.
         spellings, file_key, variables: derived: the flags with underscores, then with hyphens; the key or None; all variables.
     """
@@ -120,13 +120,13 @@ class Option:
         return self.type == "bool" or self.words == TRUE_OR_FALSE
 
     def offered(self, answers: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the words that the interview offers beside these answers; none if any text will do."""
+        """Return the words that the interview offers for these answers; none if any text is accepted."""
         if self.special_words is not None and conditions_met(answers, self.special_words[0]):
             return self.special_words[1]
         return tuple(word for word in self.words or self.choices or () if word not in self.corrections)
 
     def parse(self, raw: Any, source: str | None = None) -> Any:
-        """Turn what a flag, a variable or a configuration file holds into the value; None for None and for a word of `unset`.
+        """Turn the text of a flag, a variable or a configuration file into the value; None for None and for a word of `unset`.
 
         Raises:
             ValueError: it is not of the option's type, or none of its choices; the message names `source` and lists the choices.
@@ -145,12 +145,12 @@ class Option:
         raise ValueError(f"{source} is {raw!r}; choose one of {', '.join(self.choices)}.")
 
     def fault(self, value: Any) -> str | None:
-        """Return what is wrong with a whole number beyond its type; a port is checked where several machines use it."""
+        """Return the fault of a whole number beyond its type; a port is checked if several machines use it."""
         checked = self.type == "int" and value is not None and self.check not in (None, port)
         return self.check(value) if checked else None
 
     def read(self, environ: Mapping[str, str]) -> Any:
-        """Return what the environment says, None where it says nothing; raises as `parse`, naming the variable."""
+        """Return the value of the environment, None if it is not set; raise as `parse`, naming the variable."""
         texts = [environ.get(name, "") for name in self.variables]
         if not "".join(texts).strip():
             return None
@@ -169,7 +169,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Feature:
-    """A way of training that needs a runner or an engine of its own.
+    """A way of training that needs a separate runner or engine.
 
     Attributes:
         title: its name in messages.
@@ -178,10 +178,10 @@ class Feature:
         section: the mapping of a configuration file that nothing else reads.
         kinds: the words of `distributed_type` in a configuration file that ask for it.
         devices: the devices that it needs, such as "TPUs", so that it excludes `--cpu`.
-        runners: the runners of which the first that `starts` the run does so.
+        runners: the candidate runners; the first whose `starts` returns True starts the run.
         interview: "module:function" that asks for the settings of a file for it, if `switch` is `compute_environment`.
-        keys: what such a file may have at its top level besides.
-        words: what such a file may say as `distributed_type`.
+        keys: further keys at the top level of such a file.
+        words: accepted values of `distributed_type` in such a file.
     """
 
     title: str
@@ -214,7 +214,7 @@ class Chapter:
     """Some questions of the interview.
 
     Attributes:
-        question: asked first, if any; no passes the chapter over. The answer stands under the chapter's name.
+        question: asked first, if any; no passes the chapter over. The answer is stored under the chapter's name.
         when: the answers without which the chapter is passed over.
         was: the default of `question` is yes if an earlier file sets this option.
         before: the chapter of the core that a chapter of an extension comes before; without it, the last one.
@@ -228,14 +228,14 @@ class Chapter:
 
 
 def rows(group: str, prefix: str = "", **shared: Any) -> Callable[..., Option]:
-    """Return a function that makes the options of a heading from a name, a help text and fields of its own.
+    """Return a function that makes the options of a heading from a name, a help text and further fields.
 
-    `shared` are the fields that they have in common. In `env` and `key`, `*` stands for the name without the prefix; `choices` and
-    `words` may be one text; the chapter is that of the feature, if nothing else is said.
+    `shared` are the fields that they have in common. In `env` and `key`, `*` stands for the name without the prefix. `choices`
+    and `words` may be one text. The chapter is that of the feature by default.
     """
 
-    def row(name: str, help: str, **own: Any) -> Option:
-        fields = {"chapter": shared.get("feature", "other"), **shared, **own}
+    def row(name: str, help: str, **fields_of_option: Any) -> Option:
+        fields = {"chapter": shared.get("feature", "other"), **shared, **fields_of_option}
         for field_name, word in (("env", name.upper()), ("key", name)):
             if fields.get(field_name):
                 fields[field_name] = fields[field_name].replace("*", word)
@@ -247,7 +247,7 @@ def rows(group: str, prefix: str = "", **shared: Any) -> Callable[..., Option]:
     return row
 
 
-# What a value must be beyond its type
+# Checks of a value beyond its type
 
 
 def at_least(least: int) -> Check:
@@ -261,7 +261,7 @@ def above_zero(value: float) -> str | None:
 
 
 def fraction(value: float) -> str | None:
-    """Refuse what is no part of one."""
+    """Refuse a value that is not a fraction."""
     return None if 0 <= value < 1 else "it must be at least 0 and below 1"
 
 
@@ -270,9 +270,9 @@ def port(value: int) -> str | None:
     return None if 1 <= value <= 65535 else "ports of several machines are numbers from 1 to 65535"
 
 
-def matching(pattern: str, wanted: str) -> Check:
-    """Return a check that refuses texts that do not match a pattern as a whole, with the message `wanted`."""
-    return lambda value: None if re.fullmatch(pattern, value) else wanted
+def matching(pattern: str, message: str) -> Check:
+    """Return a check that refuses texts that do not fully match a pattern, with that message."""
+    return lambda value: None if re.fullmatch(pattern, value) else message
 
 
 def existing_file(value: str) -> str | None:
@@ -293,7 +293,7 @@ def json_file(value: str) -> str | None:
     return None
 
 
-# What users write (strings, environment variables, YAML scalars), as values
+# Conversion of users' spellings (strings, environment variables, YAML scalars) into values
 
 E = TypeVar("E", bound=enum.Enum)
 
@@ -318,15 +318,15 @@ def to_int(value: Any, name: str) -> int:
 
 
 def to_enum(kind: type[E], value: Any, name: str, aliases: Mapping[str, E | None] | None = None) -> E | None:
-    """Read a member from itself, its name or value, or what an upper-case alias stands for; a ValueError lists the names."""
+    """Read a member from itself, its name or value, or an upper-case alias; a ValueError lists the names."""
     if isinstance(value, kind):
         return value
     word = str(value).strip().upper()
     named = {member.name.upper(): member for member in kind} | dict(aliases or {})
-    found = {str(member.value).upper(): member for member in kind} | named
-    if word not in found:
+    members = {str(member.value).upper(): member for member in kind} | named
+    if word not in members:
         raise ValueError(f"{name} is {value!r}; choose one of {', '.join(sorted(named))}.")
-    return found[word]
+    return members[word]
 
 
 def one_of(name: str, value: Any, choices: Sequence[Any]) -> Any:
@@ -351,9 +351,9 @@ def both_spellings(flags: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(itertools.chain(*spelled)))
 
 
-def conditions_met(answers: Mapping[str, Any], wanted: Answers) -> bool:
+def conditions_met(answers: Mapping[str, Any], conditions: Answers) -> bool:
     """Say whether each answer that is wanted has been given."""
-    return all(answers.get(name) in accepted for name, accepted in wanted.items())
+    return all(answers.get(name) in accepted for name, accepted in conditions.items())
 
 
 def _text(raw: Any, source: str = "") -> str:

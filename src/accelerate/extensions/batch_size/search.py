@@ -38,24 +38,26 @@ def find_executable_batch_size(
 ) -> Callable[..., Any]:
     """Call a function with smaller and smaller batch sizes until it does not run out of memory. A decorator.
 
-    The function receives the batch size as its first argument; callers leave it out. A later call starts with the size
-    that worked. What the function built before it failed must be built anew in each try, so put that inside it.
+    The function receives the batch size as its first argument; callers omit it. A later call starts with the size that
+    worked. Build the objects of a try inside the function, so that each try builds them anew.
 
-    Several processes search together: every rank must call the decorated function. Where the try ends on all ranks, and some
-    ran out of memory, all try again with the smallest size that any of them needs. The random generators are put back to
-    where the call began. The call returns on each rank once the function has returned on all. Where one rank runs out of
-    memory alone, and the others wait for it in a collective, it raises an error.
+    Several processes search together. If the try ends on all ranks, and some ran out of memory, all try again with the smallest
+    size that any of them needs. The random generators return to their state at the call. The call returns on each rank once
+    the function has returned on all. If only one rank runs out of memory, and the others wait for it in a collective, it raises
+    an error.
+
+    Collective: call the decorated function on every rank.
 
     Args:
         function: The function to decorate; None when the decorator is used with arguments.
         starting_batch_size: The first size to try.
         reduce_batch_size_fn: Takes nothing and returns the next size; every rank calls it before each new try. By default
             the last size times 0.9, or half of it with `keep_global_batch`, rounded down.
-        accelerator: The Accelerator that the function trains with. Each new try finds the loaders that were prepared
-            before the call where they stood then, and what the failed one prepared is let go of.
-        keep_global_batch: Raise `accelerator.gradient_accumulation_steps` so that an optimizer step takes as many samples
-            as with the first size, or up to a micro-batch more where that does not divide.
-        together: False lets each rank search for itself, for functions without collectives that not all ranks call.
+            accelerator: The Accelerator that the function trains with. Each new try restores the positions of loaders that were
+                prepared before the call, and releases the objects that the failed try prepared.
+            keep_global_batch: Raise `accelerator.gradient_accumulation_steps` so that an optimizer step takes as many samples
+                as with the first size, or up to a micro-batch more if that does not divide.
+            together: False lets each rank search separately, for functions without collectives that not all ranks call.
 
     Returns:
         The decorated function, or a decorator.
@@ -157,7 +159,7 @@ def _next_size(name: str, store: Any | None, failed: bool, reduced: Callable[[],
 
 
 def _kept(accelerator: "TrainingRun | None") -> Callable[[], None]:
-    """Return what puts random generators, prepared loaders and what is registered back to where they stand now."""
+    """Return a function that restores random generators, prepared loaders and registered objects to their present state."""
     device = storage.process.current.get("device") or torch.device("cpu")
     states = generators.collect(device)
     put_registered_back = None if accelerator is None else _registered(accelerator)
@@ -172,7 +174,7 @@ def _kept(accelerator: "TrainingRun | None") -> Callable[[], None]:
 
 def _registered(accelerator: "TrainingRun") -> Callable[[], None]:
     """Return what lets an Accelerator go of all that it is given from now on, and of the accumulation step that is open then."""
-    from accelerate.training import gradients  # is there where an Accelerator is
+    from accelerate.training import gradients  # imported wherever an Accelerator exists
 
     prepared, step = accelerator.prepared, accelerator.step
     registries = {name: list(getattr(accelerator, name)) for name in _REGISTRIES}
@@ -182,7 +184,7 @@ def _registered(accelerator: "TrainingRun") -> Callable[[], None]:
     attached = accelerator.extensions.attached
 
     def put_back() -> None:
-        for extension in [each for each in accelerator.extensions.attached if each not in attached]:
+        for extension in [extension for extension in accelerator.extensions.attached if extension not in attached]:
             extension.released()
         vars(accelerator).update({name: list(former) for name, former in registries.items()})
         for registered, former in zip(lists, before, strict=True):
@@ -211,4 +213,4 @@ def _alone(store: Any | None) -> str:
     process = storage.process.current
     if store is not None or process.get("num_processes", 1) == 1:
         return ""
-    return f" Rank {process['process_index']} retries alone: the other ranks wait for it in their collectives."
+    return f" Rank {process['process_index']} retries without the others: they wait for it in their collectives."

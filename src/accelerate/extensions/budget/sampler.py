@@ -14,20 +14,23 @@ from torch.utils.data import Sampler
 
 
 class TokenBudgetSampler(Sampler[list[int]]):
-    """A batch sampler whose batches have at most so many tokens, padding included, and cost the ranks of a step the same.
+    """A batch sampler with batches of at most so many tokens, padding included, that cost the ranks of a step the same.
 
-    With `packed`, a batch is what `PackingCollator` makes one row of. Its lengths are chosen once, by best fit, and each epoch draws which
-    of the samples of a length is where. Attention within documents costs the sum of their squared lengths: the batches of a step have
-    similar ones. Else samples are sorted by length, and shuffled among those of similar length: a *bucket*, up to some steps long. So padding is little, each
-    batch of a step comes from one bucket, and the number of steps is the same in each epoch and on each rank. Each sample is in one
-    batch; only where samples fill a batch each and their number is no multiple of the ranks, some are in two, as `even_batches` does
-    it. The order is that of the seed and the epoch alone, so a run that is resumed goes on with the batch that was next.
+    With `packed`, `PackingCollator` makes one row of a batch. Its lengths are chosen once, by best fit, and each epoch draws
+    the samples of each length. Attention within documents costs the sum of their squared lengths: the batches of a step have
+    similar ones.
+
+    Otherwise samples are sorted by length, and shuffled among those of similar length: a *bucket*, up to some steps long. So
+    there is little padding, each batch of a step comes from one bucket, and the number of steps is the same in each epoch and
+    on each rank. Each sample is in one batch. Only if samples fill a batch each and their number is no multiple of the ranks,
+    some are in two, as with `even_batches`. The order depends only on the seed and the epoch, so a resumed run continues with
+    the next batch.
 
     Args:
         lengths: of each sample of the dataset, in tokens.
         max_tokens: in a batch at most: its number of samples times its longest sample; with `packed`, the sum of their lengths.
-        ranks: among how many ranks the loader is prepared: `accelerator.num_processes`, without ranks that share a batch.
-            `prepare` refuses a number that does not divide it.
+        ranks: the number of ranks that the loader is prepared for: `accelerator.num_processes`, without ranks that share a
+            batch. `prepare` refuses a number that does not divide it.
         shuffle: whether samples within buckets, and the steps, are in random order; else the longest come first.
         seed: of the order.
         steps_in_bucket: more of them mix samples better, and pad more. It has no use with `packed`.
@@ -61,21 +64,21 @@ class TokenBudgetSampler(Sampler[list[int]]):
         for name, value in (("max_tokens", max_tokens), ("ranks", ranks), ("steps_in_bucket", steps_in_bucket)):
             if value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1.")
-        known = np.asarray(lengths, dtype=np.int64)
-        if not len(known):
+        token_counts = np.asarray(lengths, dtype=np.int64)
+        if not len(token_counts):
             raise ValueError("lengths is empty: give the number of tokens of each sample.")
-        shorter = known.max() - known
+        shorter = token_counts.max() - token_counts
         if shorter.max() < 1 << 16:
             shorter = shorter.astype(np.uint16)  # which numpy sorts by its digits, in a tenth of the time
         self._longest_first = np.argsort(shorter, kind="stable")
-        if (worst := known[self._longest_first[0]]) > max_tokens:
+        if (worst := token_counts[self._longest_first[0]]) > max_tokens:
             raise ValueError(
                 f"Sample {self._longest_first[0]} has {worst} tokens, and max_tokens is {max_tokens}. Truncate it, or raise max_tokens."
             )
         self.ranks, self.shuffle, self.seed, self.epoch = ranks, shuffle, seed, 0
-        ordered = known[self._longest_first]
-        made = _pack(ordered, max_tokens, ranks) if packed else _cut(ordered, max_tokens, ranks, steps_in_bucket)
-        self._bounds, self._buckets, self._members = made
+        ordered = token_counts[self._longest_first]
+        batches = _pack(ordered, max_tokens, ranks) if packed else _cut(ordered, max_tokens, ranks, steps_in_bucket)
+        self._bounds, self._buckets, self._members = batches
 
     def __len__(self) -> int:
         return len(self._bounds)
@@ -105,9 +108,9 @@ class TokenBudgetSampler(Sampler[list[int]]):
 
 
 def _cut(lengths: Any, max_tokens: int, ranks: int, steps: int) -> tuple[Any, list[tuple[int, int]], slice]:
-    """Return where each batch and each bucket begins and ends in samples that are sorted by length, longest first; and all places.
+    """Return the borders of batches and buckets in samples sorted by length, longest first; and all members.
 
-    A bucket has whole steps, as many as samples of nine tenths of its longest fill; its batches differ by one sample at most.
+    A bucket has full steps, up to the samples of at least nine tenths of its longest; its batches differ by one sample at most.
     """
     rising, bounds, buckets, start = -lengths, [], [], 0
     while start < len(lengths):
@@ -115,7 +118,7 @@ def _cut(lengths: Any, max_tokens: int, ranks: int, steps: int) -> tuple[Any, li
         least = rising.dtype.type(-math.ceil(0.9 * lengths[start]))  # of the same type: numpy would cast all of them
         similar = int(np.searchsorted(rising, least, side="right")) - start
         end = min(start + fits * min(-(-similar // fits), steps), len(lengths))
-        if len(lengths) - end < ranks:  # too few for a step of their own: they join this one
+        if len(lengths) - end < ranks:  # too few for a separate step: they join this one
             end = len(lengths)
         count = -(-(end - start) // fits) * ranks
         cuts = start + np.arange(count + 1) * (end - start) // count
@@ -169,22 +172,22 @@ def _pack(lengths: Any, max_tokens: int, ranks: int) -> tuple[Any, list[tuple[in
 
 @dataclass(frozen=True)
 class PackingCollator:
-    """Puts the documents of a batch one behind the other into one row of a fixed length, as causal models of transformers read them.
+    """Joins the documents of a batch into one row of a fixed length, as causal models of transformers read them.
 
-    They attend within the documents that `position_ids` show, if there is no `attention_mask` and no cache (`use_cache=False`); so do the
-    ranks that share a sequence by `cp_size` or `sp_size`, for which the length must divide. What is left of the row is a document of
+    Models attend within the documents of `position_ids`, without an `attention_mask` and a cache (`use_cache=False`). So do the
+    ranks that share a sequence by `cp_size` or `sp_size`; they must divide the length. The rest of the row is a document of
     padding without labels.
 
     Args:
         max_tokens: the length of a row.
-        pad_token_id: the token that fills it.
+        pad_token_id: the token of the padding.
 
     Returns:
         Of samples with `input_ids` and, if they are not the same, `labels`: a dict of `input_ids`, `labels`, whose first one of each
         document is -100, as the last token of another does not predict it, and `position_ids`, from 0 in each document. All are int64
         of [1, max_tokens]. ValueError for more tokens.
 
-    A worker process of a loader calls it, as `collate_fn`; `TokenBudgetSampler(packed=True)` chooses what fits.
+    A worker process of a loader calls it, as `collate_fn`; `TokenBudgetSampler(packed=True)` chooses fitting batches.
 
     Example:
         >>> batch = PackingCollator(8)([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
@@ -203,7 +206,7 @@ class PackingCollator:
         for sample in samples:
             start, end = end, end + len(sample["input_ids"])
             if end > self.max_tokens:
-                total = sum(len(one["input_ids"]) for one in samples)
+                total = sum(len(item["input_ids"]) for item in samples)
                 raise ValueError(
                     f"The batch has {total} tokens, and max_tokens is {self.max_tokens}. Choose batches by "
                     f"TokenBudgetSampler(lengths, max_tokens={self.max_tokens}, packed=True), or raise max_tokens."

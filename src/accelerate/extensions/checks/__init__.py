@@ -1,10 +1,10 @@
-"""A comparison of what the ranks train, before each N-th step."""
+"""A comparison of the ranks' training states, before each N-th step."""
 
 import os
 
 from accelerate.extension import Spec
 
-# Before each how many-th step the ranks compare what they train, and whether they look at the outputs of modules, too.
+# The number of steps between comparisons, and whether outputs of modules are compared too.
 CHECK_EVERY, CHECK_MODULES = "ACCELERATE_CHECK_EVERY", "ACCELERATE_CHECK_MODULES"
 SPEC = Spec(
     "checks",

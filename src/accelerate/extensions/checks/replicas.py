@@ -32,11 +32,11 @@ class ReplicasDiffer(RuntimeError):
 
 
 class ReplicaCheck(Extension):
-    """Compares the ranks of one Accelerator at every `every`-th step; with `modules` it looks at the outputs of modules, too."""
+    """Compares the ranks of one Accelerator every `interval` steps; with `modules` also the outputs of modules."""
 
-    def __init__(self, run: Any, every: int, modules: bool) -> None:
+    def __init__(self, run: Any, interval: int, modules: bool) -> None:
         super().__init__(run)
-        self.every, self.modules = every, modules
+        self.interval, self.modules = interval, modules
         # Backward passes so far, where they were since the last comparison, and the first with a loss that is not finite.
         self._passes = 0
         self._places: list[str] = []
@@ -48,21 +48,21 @@ class ReplicaCheck(Extension):
     @classmethod
     def attach(cls, run: Any) -> "ReplicaCheck | None":
         """Return the check that the environment asks for; None where an engine or a pipeline makes it meaningless."""
-        every = get_int_from_env([CHECK_EVERY], 0)
-        if not every:
+        interval = get_int_from_env([CHECK_EVERY], 0)
+        if not interval:
             return None
         layout, traits = run.parallelism_config, traits_of(run.distributed_type)
         if not traits.scales_loss:
             warn_user(
-                f"{CHECK_EVERY}={every} has no effect with {run.distributed_type}, whose engine steps by itself."
+                f"{CHECK_EVERY}={interval} has no effect with {run.distributed_type}, whose engine steps itself."
             )
             return None
         if layout is not None and layout.pp_enabled:
             warn_user(
-                f"{CHECK_EVERY}={every} has no effect with pp_size={layout.pp_size}: the ranks of a pipeline have different parameters."
+                f"{CHECK_EVERY}={interval} has no effect with pp_size={layout.pp_size}: the ranks of a pipeline have different parameters."
             )
             return None
-        return cls(run, every, parse_flag_from_env(CHECK_MODULES))
+        return cls(run, interval, parse_flag_from_env(CHECK_MODULES))
 
     def registered(self, kind: str, prepared: Any, evaluation: bool) -> None:
         """Note the outputs of a prepared model's modules, if they are asked for."""
@@ -78,7 +78,7 @@ class ReplicaCheck(Extension):
             hook.remove()
         self._hooks.clear()
 
-    # What is noted in a step, without waiting for the device.
+    # Notes of a step, taken without waiting for the device.
 
     def phase_begins(self, phase: str, loss: Any) -> None:
         """Note whether the loss of a backward pass is finite."""
@@ -103,7 +103,7 @@ class ReplicaCheck(Extension):
     def step_begins(self, optimizer: AcceleratedOptimizer) -> None:
         """Compare the ranks at every N-th step of an optimizer; raise the same error on all of them."""
         self._steps[optimizer] = step = self._steps.get(optimizer, 0) + 1
-        if step % self.every or ends_are_uneven():
+        if step % self.interval or ends_are_uneven():
             return
         numbers, sums = self._described(optimizer)
         names = [*numbers, *sums]
@@ -125,52 +125,50 @@ class ReplicaCheck(Extension):
             lines = self._differences(names, len(bits), values, places)
             raise ReplicasDiffer(
                 f"The ranks have parted before step {step} of {type(optimizer.optimizer).__name__}; the first of each kind:"
-                f"{lines}\nThey were equal {self.every} steps ago, or at the start. A smaller ACCELERATE_CHECK_EVERY "
-                f"than {self.every} finds the step; look there for code that only some ranks run."
+                f"{lines}\nThey were equal {self.interval} steps ago, or at the start. A smaller ACCELERATE_CHECK_EVERY "
+                f"than {self.interval} finds the step; look there for code that only some ranks run."
             )
         self._first = -torch.ones_like(self._first)
         self._places.clear()
         self._outputs.clear()
 
     def _differences(self, names: list[str], numbers: int, values: torch.Tensor, differing: list[int]) -> str:
-        """Return the first of each kind that differs, with its values and ranks. All ranks."""
+        """Return the first of each kind that differs, with its values and ranks. Collective: call on every rank."""
         places = [*{names[place].split()[0]: place for place in reversed(differing)}.values()][::-1]
-        own = torch.cat([values.new_tensor([self._part()[0]]), values[places]])
-        rows = self.run._communicator.all_gather(own).view(-1, len(own)).tolist()
+        local_values = torch.cat([values.new_tensor([self._part()[0]]), values[places]])
+        rows = self.run._communicator.all_gather(local_values).view(-1, len(local_values)).tolist()
         text = ""
         for column, place in enumerate(places, 1):
             groups: dict[int, dict[int, list[int]]] = {}
             for rank, row in enumerate(rows):
                 part = row[0] if place >= numbers else 0
                 groups.setdefault(part, {}).setdefault(row[column], []).append(rank)
-            found = next(ranks for ranks in groups.values() if len(ranks) > 1)
+            ranks_of_value = next(ranks for ranks in groups.values() if len(ranks) > 1)
             shown = [
                 f"{value if place >= numbers else torch.tensor(value).view(torch.float64)} on rank {listed(ranks)}"
-                for value, ranks in sorted(found.items(), key=lambda item: len(item[1]))[:LISTED]
+                for value, ranks in sorted(ranks_of_value.items(), key=lambda item: len(item[1]))[:LISTED]
             ]
             text += f"\n  - {names[place]}: {'; '.join(shown)}"
         return text
 
     def _described(self, optimizer: AcceleratedOptimizer) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
-        """Return what is compared: numbers that are the same on all ranks, and checksums."""
+        """Return the compared values: numbers that are the same on all ranks, and checksums."""
         numbers, sums, gradients = {}, {}, {}
-        # Without a mesh, or without replicas in it, each shard is alone.
+        # Without a mesh, or without replicas in it, each shard has no copy.
         ranks, sharded = self.run.num_processes, traits_of(self.run.distributed_type).sharded
         alone = self._part()[1] == ranks or (self.run.torch_device_mesh is None and sharded)
         compared, zero = ranks > 1 and not alone, torch.zeros_like(self._first)
         models = [self.run.unwrap_model(model) for model in self.run._models]
-        names = {id(one): canonical_name(name) for model in models for name, one in model.named_parameters()}
+        names = {id(p): canonical_name(name) for model in models for name, p in model.named_parameters()}
         for index, group in enumerate(optimizer.param_groups):
             numbers[f"learning rate of group {index}"] = float(group["lr"])
-            for place, parameter in enumerate(group["params"]):
+            for place, p in enumerate(group["params"]):
                 if not place:
-                    numbers[f"step counter of group {index}"] = float(
-                        optimizer.state.get(parameter, {}).get("step", 0)
-                    )
+                    numbers[f"step counter of group {index}"] = float(optimizer.state.get(p, {}).get("step", 0))
                 if compared:
-                    name = names.get(id(parameter), f"number {place} of group {index}")
-                    sums[f"parameter {name!r}"] = checksum(parameter)
-                    gradient = parameter.grad
+                    name = names.get(id(p), f"number {place} of group {index}")
+                    sums[f"parameter {name!r}"] = checksum(p)
+                    gradient = p.grad
                     gradients[f"gradient of {name!r}"] = zero if gradient is None else checksum(gradient)
         return numbers, sums | gradients
 
@@ -185,7 +183,7 @@ class ReplicaCheck(Extension):
         return part, parts
 
     def _not_finite(self, first: int, rank: int) -> FloatingPointError:
-        """Return the error for the first rank with a loss that is not finite. All ranks."""
+        """Return the error for the first rank with a loss that is not finite. Collective: call on every rank."""
         place = self._places[first - self._passes] if rank == self.run.process_index else ""
         seen = [name for name, noted in self._outputs.items() if noted.item() == first]
         where = place + (f"; the first module with such an output: {seen[0]}" if seen else "")

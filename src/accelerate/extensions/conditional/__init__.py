@@ -1,4 +1,4 @@
-"""Parts of a model that some ranks leave out of a step."""
+"""Parts of a model that some ranks skip in a step."""
 
 from accelerate.extension import Spec
 

@@ -1,9 +1,10 @@
-"""Modules that a rank may leave out of a step, as the part of a model that reads pictures where its batch has none.
+"""Modules that a rank may skip in a step, such as the image part of a model if its batch has no images.
 
-The other ranks wait for such a rank: all of them gather sharded weights, and average gradients. So the ranks agree, when the forward of
-the whole model begins, on who calls the module. A rank that does not, while others do, calls it there with inputs that were declared for
-this, and gives zeros to that call in backward: all ranks gather and reduce the same weights in the same order. Where no rank calls it, none
-does, and its gradients stay None, as in one process. DistributedDataParallel has a way of its own, `find_unused_parameters`.
+The other ranks wait for such a rank: all of them gather sharded weights, and average gradients. So the ranks agree on who
+calls the module when the forward of the full model begins. If some ranks call it, the others call it at that point with
+inputs that were declared for this, and give zeros to that call in backward. So all ranks gather and reduce the same weights
+in the same order. If no rank calls it, its gradients stay None, as in one process. DistributedDataParallel has its own
+method, `find_unused_parameters`.
 """
 
 import inspect
@@ -26,27 +27,29 @@ from accelerate.strategies.registry import resolve
 
 @dataclass(frozen=True)
 class _Declared:
-    """How a module that ranks may leave out is called for others.
+    """The call of a skipped module for other ranks.
 
     Attributes:
-        given: The argument of the whole model's forward without which the module is not called.
-        inputs: What a rank without that argument calls it with.
+        argument: The argument of the full model's forward without which the module is not called.
+        inputs: The arguments of the call on a rank without that argument.
     """
 
-    given: str
+    argument: str
     inputs: tuple[Any, ...]
 
 
 def conditional(accelerator: Any, module: nn.Module, given: str, inputs: Any) -> None:
-    """Declare a part of a model that some ranks may leave out of a step, where others would wait for them. All ranks, before `prepare`.
+    """Declare a part of a model that some ranks may skip in a step, in which others would wait for them.
 
-    Under FSDP2 the ranks agree with one number for each declared module in each forward, for which the host waits. If some call the
-    module, the others call it too, with `inputs` and without gradients; so its parts must be called before other blocks that
-    are sharded, and several such modules in the order in which they are declared. DDP finds unused parameters by itself.
+    Under FSDP2 the ranks agree with one number for each declared module in each forward, for which the host waits. If some call
+    the module, the others also call it, with `inputs` and without gradients. So its parts must be called before other sharded
+    blocks, and several such modules in the order of their declarations. DDP finds unused parameters itself.
+
+    Collective: call on every rank, before `prepare`.
 
     Args:
         module: The part, which belongs to a model that is not prepared yet.
-        given: The argument of the whole model's forward without which the part is not called: None or an empty tensor.
+        given: The argument of the full model's forward without which the part is not called: None or an empty tensor.
         inputs: A tensor, or a tuple of arguments, that the part can be called with.
 
     Raises:
@@ -75,7 +78,7 @@ def conditional(accelerator: Any, module: nn.Module, given: str, inputs: Any) ->
 
 
 class Conditionals(Extension):
-    """The modules that ranks of one run may leave out.
+    """The modules that ranks of one run may skip.
 
     Attributes:
         declared: The modules that `conditional` was called for, while they are alive.
@@ -109,9 +112,9 @@ class Conditionals(Extension):
 def _install(run: Any, model: nn.Module, declared: Mapping[str, _Declared]) -> list[RemovableHandle]:
     """Register hooks by which ranks agree, at each forward, on who calls the declared modules, which are given by name."""
     arguments, name = list(inspect.signature(model.forward).parameters), type(model).__name__
-    if unknown := [part.given for part in declared.values() if part.given not in arguments]:
+    if unknown := [part.argument for part in declared.values() if part.argument not in arguments]:
         raise ValueError(f"given={unknown[0]!r} is no argument of {name}.forward, which has {arguments}.")
-    places = [(arguments.index(part.given), part.given) for part in declared.values()]
+    places = [(arguments.index(part.argument), part.argument) for part in declared.values()]
     trained = [any(weight.requires_grad for weight in model.get_submodule(path).parameters()) for path in declared]
     outputs: list[torch.Tensor] = []  # of calls for other ranks
     joins = False
@@ -161,10 +164,10 @@ def _call_for_others(module: nn.Module, inputs: tuple[Any, ...], device: torch.d
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     devices = [] if device.type in ("cpu", "mps") else [device]
     with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
-        found = module(*recursively_apply(ready, inputs))
+        output = module(*recursively_apply(ready, inputs))
     for buffer, former in buffers:
         buffer.data.copy_(former)  # `data`: autograd may need the buffer, and would refuse one that has changed
-    return found
+    return output
 
 
 class _Joined(torch.autograd.Function):
@@ -172,7 +175,7 @@ class _Joined(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
-        ctx.others = [(one.shape, one.dtype, one.device) for one in others]
+        ctx.others = [(other.shape, other.dtype, other.device) for other in others]
         return tensor.clone()  # a view could not be changed in place
 
     @staticmethod

@@ -1,7 +1,7 @@
-"""Checkpoints of engines: what DeepSpeed saves goes into the plan of a save, and it loads what as many ranks wrote at the same stage.
+"""Checkpoints of engines: DeepSpeed's files are part of a save, and it loads files of as many ranks at the same stage.
 
-What others wrote (other ranks, another stage, another strategy) is put into the engine here, each rank its part by the names of parameters.
-Either way names and shapes are compared before anything changes.
+Other checkpoints (other ranks, another stage, another strategy) are put into the engine here, each rank's part by the names
+of parameters. In both cases names and shapes are compared before anything changes.
 
 Source: https://deepspeed.readthedocs.io/en/latest/model-checkpointing.html
 """
@@ -33,7 +33,10 @@ _GATHER = "stage3_gather_16bit_weights_on_model_save"
 
 
 def save(engine: Any, plan: SavePlan, index: int, **options: Any) -> None:
-    """Let the engine put everything it has into a plan; `latest` and its scripts are written at once. All ranks."""
+    """Let the engine put everything it has into a plan; `latest` and its scripts are written at once.
+
+    Collective: call on every rank.
+    """
     _check_disk_optimizer(engine)
     with _files_of(engine, plan):
         engine.save_checkpoint(plan.folder, zero.engine_folder(index), **options)
@@ -50,7 +53,7 @@ def _files_of(engine: Any, plan: SavePlan | None = None) -> Iterator[None]:
 
 
 class _Files:
-    """Takes the place of an engine's `checkpoint_engine`, whose `load` would run what is in a file."""
+    """Replaces an engine's `checkpoint_engine`, whose `load` would run code of a file."""
 
     def __init__(self, inner: Any, plan: SavePlan | None) -> None:
         self._inner, self._plan = inner, plan
@@ -63,7 +66,7 @@ class _Files:
         return False
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Put a state into the plan, which copies it or writes it before the engine goes on."""
+        """Put a state into the plan, which copies or writes it before the engine continues."""
         self._plan.add_object(os.path.relpath(path, self._plan), state_dict)  # type: ignore[union-attr]  # a save has one
 
     def load(self, path: str, map_location: Any = None) -> Any:
@@ -80,14 +83,16 @@ class _Files:
 def read(
     engine: Any, folder: str, index: int, optimizer: int, strict: bool = True, weights_only: bool = True
 ) -> Deferred:
-    """Compare an engine with what a checkpoint has for it, and return what loads that. Any rank, alone; all ranks load.
+    """Compare an engine with a checkpoint, and return the function that loads it, which is a collective.
+
+    Not a collective.
 
     Args:
-        engine: it stays as it is until the returned function is called.
+        engine: it is not changed until the returned function is called.
         folder: a checkpoint of any strategy.
         index: of the model.
         optimizer: index of the engine's optimizer.
-        strict: each name is there, and no other.
+        strict: the names must be the same.
         weights_only: run no code of a file.
 
     Raises:
@@ -101,71 +106,71 @@ def _check_disk_optimizer(engine: Any) -> None:
     """Refuse optimizers on a disk, whose step counts and small states DeepSpeed would not load again."""
     if engine.zero_nvme_offload_optimizer():
         raise RuntimeError(
-            "zero_optimization.offload_optimizer.device is 'nvme', and DeepSpeed cannot go on from a checkpoint of such an optimizer; nothing was "
-            "saved or loaded. Set it to 'cpu' (parameters may stay on nvme), or save the weights alone with save_model."
+            "zero_optimization.offload_optimizer.device is 'nvme', and DeepSpeed cannot resume from a checkpoint of such an optimizer; nothing was "
+            "saved or loaded. Set it to 'cpu' (parameters may stay on nvme), or save only the weights with save_model."
         )
 
 
 def _plan(engine: Any, folder: str, index: int, optimizer: int, strict: bool, weights_only: bool) -> Any:
-    """Return what loads a checkpoint into an engine, or raise. Any rank, alone."""
+    """Return what loads a checkpoint into an engine, or raise. Not a collective."""
     _check_disk_optimizer(engine)
-    found = layouts.required(folder, "model", index, None)
+    stored_files = layouts.required(folder, "model", index, None)
     written = None
-    if found.layout == "zero":
-        load = partial(_native, engine, folder, found.name, weights_only)
-        known = folder if isinstance(folder, CheckpointFolder) else None
+    if stored_files.layout == "zero":
+        load = partial(_native, engine, folder, stored_files.name, weights_only)
+        manifest_folder = folder if isinstance(folder, CheckpointFolder) else None
         if engine.has_moe_layers:
-            if known is not None:  # what DeepSpeed reads of it is not known here
-                known.check(filter(found.has, known.listing.files), shared=True)
+            if manifest_folder is not None:  # what DeepSpeed reads of it is not known here
+                manifest_folder.check(filter(stored_files.has, manifest_folder.listing.files), shared=True)
             return partial(load, strict)
-        written = zero.Folder(os.path.join(folder, found.name), weights_only, known)
-    model = found.open() if written is None else written.model()
+        written = zero.Folder(os.path.join(folder, stored_files.name), weights_only, manifest_folder)
+    model = stored_files.open() if written is None else written.model()
     values = _matched(engine, model, strict, written)
-    own = _same_layout(engine, written, os.path.join(folder, found.name))
+    is_same_layout = _same_layout(engine, written, os.path.join(folder, stored_files.name))
     trains = engine.basic_optimizer is not None
     if (
         written is not None
-        and own
+        and is_same_layout
         and trains
         and (written.shards or not isinstance(engine.optimizer, torch.optim.Optimizer))
     ):
         written.open_own(engine.global_rank)
         return partial(load, strict and len(values) == len(_shapes(engine)))
-    idle = [one for one in engine.module.parameters() if not (trains and one.requires_grad)]
-    if any(getattr(getattr(one, "ds_tensor", None), "final_location", None) == "nvme" for one in idle):
+    idle = [parameter for parameter in engine.module.parameters() if not (trains and parameter.requires_grad)]
+    if any(getattr(getattr(parameter, "ds_tensor", None), "final_location", None) == "nvme" for parameter in idle):
         raise RuntimeError(
             "zero_optimization.offload_param.device is 'nvme', and weights that do not train cannot be loaded there; nothing was loaded. Set it to 'cpu'."
         )
     saved: _Optimizer | None = None
     if trains:
         _check_flat(engine)
-        found = layouts.required(folder, "optimizer", optimizer, None)
-        states = found.open() if written is None else written.optimizer()
+        stored_files = layouts.required(folder, "optimizer", optimizer, None)
+        states = stored_files.open() if written is None else written.optimizer()
         goal = optimizers.Target(_groups(engine), {}, {}, partial(io_of(engine.module).tied_names, engine.module))
-        raw, _ = optimizers.matched(goal, states, found)
+        raw, _ = optimizers.matched(goal, states, stored_files)
         saved = _Optimizer(states, raw["state"], raw["param_groups"])
     return partial(_put, engine, model, values, saved, written)
 
 
 def _matched(engine: Any, stored: "CheckpointReader", strict: bool, written: zero.Folder | None) -> dict[str, Any]:
     """Return the stored values by the engine's names, not read; refuse other names and shapes."""
-    own = _shapes(engine)
-    found, missing, others = layouts.matched(
-        own, layouts.model_values(stored), partial(io_of(engine.module).tied_names, engine.module), stored.aliases
+    shapes = _shapes(engine)
+    values, missing, others = layouts.matched(
+        shapes, layouts.model_values(stored), partial(io_of(engine.module).tied_names, engine.module), stored.aliases
     )
-    # What `exclude_frozen_parameters` left out stays as it is.
+    # Values skipped by `exclude_frozen_parameters` do not change.
     frozen = {name for name, parameter in engine.module.named_parameters() if not parameter.requires_grad}
     optional = frozen if written is not None and written.head["frozen_param_shapes"] is None else set()
     problems = [
-        f"{name} has {tuple(found[name].shape)} in the checkpoint and {tuple(shape)} in the engine"
-        for name, shape in own.items()
-        if name in found and found[name].shape != shape
+        f"{name} has {tuple(values[name].shape)} in the checkpoint and {tuple(shape)} in the engine"
+        for name, shape in shapes.items()
+        if name in values and values[name].shape != shape
     ]
     if strict:
         problems += [f"{name} is missing in the checkpoint" for name in missing if name not in optional]
         problems += [f"{name} is unexpected in the checkpoint" for name in others]
     refuse_misfit(stored.origin, type(engine.module).__name__, problems)
-    return found
+    return values
 
 
 def _shapes(engine: Any) -> dict[str, torch.Size]:
@@ -196,7 +201,7 @@ def _same_layout(engine: Any, written: zero.Folder | None, place: str) -> bool:
 
 
 def _native(engine: Any, folder: str, tag: str, weights_only: bool, strict: bool) -> None:
-    """Let an engine load what it has written. All ranks."""
+    """Let an engine load its own files. Collective: call on every rank."""
     with _files_of(engine) if weights_only else contextlib.nullcontext():
         engine.load_checkpoint(folder, tag, load_module_strict=strict)
 
@@ -253,7 +258,7 @@ def _flats(engine: Any) -> Iterator[_Flat]:
         for number, (flat, group) in enumerate(
             zip(inner.single_partition_of_fp32_groups, inner.bit16_groups, strict=True)
         ):
-            linked = [(canonical_name(names[one]), one._hp_mapping) for one in group if one._hp_mapping is not None]
+            linked = [(canonical_name(names[p]), p._hp_mapping) for p in group if p._hp_mapping is not None]
             parts = [
                 (n, m.hp_fragment_address.start, m.lp_fragment_address.start, m.lp_fragment_address.numel)
                 for n, m in linked
@@ -262,9 +267,9 @@ def _flats(engine: Any) -> Iterator[_Flat]:
         return
     for number, group in enumerate(inner.fp16_groups):
         parts, offset = [], 0
-        for parameter in group:
-            start, count, length = _part(engine, parameter)
-            parts.append((canonical_name(names[parameter]), offset, start, count))
+        for p in group:
+            start, count, length = _part(engine, p)
+            parts.append((canonical_name(names[p]), offset, start, count))
             offset += length
         yield _Flat(inner.fp32_partitioned_groups_flat[number], inner.sub_group_to_group_id[number], parts)
 
@@ -283,7 +288,10 @@ def _put(
     optimizer: _Optimizer | None,
     written: zero.Folder | None,
 ) -> None:
-    """Put weights, and the state of an optimizer, into an engine; a tensor at a time is read. All ranks."""
+    """Put weights, and the state of an optimizer, into an engine; a tensor at a time is read.
+
+    Collective: call on every rank.
+    """
     inner, stage = engine.optimizer, engine.zero_optimization_stage()
     if stage == 3:
         inner.checkpoint_event_prologue() if optimizer else inner.partition_all_parameters()
@@ -308,8 +316,8 @@ def _put(
         for flat in _flats(engine):
             _fill(flat, model, lambda name: values[canonical[name]], flat.tensor)
             _put_states(flat, optimizer, inner.optimizer.state[flat.tensor])
-        for own, stored in zip(inner.optimizer.param_groups, optimizer.groups, strict=True):
-            own.update({key: value for key, value in stored.items() if key != "params"})
+        for group, stored in zip(inner.optimizer.param_groups, optimizer.groups, strict=True):
+            group.update({key: value for key, value in stored.items() if key != "params"})
         if stage == 3:
             for number in range(len(inner.fp16_groups)):
                 inner._reassign_or_swap_out_partitioned_parameters(number)
@@ -351,52 +359,57 @@ def _put_counts(engine: Any, written: zero.Folder) -> None:
     if engine.lr_scheduler is not None and written.head["lr_scheduler"] is not None:
         engine.lr_scheduler.load_state_dict(written.head["lr_scheduler"])
         _keep_length(engine.lr_scheduler, written.head, engine.dp_world_size)
-    own = getattr(engine.optimizer, "loss_scaler", None)
+    scaler = getattr(engine.optimizer, "loss_scaler", None)
     saved = written.shards[0].get("loss_scaler") if written.shards else None
-    if own is not None and saved is not None and vars(own).keys() == vars(saved).keys():
-        vars(own).update(vars(saved))
+    if scaler is not None and saved is not None and vars(scaler).keys() == vars(saved).keys():
+        vars(scaler).update(vars(saved))
 
 
 def _keep_length(schedule: Any, head: Mapping[str, Any], ranks: int) -> None:
     """Give a schedule of DeepSpeed the total that its steps were counted for, which its state does not hold, on other ranks."""
     parameters = ((head.get("ds_config") or {}).get("scheduler") or {}).get("params") or {}
-    total, own = parameters.get("total_num_steps"), getattr(schedule, "total_num_steps", None)
+    total, current_total = parameters.get("total_num_steps"), getattr(schedule, "total_num_steps", None)
     saved_ranks = head.get("dp_world_size")
-    if saved_ranks in (None, ranks) or own is None or own == total:
+    if saved_ranks in (None, ranks) or current_total is None or current_total == total:
         return
     saved = f"{type(schedule).__name__} was saved on {saved_ranks} data-parallel ranks"
     if not isinstance(total, int):  # a schedule that the program built
         warn_user(
-            f"{saved}, and has total_num_steps={own} on {ranks}. The checkpoint does not hold the former total, so its learning rate may "
+            f"{saved}, and has total_num_steps={current_total} on {ranks}. The checkpoint does not hold the former total, so its learning rate may "
             "differ from the uninterrupted run's. Build it with the total_num_steps of the run that saved it."
         )
         return
     schedule.total_num_steps = total
     warn_user(
-        f"{saved} with total_num_steps={total}, and has {own} on {ranks}: {total} is used, as in an uninterrupted run. To change the "
+        f"{saved} with total_num_steps={total}, and has {current_total} on {ranks}: {total} is used, as in an uninterrupted run. To change the "
         "length, set total_num_steps of the schedule after load_state."
     )
 
 
-# -- weights alone -----------------------------------------------------------------------------------------------------
+# -- weights only ------------------------------------------------------------------------------------------------------
 
 
 def require_gathering(engine: Any, config: dict[str, Any]) -> None:
-    """Refuse (ValueError) to gather a whole model of stage 3 where that is switched off."""
+    """Refuse (ValueError) to gather the full model of stage 3 if that is switched off."""
     if engine.zero_optimization_stage() == 3 and not config.get("zero_optimization", {}).get(_GATHER):
         raise ValueError(
-            f"The whole weights of ZeRO stage 3 are gathered only where zero_optimization.{_GATHER} is true. Set it (or "
+            f"The full weights of ZeRO stage 3 are gathered only where zero_optimization.{_GATHER} is true. Set it (or "
             "zero3_save_16bit_model=True of DeepSpeedPlugin), or save shards with save_state and merge them with zero_to_fp32.py."
         )
 
 
-def entries(engine: Any, wanted: Wanted) -> Entries:
-    """Yield the wanted entries of the state dict of a stage-3 engine's module, gathered a module at a time. All ranks, in step."""
+def entries(engine: Any, is_selected: Wanted) -> Entries:
+    """Yield the wanted entries of the state dict of a stage-3 engine's module, gathered a module at a time.
+
+    Collective: call on every rank.
+    """
     import deepspeed
 
     again = tied_again(engine)
     for prefix, module in engine.module.named_modules():
-        if names := [name for name in torch_private.own_state(module, prefix) if wanted(name) and name not in again]:
+        if names := [
+            name for name in torch_private.own_state(module, prefix) if is_selected(name) and name not in again
+        ]:
             with deepspeed.zero.GatheredParameters(list(module.parameters(recurse=False)), modifier_rank=None):
                 state = torch_private.own_state(module, prefix)
                 yield from [(name, state[name]) for name in names]

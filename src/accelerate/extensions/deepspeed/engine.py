@@ -44,7 +44,7 @@ _BY_WIDTH: dict[str, Callable[[int], int]] = {
 
 
 def check(plugin: DeepSpeedPlugin, model: nn.Module, optimizer: Any, scheduler: Any) -> None:
-    """Refuse what the engine cannot do or would do otherwise: two optimizers, one of another model, a disk that is not there.
+    """Refuse objects that the engine cannot train: two optimizers, an optimizer of another model, a missing disk.
 
     Raises:
         ValueError: they contradict the configuration; the message names the key.
@@ -65,17 +65,17 @@ def check(plugin: DeepSpeedPlugin, model: nn.Module, optimizer: Any, scheduler: 
             f"{type(optimizer).__name__} updates weights in its own backward pass, and the engine in its step. Pass a torch optimizer to prepare."
         )
     # A scheduler that is made by a function stands for none of the configuration.
-    made = getattr(scheduler, "lr_scheduler_callable", None) is not None
-    for name, given, dummy in (("optimizer", optimizer, DummyOptim), ("scheduler", scheduler, DummyScheduler)):
-        stands = isinstance(given, dummy)
-        if stands and name not in config and not (made and given is scheduler):
+    has_callable = getattr(scheduler, "lr_scheduler_callable", None) is not None
+    for name, value, dummy in (("optimizer", optimizer, DummyOptim), ("scheduler", scheduler, DummyScheduler)):
+        stands = isinstance(value, dummy)
+        if stands and name not in config and not (has_callable and value is scheduler):
             raise ValueError(
                 f"{dummy.__name__} stands for the {name} of the DeepSpeed configuration, which has no `{name}`. Add it there, or pass "
-                f"a torch {name} to prepare" + (", or `lr_scheduler_callable`." if given is scheduler else ".")
+                f"a torch {name} to prepare" + (", or `lr_scheduler_callable`." if value is scheduler else ".")
             )
-        if given is not None and not stands and name in config:
+        if value is not None and not stands and name in config:
             raise ValueError(
-                f"The DeepSpeed configuration has `{name}`, and prepare got a {type(given).__name__}. Pass "
+                f"The DeepSpeed configuration has `{name}`, and prepare got a {type(value).__name__}. Pass "
                 f"accelerate.utils.{dummy.__name__} to prepare, or take `{name}` out of the configuration."
             )
     if isinstance(optimizer, DummyOptim) and not isinstance(scheduler, DummyScheduler | None):
@@ -83,8 +83,8 @@ def check(plugin: DeepSpeedPlugin, model: nn.Module, optimizer: Any, scheduler: 
             f"prepare got DummyOptim and a {type(scheduler).__name__}: a torch scheduler needs the torch optimizer that it was made for. "
             "Pass DummyScheduler as well, or a torch optimizer."
         )
-    held = {id(parameter) for group in getattr(optimizer, "param_groups", ()) for parameter in group["params"]}
-    if held and held.isdisjoint(map(id, model.parameters())):
+    optimizer_ids = {id(p) for group in getattr(optimizer, "param_groups", ()) for p in group["params"]}
+    if optimizer_ids and optimizer_ids.isdisjoint(map(id, model.parameters())):
         raise ValueError(
             f"The optimizer ({type(optimizer).__name__}) holds no parameter of {type(model).__name__}: its steps would change nothing. Make "
             "it from `model.parameters()` of the model as it is now."
@@ -117,7 +117,7 @@ def _check_disk(plugin: DeepSpeedPlugin) -> None:
 
 def batch_size(loaders: Sequence[Any], smallest: bool, processes: int) -> int | None:
     """Return the batch size of a process in the loaders that have one; of several the smallest or the largest."""
-    # A loader whose batches the main process reads and cuts has the size of whole ones.
+    # A loader whose batches the main process reads and splits has the size of full ones.
     declared = [(getattr(loader, "batch_size", None), getattr(loader, "split_batches", False)) for loader in loaders]
     sizes = [size // processes if cut else size for size, cut in declared if isinstance(size, int)]
     return (min if smallest else max)(sizes) if sizes else None
@@ -126,7 +126,7 @@ def batch_size(loaders: Sequence[Any], smallest: bool, processes: int) -> int | 
 def resolve(
     accelerator: Run, plugin: DeepSpeedPlugin, model: nn.Module, optimizer: Any, scheduler: Any, loaders: Sequence[Any]
 ) -> dict[str, Any]:
-    """Fill in every "auto" of the plugin's configuration, and return what the engine gets.
+    """Fill in every "auto" of the plugin's configuration, and return the engine's configuration.
 
     Raises:
         ValueError: nothing determines a value, or values contradict each other.
@@ -136,7 +136,7 @@ def resolve(
     if config[_STEPS] == "auto":
         config[_STEPS] = steps
     elif config[_STEPS] != steps:
-        if steps != 1 and accelerator.process_index == 0:  # 1 is what nobody has set, as under transformers' Trainer
+        if steps != 1 and accelerator.process_index == 0:  # 1 is the default
             logger.warning(
                 f"gradient_accumulation_steps is {config[_STEPS]} in the DeepSpeed configuration and {steps} in the Accelerator: "
                 "the configuration holds."
@@ -153,7 +153,7 @@ def resolve(
     layout = accelerator.parallelism_config
     sharing: int = 1 if layout is None else layout.sp_size  # type: ignore[assignment]  # no size is None
     replicas = accelerator.num_processes // sharing
-    known: dict[str, Any] = {
+    settings: dict[str, Any] = {
         _MICRO: micro,
         _TRAIN: micro * config[_STEPS] * replicas,
         "gradient_clipping": 1.0,
@@ -164,11 +164,11 @@ def resolve(
     }
     if optimizer is not None and not isinstance(optimizer, DummyOptim):
         config.setdefault("zero_allow_untested_optimizer", True)
-        # The optimizer that was given is the one that trains; DeepSpeed would refuse it beside an offload otherwise.
+        # The optimizer that was passed trains. Otherwise DeepSpeed would refuse it together with an offload.
         config.setdefault("zero_force_ds_cpu_optimizer", False)
     if layout is not None and layout._sp_by_deepspeed:
-        config[_TRAIN] = known[_TRAIN]  # the Trainer has counted ranks that share sequences one by one
-    plugin.deepspeed_config_process(must_match=False, **known)
+        config[_TRAIN] = settings[_TRAIN]  # the Trainer has counted ranks that share sequences one by one
+    plugin.deepspeed_config_process(must_match=False, **settings)
     return {"steps_per_print": math.inf, **copy.deepcopy(config)}
 
 
@@ -177,8 +177,8 @@ def _widths(model: nn.Module, plugin: DeepSpeedPlugin) -> dict[str, int]:
     asked = [key for key in _BY_WIDTH if plugin.is_auto(key)]
     if not asked:
         return {}
-    found = getattr(model, "config", None)
-    for config in (found, getattr(found, "text_config", None)):
+    model_config = getattr(model, "config", None)
+    for config in (model_config, getattr(model_config, "text_config", None)):
         sizes = [getattr(config, "hidden_size", None), *(getattr(config, "hidden_sizes", None) or ())]
         if widths := [size for size in sizes if isinstance(size, int)]:
             return {key: _BY_WIDTH[key](max(widths)) for key in asked}
@@ -199,7 +199,7 @@ def _schedule(scheduler: Any, replicas: int) -> dict[str, Any]:
         return {}
     optimizer = scheduler.optimizer
     rate = optimizer.lr if hasattr(optimizer, "lr") else optimizer.defaults["lr"]
-    known = {
+    settings = {
         "scheduler.params.warmup_min_lr": 0,
         "scheduler.params.warmup_max_lr": rate,
         # DeepSpeed refuses a warm-up of no steps since 0.19.6.
@@ -207,8 +207,8 @@ def _schedule(scheduler: Any, replicas: int) -> dict[str, Any]:
     }
     if scheduler.total_num_steps is not None:
         # It counts batches of one process, as other schedulers do; the engine steps once for those of all. A warm-up counts steps.
-        known["scheduler.params.total_num_steps"] = math.ceil(scheduler.total_num_steps / replicas)
-    return known
+        settings["scheduler.params.total_num_steps"] = math.ceil(scheduler.total_num_steps / replicas)
+    return settings
 
 
 # The strategy ---------------------------------------------------------------------------------------------------------
@@ -225,11 +225,17 @@ class DeepSpeed(Strategy):
     # -- prepare -------------------------------------------------------------------------------------------------
 
     def prepare_together(self, accelerator: Any, objects: Sequence[Any]) -> tuple[Any, ...]:
-        """Prepare loaders, and then a new model with its optimizer and scheduler as one engine. All ranks."""
+        """Prepare loaders, and then a new model with its optimizer and scheduler as one engine.
+
+        Collective: call on every rank.
+        """
         return together.prepare(accelerator, objects)
 
     def share_loader(self, accelerator: Any, loader: Any) -> Any:
-        """Return what hands out parts of a loader's batches to the ranks that share a sequence. All ranks."""
+        """Return what hands out parts of a loader's batches to the ranks that share a sequence.
+
+        Collective: call on every rank.
+        """
         return together.share_loader(accelerator, loader)
 
     def needs_wrapper(self, accelerator: Run, model: nn.Module) -> bool:
@@ -237,14 +243,14 @@ class DeepSpeed(Strategy):
         return True
 
     def wrap_model(self, accelerator: Run, model: nn.Module) -> nn.Module:
-        """Refuse to train a model by itself: without its optimizer it would be no engine, and learn alone on each rank.
+        """Refuse to train a model without its optimizer: it would be no engine, and each rank would learn separately.
 
         Raises:
             ValueError: it has parameters to train.
         """
         if any(parameter.requires_grad for parameter in model.parameters()):
             raise ValueError(
-                f"DeepSpeed makes one engine of a model and its optimizer, and got {type(model).__name__} alone. Pass both to `prepare` in one "
+                f"DeepSpeed makes one engine of a model and its optimizer, and got only {type(model).__name__}. Pass both to `prepare` in one "
                 "call; for inference, prepare_model(model, evaluation_mode=True)."
             )
         return model
@@ -252,7 +258,9 @@ class DeepSpeed(Strategy):
     def engine(
         self, accelerator: Run, model: nn.Module, optimizer: Any, scheduler: Any, loaders: Sequence[Any]
     ) -> tuple[Any, Any, Any]:
-        """Build the engine of a model; return it with its optimizer and its scheduler, each None where there is none. All ranks.
+        """Build the engine of a model; return it with its optimizer and its scheduler, each None where there is none.
+
+        Collective: call on every rank.
 
         Raises:
             ValueError: the objects and the configuration contradict each other.
@@ -264,7 +272,7 @@ class DeepSpeed(Strategy):
         plugin.set_moe_leaf_modules(model)
         if plugin.zero_stage == 3 and is_transformers_available():
             integrations: Any = importlib.import_module("transformers.integrations")
-            # `generate` lets ranks that have ended go on with the others where it knows, also of models that were built whole.
+            # `generate` lets ranks that have ended continue with the others if it detects ZeRO 3, also for models built unsharded.
             if not integrations.is_deepspeed_zero3_enabled():
                 plugin.set_deepspeed_weakref()
         config = resolve(accelerator, plugin, model, optimizer, scheduler, loaders)
@@ -307,57 +315,67 @@ class DeepSpeed(Strategy):
         return None
 
     def whole_parameters(self, accelerator: Run, model: nn.Module) -> contextlib.AbstractContextManager[nn.Module]:
-        """Refuse stage 3, which frees parameters after each forward; at other stages all ranks have them. All ranks."""
+        """Refuse stage 3, which frees parameters after each forward; at other stages all ranks have them.
+
+        Collective: call on every rank.
+        """
         if is_engine(model) and model.zero_optimization_stage() == 3:
             raise NotImplementedError(
                 "whole_parameters at ZeRO stage 3: the engine frees each module's parameters after its forward. Call "
-                "unwrap_model(model).generate(...) on all ranks without it, or take whole tensors from stream_weights."
+                "unwrap_model(model).generate(...) on all ranks without it, or take unsharded tensors from stream_weights."
             )
         return super().whole_parameters(accelerator, model)
 
     # -- step ----------------------------------------------------------------------------------------------------
 
     def backward(self, accelerator: Run, loss: torch.Tensor, model: Any = None, **kwargs: Any) -> None:
-        """Run the engine's backward pass, and its step where the accumulation step ends. All ranks.
+        """Run the engine's backward pass, and its step where the accumulation step ends.
+
+        Collective: call on every rank.
 
         Args:
             accelerator: The Accelerator.
             loss: A scalar, not scaled.
-            model: Whose engine it is; by default the one that the loss was computed with.
+            model: The model whose engine runs; by default the one that the loss was computed with.
             **kwargs: For the engine's ``backward``.
         """
         engines = accelerator.prepared.engines
         if model is not None:
-            engines = [known for known in engines if model is known.engine or model is known.engine.module]
+            engines = [wrapper for wrapper in engines if model is wrapper.engine or model is wrapper.engine.module]
         elif len(engines) > 1:
             engines = reached(loss, engines)
         if len(engines) != 1:
             raise ValueError(
                 f"The loss belongs to {len(engines)} of the prepared engines, so it does not say which one steps. Pass the prepared model: "
-                "accelerator.backward(loss, model=model), and detach what the other engines shall not learn from."
+                "accelerator.backward(loss, model=model), and detach the inputs that the other engines must not learn from."
             )
         engines[0].backward(loss, sync_gradients=accelerator.sync_gradients, **kwargs)
 
     @contextlib.contextmanager
     def no_sync(self, accelerator: Run, model: nn.Module) -> Iterator[None]:
-        """Let backward passes of a model's engine take no step. What its stage exchanges in each of them it exchanges all the same."""
-        engines = [known for known in accelerator.prepared.engines if model in (known.engine, known.engine.module)]
-        for known in engines:
-            known._held += 1
+        """Let backward passes of a model's engine take no step. Its stage still exchanges gradients in each of them."""
+        engines = [outer for outer in accelerator.prepared.engines if model in (outer.engine, outer.engine.module)]
+        for outer in engines:
+            outer._held += 1
         try:
             yield
         finally:
-            for known in engines:
-                known._held -= 1
+            for outer in engines:
+                outer._held -= 1
 
     def clip_grad_norm(
         self, accelerator: Run, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float
     ) -> torch.Tensor:
-        """Return the norm of the last step's gradients, which the engine has clipped as its configuration says. All ranks."""
+        """Return the norm of the last step's gradients, which the engine has clipped as its configuration says.
+
+        Collective: call on every rank.
+        """
         engines = accelerator.prepared.engines
         if len(engines) > 1:
-            given = {id(item) for item in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)}
-            engines = [one for one in engines if not given.isdisjoint(map(id, one.engine.module.parameters()))]
+            clipped_ids = {id(item) for item in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)}
+            engines = [
+                outer for outer in engines if not clipped_ids.isdisjoint(map(id, outer.engine.module.parameters()))
+            ]
         if not engines:
             raise ValueError("clip_grad_norm_ got parameters of no prepared model. Pass model.parameters().")
         limit = engines[0].engine.gradient_clipping()
@@ -402,23 +420,23 @@ def _cast_to_bf16(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 
 def reached(loss: torch.Tensor, engines: Sequence[Any]) -> list[Any]:
     """Return the engines with a parameter in the graph of a loss."""
-    owners = {id(parameter): known for known in engines for parameter in known.engine.module.parameters()}
-    found: dict[int, Any] = {}
+    owners = {id(parameter): wrapper for wrapper in engines for parameter in wrapper.engine.module.parameters()}
+    reached_engines: dict[int, Any] = {}
     pending, seen = [loss.grad_fn], set()
-    while pending and len(found) < len(engines):
+    while pending and len(reached_engines) < len(engines):
         node = pending.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
         engine = owners.get(id(getattr(node, "variable", None)))
         if engine is not None:
-            found[id(engine)] = engine
+            reached_engines[id(engine)] = engine
         pending += [following for following, _ in node.next_functions]
-    return list(found.values())
+    return list(reached_engines.values())
 
 
 def _numbers_of_rank0(numbers: list[int]) -> list[int]:
-    """Exchange what ZeRO 3 compares among ranks, and return what this rank has: there is no other, which its own function needs."""
+    """Exchange the values that ZeRO 3 compares, and return this rank's: DeepSpeed's own function needs a second rank."""
     import deepspeed
 
     deepspeed.comm.broadcast(torch.tensor(numbers), src=0)
@@ -427,28 +445,28 @@ def _numbers_of_rank0(numbers: list[int]) -> list[int]:
 
 def _keep_adagrad(engine: Any) -> None:
     """Put an Adagrad back in its place: ZeRO builds another one, of a single group, which no schedule reaches."""
-    zero, given = engine.optimizer, engine.basic_optimizer
-    made = getattr(zero, "optimizer", None)
-    if isinstance(made, torch.optim.Adagrad) and made is not given:
-        given.state.clear()
-        given.state.update(made.state)
-        zero.optimizer = given
+    zero, user_optimizer = engine.optimizer, engine.basic_optimizer
+    zero_optimizer = getattr(zero, "optimizer", None)
+    if isinstance(zero_optimizer, torch.optim.Adagrad) and zero_optimizer is not user_optimizer:
+        user_optimizer.state.clear()
+        user_optimizer.state.update(zero_optimizer.state)
+        zero.optimizer = user_optimizer
 
 
 def _undo_first_step(engine: Any) -> None:
     """Undo the step with gradients of zero that 16-bit stage 0 begins with: Adam would count it, and decay weights."""
-    own = engine.optimizer
-    if engine.zero_optimization_stage() or not hasattr(own, "fp32_groups"):
+    wrapper = engine.optimizer
+    if engine.zero_optimization_stage() or not hasattr(wrapper, "fp32_groups"):
         return
-    if not isinstance(own.optimizer, torch.optim.Adagrad):  # which makes its state when it is built
-        own.optimizer.state.clear()
-    for whole, half in zip(own.fp32_groups, own.fp16_groups, strict=True):
+    if not isinstance(wrapper.optimizer, torch.optim.Adagrad):  # which makes its state when it is built
+        wrapper.optimizer.state.clear()
+    for whole, half in zip(wrapper.fp32_groups, wrapper.fp16_groups, strict=True):
         for weight, source in zip(whole, half, strict=True):
             weight.data.copy_(source.data)
 
 
 def _compile(engine: Any, plugin: Any) -> None:
-    """Compile the engine's module in place, whole or by its repeated blocks, when the Accelerator's plugin asks for it."""
+    """Compile the engine's module in place, fully or by its repeated blocks, if the Accelerator's plugin asks for it."""
     if plugin.backend.value == "NO":
         return
     options = plugin.to_kwargs()
@@ -464,15 +482,15 @@ def _on_its_device(optimizer: torch.optim.Optimizer, plugin: Any, config: dict[s
     if offload in (None, "none") or not config.get("zero_force_ds_cpu_optimizer"):
         return optimizer
     try:
-        mapped = run_on_all_ranks(lambda: map_pytorch_optim_to_deepspeed(optimizer))
+        cpu_optimizer = run_on_all_ranks(lambda: map_pytorch_optim_to_deepspeed(optimizer))
     except Exception as error:
         raise RuntimeError(
             f"zero_force_ds_cpu_optimizer is true in the DeepSpeed configuration, and DeepSpeed could not build its {type(optimizer).__name__} "
             f"for states in host memory: {error} It needs ninja and a C++ compiler. Set it to false to train with the optimizer that you pass."
         ) from error
-    if mapped is optimizer:
+    if cpu_optimizer is optimizer:
         raise ValueError(
             f"zero_force_ds_cpu_optimizer is true in the DeepSpeed configuration, and DeepSpeed has no {type(optimizer).__name__} for states "
             "in host memory. Set it to false to train with the optimizer that you pass."
         )
-    return mapped
+    return cpu_optimizer

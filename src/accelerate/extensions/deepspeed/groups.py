@@ -14,11 +14,9 @@ def join(backend: str | None, device: str, local_rank: int) -> None:
     Raises:
         ImportError: DeepSpeed is not installed.
     """
-    os.environ.setdefault(
-        "LOCAL_RANK", str(local_rank)
-    )  # its engines look there, also those of a process that is alone
+    os.environ.setdefault("LOCAL_RANK", str(local_rank))  # its engines read them, also in a single process
     if device == "cpu":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # it would take a GPU that is there
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise it would take an available GPU
     import torch._dynamo  # noqa: F401  before `zero.Init` replaces functions of torch that it looks at
 
     try:
@@ -27,8 +25,8 @@ def join(backend: str | None, device: str, local_rank: int) -> None:
         raise ImportError("DeepSpeed was asked for and is not installed: pip install deepspeed") from error
     builder = deepspeed.accelerator.get_accelerator().create_op_builder("ShareMemCommBuilder")
     if builder is not None:
-        # On CPUs each start would build it, for minutes, and wait without end for the lock of a build that was killed. It reduces in
-        # tensor-parallel inference alone, where gloo takes its place.
+        # On CPUs each start would build it, for minutes, and wait without end for the lock of a build that was killed. It is only
+        # used in tensor-parallel inference, where gloo replaces it.
         deepspeed.ops.__compatible_ops__[builder.NAME] = False
     if not dist.is_initialized():
         backend = deepspeed.accelerator.get_accelerator().communication_backend_name()

@@ -36,7 +36,7 @@ _without_file = partial(_deepspeed, when={"deepspeed_config_file": NOT_GIVEN})
 _nvme = partial(_deepspeed, offer="/nvme")
 _of_launcher = partial(_deepspeed, env=None, when=_LOGS_IN, optional=True)
 
-# The core's gradient_accumulation_steps is between these and those that follow.
+# The core's gradient_accumulation_steps is between these and the following ones.
 _BEFORE_STEPS = (
     _deepspeed(
         "deepspeed_config_file",

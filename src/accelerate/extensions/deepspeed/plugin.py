@@ -141,16 +141,16 @@ class HfDeepSpeedConfig:
 class DeepSpeedPlugin:
     """How DeepSpeed runs the training.
 
-    Settings come from `hf_ds_config`, or else from the other arguments, each of which falls back to the environment
-    variable in parentheses and then to its default. In a configuration file, "auto" is filled in from the arguments
-    here, and the rest in `prepare` from the objects. DeepSpeed itself is needed only there.
+    Settings come from `hf_ds_config`, or else from the other arguments. Each of these falls back to the environment variable
+    in parentheses and then to its default. In a configuration file, "auto" is filled in from the arguments here, and in
+    `prepare` from the objects. DeepSpeed itself is only needed there.
 
     Args:
         hf_ds_config: a DeepSpeed configuration as a dictionary, a path, a base64 string or an `HfDeepSpeedConfig`, which
             is kept as it is (ACCELERATE_DEEPSPEED_CONFIG_FILE).
         gradient_accumulation_steps: (ACCELERATE_GRADIENT_ACCUMULATION_STEPS), "auto" leaves it to the Accelerator.
-        gradient_clipping: the largest gradient norm (ACCELERATE_GRADIENT_CLIPPING), "auto" (which becomes 1.0) by default; 0 is no
-            limit.
+        gradient_clipping: the largest gradient norm (ACCELERATE_GRADIENT_CLIPPING), by default "auto", which becomes 1.0;
+            0 means no limit.
         zero_stage: 0 to 3 (ACCELERATE_DEEPSPEED_ZERO_STAGE), 2 by default.
         is_train_batch_min: of several data loaders the smallest batch size counts, not the largest.
         offload_optimizer_device: none, cpu or nvme (ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE).
@@ -160,7 +160,7 @@ class DeepSpeedPlugin:
         zero3_init_flag: let transformers build models sharded (ACCELERATE_DEEPSPEED_ZERO3_INIT), True by default in
             stage 3.
         zero3_save_16bit_model: gather 16-bit weights to save them in stage 3 (ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL).
-        transformer_moe_cls_names: comma-joined classes of mixture-of-experts layers, which stage 3 then gathers whole
+        transformer_moe_cls_names: comma-joined classes of mixture-of-experts layers, which stage 3 then gathers at once
             (ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES).
         enable_msamp: 8-bit training with MS-AMP (ACCELERATE_FP8_BACKEND=MSAMP), which `prepare` refuses.
         msamp_opt_level: O1 or O2 (ACCELERATE_FP8_OPT_LEVEL).
@@ -215,7 +215,7 @@ class DeepSpeedPlugin:
     def _default_config(self) -> dict[str, Any]:
         one_of("zero_stage", self.zero_stage, (0, 1, 2, 3))
         config: dict[str, Any] = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}
-        # Of gradient_clipping 0 is no limit, and what is not there 1.0.
+        # gradient_clipping=0 means no limit, and an unset one is 1.0.
         for name, (place, _) in FIELDS.items():
             *path, key = place.split(".")
             node = config
@@ -229,8 +229,8 @@ class DeepSpeedPlugin:
 
     def _read_config(self, source: Any, steps_given: bool) -> None:
         # Settings of the launcher that have no effect next to a configuration file.
-        said = os.environ.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")
-        if ignored := [name for name in said if name in FIELDS or name == "mixed_precision"]:
+        launcher_fields = os.environ.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")
+        if ignored := [name for name in launcher_fields if name in FIELDS or name == "mixed_precision"]:
             raise ValueError(f"The launcher sets {', '.join(ignored)}; set them in the DeepSpeed config file instead.")
         self.hf_ds_config = source if isinstance(source, HfDeepSpeedConfig) else HfDeepSpeedConfig(source)
         self.deepspeed_config = self.hf_ds_config.config
@@ -305,9 +305,9 @@ class DeepSpeedPlugin:
         """Fill in every "auto" below a part of the configuration, and compare the rest with known values.
 
         Args:
-            prefix: the dotted path of `config`, with a dot at its end; empty for the whole.
+            prefix: the dotted path of `config`, with a dot at its end; empty for the full configuration.
             mismatches: collects differences; with an empty `prefix` they are raised at the end.
-            config: the part to walk; the whole by default.
+            config: the part to walk; the full configuration by default.
             must_match: whether values that are set must equal those in `kwargs`.
             kwargs: known values by dotted path.
 
@@ -334,17 +334,17 @@ class DeepSpeedPlugin:
             ValueError: the configuration enables the other half precision.
         """
         config = self.deepspeed_config
-        wanted = {"fp16": "fp16", "bf16": "bf16", "fp8": "bf16"}.get(mixed_precision)
+        half_of_run = {"fp16": "fp16", "bf16": "bf16", "fp8": "bf16"}.get(mixed_precision)
         for half in ("fp16", "bf16"):
             if config.get(half) is None:
-                config[half] = {"enabled": "auto", **({"auto_cast": True} if half == wanted == "fp16" else {})}
+                config[half] = {"enabled": "auto", **({"auto_cast": True} if half == half_of_run == "fp16" else {})}
             section = config[half]
             if section.get("enabled", "auto") == "auto":
-                section["enabled"] = half == wanted
-            if section["enabled"] and wanted not in (None, half):
+                section["enabled"] = half == half_of_run
+            if section["enabled"] and half_of_run not in (None, half):
                 wrong = f"mixed_precision is {mixed_precision!r}, but the DeepSpeed config enables {half}"
                 raise ValueError(f"{wrong}. Set {half}.enabled to 'auto' or false there, or change mixed_precision.")
-            if half == wanted and not section["enabled"]:
+            if half == half_of_run and not section["enabled"]:
                 logger.warning("mixed_precision=%s is ignored: the config disables %s.", mixed_precision, half)
 
     # -- transformers' view of the configuration -----------------------------------------------------------------
@@ -364,8 +364,8 @@ class DeepSpeedPlugin:
             >>> with DeepSpeedPlugin(zero_stage=3, zero3_init_flag=True).zero3_init_context_manager(enable=False):
             ...     pass  # models built in here are whole
         """
-        flag, known = self.zero3_init_flag, "dschf" in vars(self)
-        changes = self.zero_stage == 3 and (not flag if enable else known)
+        flag, is_registered = self.zero3_init_flag, "dschf" in vars(self)
+        changes = self.zero_stage == 3 and (not flag if enable else is_registered)
         self.zero3_init_flag = enable
         if changes:
             self._tell_transformers(enable)
@@ -374,7 +374,7 @@ class DeepSpeedPlugin:
         finally:
             self.zero3_init_flag = flag
             if changes:
-                self._tell_transformers(known)
+                self._tell_transformers(is_registered)
 
     def set_deepspeed_weakref(self) -> None:
         """Register the configuration with transformers: `generate` and PEFT look at it, and at stage 3 `from_pretrained` builds sharded models.
@@ -414,9 +414,9 @@ class DeepSpeedPlugin:
             for key, value in config.items():
                 yield from leaves(value, f"{path}{key}.") if isinstance(value, Mapping) else [(path + key, value)]
 
-        known = dict(leaves(live.deepspeed_config))
+        live_settings = dict(leaves(live.deepspeed_config))
         asked = [(key, value) for key, value in leaves(self.deepspeed_config) if value != "auto"]
-        return [f"{key}={value!r}" for key, value in asked if known.get(key) != value]
+        return [f"{key}={value!r}" for key, value in asked if live_settings.get(key) != value]
 
     # -- several plugins -----------------------------------------------------------------------------------------
 
@@ -438,14 +438,14 @@ class DeepSpeedPlugin:
         if not _from_accelerator_state:
             raise ValueError("Select a plugin with `AcceleratorState().select_deepspeed_plugin(name)`.")
         self._selected = True
-        # At stage 3, `from_pretrained` would shard models: without the flag they are whole, and `prepare` registers.
+        # At stage 3, `from_pretrained` would shard models: without the flag they are unsharded, and `prepare` registers.
         self._tell_transformers(self.zero_stage != 3 or self.zero3_init_flag)
 
     def _unselect(self) -> None:
         self._selected = False
 
     def set_moe_leaf_modules(self, model: "nn.Module") -> None:
-        """Tell ZeRO stage 3 to gather mixture-of-experts layers whole, because not every rank runs the same experts.
+        """Tell ZeRO stage 3 to gather mixture-of-experts layers at once, because not every rank runs the same experts.
 
         Nothing happens without `transformer_moe_cls_names`.
 

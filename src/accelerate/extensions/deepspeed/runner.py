@@ -29,18 +29,18 @@ _OPTION = "--deepspeed_hostfile"
 _DEFAULT_HOSTFILE = "/job/hostfile"
 # They start one process for each slot of the host file, and refuse a number or a filter.
 _BY_SLOTS = ("openmpi", "mpich", "mvapich")
-# They hand on what a file of variables names; the others hand on all.
+# They pass on the variables listed in a file; the others pass on all.
 _BY_FILE = ("pdsh", "openmpi")
-# What means the same to DeepSpeed, to a shell of the other machine, and to pdsh, which reads `%h`.
+# Characters with the same meaning to DeepSpeed, to a shell of the other machine, and to pdsh, which reads `%h`.
 _PLAIN = re.compile(r"[\w@+=:,./-]*")
 
 
 def process(plan: LaunchPlan, environment: Mapping[str, str]) -> Process:
-    """Return the call of DeepSpeed's launcher that `run` makes, once what it needs is checked."""
+    """Return the command of DeepSpeed's launcher for `run`, after checking its requirements."""
     name = _launcher(plan)
     runners.refuse_elastic(plan, f"DeepSpeed's launcher {name}", starts_all=name != "nossh")
     path = plan["deepspeed_hostfile"] or _DEFAULT_HOSTFILE
-    if not plan["deepspeed_hostfile"] and not os.path.isfile(path):  # DeepSpeed would go on with this machine alone
+    if not plan["deepspeed_hostfile"] and not os.path.isfile(path):  # DeepSpeed would continue with only this machine
         hint = "or take --deepspeed_multinode_launcher standard, and launch on every machine"
         raise LaunchError(f"There is no host file. Give {_OPTION}, a file of lines such as `node1 slots=8`; {hint}.")
     options = {name: resolved.value for name, resolved in plan.settings.items()}
@@ -115,8 +115,8 @@ def starts(values: Mapping[str, Resolved], on: set[str], job: Any) -> bool:
 def check_launcher(name: str) -> None:
     """Refuse a value of `--deepspeed_multinode_launcher` that DeepSpeed does not have."""
     if name not in DEEPSPEED_MULTINODE_LAUNCHERS:
-        known = ", ".join(DEEPSPEED_MULTINODE_LAUNCHERS)
-        raise LaunchError(f"--deepspeed_multinode_launcher is {name!r}; choose one of {known}.")
+        launchers = ", ".join(DEEPSPEED_MULTINODE_LAUNCHERS)
+        raise LaunchError(f"--deepspeed_multinode_launcher is {name!r}; choose one of {launchers}.")
 
 
 def notes(settings: Mapping[str, Resolved]) -> list[str]:
@@ -124,8 +124,8 @@ def notes(settings: Mapping[str, Resolved]) -> list[str]:
     config = settings["deepspeed_config_file"].value
     if config in (None, "none"):
         return []
-    given = [name for name in FIELDS if settings[name].source is Source.COMMAND_LINE]
-    return [f"--{name} counts only where {config} says 'auto': a file's own values hold." for name in given]
+    passed = [name for name in FIELDS if settings[name].source is Source.COMMAND_LINE]
+    return [f"--{name} counts only where {config} says 'auto': a file's own values hold." for name in passed]
 
 
 def variables(settings: Mapping[str, Resolved], environment: Mapping[str, str]) -> dict[str, str]:
@@ -138,9 +138,9 @@ def variables(settings: Mapping[str, Resolved], environment: Mapping[str, str]) 
 
 
 def _write_variables(path: str, environment: Mapping[str, str]) -> list[str]:
-    """Write the file of variables that DeepSpeed hands on, with the user's own lines; return the names held back.
+    """Write the file of variables that DeepSpeed passes on, with the user's own lines; return the names held back.
 
-    Those are secrets, which would stand on a command line, and values that a shell would change.
+    These are secrets, which would appear on a command line, and values that a shell would change.
     """
     lines, held_back = [], []
     for name in runners.handed_on(environment):
@@ -149,8 +149,8 @@ def _write_variables(path: str, environment: Mapping[str, str]) -> list[str]:
         else:
             held_back.append(name)
     for folder in dict.fromkeys((os.path.expanduser("~"), os.getcwd())):
-        given = pathlib.Path(folder, environment.get("DS_ENV_FILE") or ".deepspeed_env")
-        if given.is_file():  # of a variable that comes twice, DeepSpeed takes the last
-            lines += filter(str.strip, given.read_text(encoding="utf-8").splitlines())
+        user_file = pathlib.Path(folder, environment.get("DS_ENV_FILE") or ".deepspeed_env")
+        if user_file.is_file():  # of a variable that comes twice, DeepSpeed takes the last
+            lines += filter(str.strip, user_file.read_text(encoding="utf-8").splitlines())
     pathlib.Path(path).write_text("\n".join(lines), encoding="utf-8")
     return held_back

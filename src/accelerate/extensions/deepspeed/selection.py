@@ -1,4 +1,4 @@
-"""What AcceleratorState does with DeepSpeed's plugins, of which a program may give several by name."""
+"""AcceleratorState's handling of DeepSpeed plugins, of which a program may pass several by name."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ def set_up(state: Any, plugins: Any) -> None:
 
 def refuse_another_engine(state: Any, plugins: Any, hint: str) -> None:
     """Raise NotImplementedError where plugins ask for another engine than the one of the state."""
-    asked, live = (one if isinstance(one, dict) else {"": one} for one in (plugins, state.deepspeed_plugins))
+    asked, live = (value if isinstance(value, dict) else {"": value} for value in (plugins, state.deepspeed_plugins))
     for key, plugin in asked.items():
         contradictions = plugin.contradictions(live[key]) if key in live else [f"the key {key!r}"]
         if contradictions:

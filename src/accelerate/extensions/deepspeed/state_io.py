@@ -23,16 +23,22 @@ class DeepSpeedIO(StateIO):
         """Whether it is an engine, which saves and loads its optimizer with its weights."""
         return is_engine(model)
 
-    def whole_tensors(self, accelerator: Run, model: nn.Module, wanted: Wanted = bool) -> Entries:
-        """Gather a module of stage 3 at a time, on each rank; at other stages all ranks have the weights. All ranks, in step."""
+    def whole_tensors(self, accelerator: Run, model: nn.Module, is_selected: Wanted = bool) -> Entries:
+        """Gather a module of stage 3 at a time, on each rank; at other stages all ranks have the weights.
+
+        Collective: call on every rank.
+        """
         if is_engine(model) and model.zero_optimization_stage() == 3:
-            return checkpoint.entries(model, wanted)
-        return super().whole_tensors(accelerator, model, wanted)
+            return checkpoint.entries(model, is_selected)
+        return super().whole_tensors(accelerator, model, is_selected)
 
     def model_state(  # type: ignore[override]  # None, as DeepSpeed returns it
         self, accelerator: Run, model: nn.Module, unwrap: bool
     ) -> dict[str, Any] | None:
-        """Return the whole state dict, an engine's under the names of its module; of stage 3 on rank 0 alone, None elsewhere. All ranks."""
+        """Return the full state dict, an engine's under the names of its module; for stage 3 only on rank 0, None elsewhere.
+
+        Collective: call on every rank.
+        """
         if not is_engine(model):
             return super().model_state(accelerator, model, unwrap)
         checkpoint.require_gathering(model, accelerator.state.deepspeed_plugin.deepspeed_config)
@@ -41,21 +47,24 @@ class DeepSpeedIO(StateIO):
         return collected(self.whole_tensors(accelerator, model), model, everywhere) or None
 
     def save_model(self, accelerator: Run, state: dict[str, Any], plan: SavePlan, index: int, **options: Any) -> None:
-        """Put what the engine has into a plan, its optimizer included; the weights of a model without optimizer. All ranks."""
+        """Put an engine's state into a plan, its optimizer included; or the weights of a model without optimizer.
+
+        Collective: call on every rank.
+        """
         model = accelerator._models[index]
-        own = {name: options.pop(name) for name in self.save_options if name in options}
+        engine_options = {name: options.pop(name) for name in self.save_options if name in options}
         if is_engine(model) and model.basic_optimizer is not None:
-            checkpoint.save(model, plan, index, **own)
+            checkpoint.save(model, plan, index, **engine_options)
         else:  # which DeepSpeed does not save
             weights = super().model_state(accelerator, model, True) if not is_engine(model) else None
             weights = weights or collected(self.whole_tensors(accelerator, model), model)
             super().save_model(accelerator, weights, plan, index, **options)
 
     def load_model(self, accelerator: Run, model: nn.Module, folder: str, index: int, **options: Any) -> Any:
-        """Return what loads the engine's part, its optimizer included. All ranks."""
+        """Return what loads the engine's part, its optimizer included. Collective: call on every rank."""
         if not is_engine(model):
             return super().load_model(accelerator, model, folder, index, **options)
-        trained = [known.engine for known in accelerator.prepared.engines]
+        trained = [wrapper.engine for wrapper in accelerator.prepared.engines]
         return checkpoint.read(
             model,
             folder,

@@ -22,7 +22,9 @@ def kind_of(obj: Any) -> str | None:
 
 
 def prepare(accelerator: TrainingRun, objects: Sequence[Any]) -> tuple[Any, ...]:
-    """Prepare loaders, and then a new model with its optimizer and scheduler as one engine. All ranks.
+    """Prepare loaders, and then a new model with its optimizer and scheduler as one engine.
+
+    Collective: call on every rank.
 
     Raises:
         AssertionError: There are two new models, optimizers or schedulers.
@@ -41,11 +43,11 @@ def prepare(accelerator: TrainingRun, objects: Sequence[Any]) -> tuple[Any, ...]
     if accelerator._exact_accumulation:
         raise ValueError(
             "GradientAccumulationPlugin(exact=True) is not possible with DeepSpeed, whose engine divides each loss by "
-            "gradient_accumulation_steps. Leave exact away."
+            "gradient_accumulation_steps. Remove exact."
         )
-    made, engine, trains = engines.prepare(accelerator, objects, "DeepSpeed", kind_of)
+    results, engine, trains = engines.prepare(accelerator, objects, "DeepSpeed", kind_of)
     if engine is None:
-        return tuple(made)
+        return tuple(results)
     accelerator.deepspeed_config = accelerator.deepspeed_plugin.deepspeed_config
     wrapped, trained = DeepSpeedEngineWrapper(engine), accelerator.prepared.engines
     if trains:
@@ -54,8 +56,8 @@ def prepare(accelerator: TrainingRun, objects: Sequence[Any]) -> tuple[Any, ...]
     if shares:
         for position, item in enumerate(objects):
             if kind_of(item) == "loader":
-                made[position] = accelerator.deepspeed_ulysses_dl_adapter(made[position], engine)
-    return tuple(made)
+                results[position] = accelerator.deepspeed_ulysses_dl_adapter(results[position], engine)
+    return tuple(results)
 
 
 def share_loader(accelerator: TrainingRun, loader: Any) -> Any:

@@ -22,7 +22,9 @@ _MARK = "_sequence_shared_by"
 
 
 def share(accelerator: Run, model: nn.Module, micro_batch: int) -> Any:
-    """Let the attention of a transformers model work on shared sequences; return the groups for `deepspeed.initialize`. All ranks.
+    """Let the attention of a transformers model work on shared sequences; return the groups for `deepspeed.initialize`.
+
+    Collective: call on every rank.
 
     Raises:
         ValueError: this model, its attention, its heads or the common length cannot be shared.
@@ -40,7 +42,7 @@ def share(accelerator: Run, model: nn.Module, micro_batch: int) -> Any:
         )
     if name == "eager":
         raise ValueError(
-            f"{type(model).__name__} has attn_implementation='eager', which builds its mask from a whole sequence. Load it with "
+            f"{type(model).__name__} has attn_implementation='eager', which builds its mask from a full sequence. Load it with "
             "attn_implementation='sdpa' or a flash attention."
         )
     length = None if handler.sp_seq_length_is_variable else handler.sp_seq_length
@@ -80,15 +82,15 @@ def share(accelerator: Run, model: nn.Module, micro_batch: int) -> Any:
 
 def average(engine: Any) -> None:
     """Let an engine average gradients over all ranks, which at stages 0 to 2 it would add up over those of one sequence."""
-    # The stages differ there: the reduce-scatter of stage 3 averages whatever this says. An average belongs to losses of whole
-    # sequences that come from a differentiable `all_gather`, because its backward pass adds up.
+    # The stages differ: the reduce-scatter of stage 3 always averages. An average belongs to losses of full sequences from a
+    # differentiable `all_gather`, because its backward pass adds up.
     for part in (engine, engine.optimizer):
         if hasattr(part, "sequence_parallel_size"):
             part.sequence_parallel_size = 1
 
 
 def release(model: nn.Module) -> None:
-    """Let a model's attention work on whole sequences again."""
+    """Let a model's attention work on unsharded sequences again."""
     for module in model.modules():
         vars(module).pop(_MARK, None)
 
@@ -104,7 +106,7 @@ def _by_model(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _any_batch(ulysses: Callable[..., Any], core: Any, state: Any) -> Callable[..., Any]:
-    """Return DeepSpeed's attention for batches of any size, and the original where a model evaluates batches that are whole."""
+    """Return DeepSpeed's attention for batches of any size, and the original while a model evaluates unsharded batches."""
 
     def attend(module: nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         active = state.active_dataloader
@@ -131,20 +133,21 @@ def _any_batch(ulysses: Callable[..., Any], core: Any, state: Any) -> Callable[.
 
 
 class UlyssesSPDataLoaderAdapter:
-    """Hands out, of the batches of the ranks that share sequences, one after the other, this rank's part.
+    """Hands out this rank's parts of the batches of all ranks that share sequences, one batch after the other.
 
-    Each of `sp_world_size` ranks reads a batch of its own; as many steps work on them, all ranks together on one batch at a time.
-    A batch is a dict with "input_ids" and "position_ids"; "labels" become "shift_labels", each at the place that predicts it.
-    Tensors are cut along dimension 1, other values go to all ranks. The loader's end is in the last part of its last batch alone.
+    Each of `sp_world_size` ranks reads separate batches. As many steps work on them, all ranks together on one batch at a time.
+    A batch is a dict with "input_ids" and "position_ids"; "labels" become "shift_labels", each at the position that predicts
+    it. Tensors are split along dimension 1, other values go to all ranks. Only the last part of the last batch has the
+    loader's end.
 
     Args:
         dl: A prepared loader.
-        sp_rank: This rank's place among those that share sequences.
+        sp_rank: This rank's position among those that share sequences.
         sp_group: Their process group.
-        sp_world_size: How many they are.
-        device: Where parts are handed out.
-        length: The length of every sequence; None where it varies.
-        skip: Parts to leave out at the beginning.
+        sp_world_size: Their number.
+        device: The device of the parts.
+        length: The length of every sequence; None if it varies.
+        skip: Parts to skip at the beginning.
 
     Raises:
         ValueError: While it is iterated, on all ranks: a batch cannot be cut, or some ranks have no batch left.
@@ -202,14 +205,17 @@ class UlyssesSPDataLoaderAdapter:
         self.dl.set_epoch(epoch)
 
     def _skipping_parts(self, number: int) -> "UlyssesSPDataLoaderAdapter":
-        """A view that leaves out the first parts, for `skip_first_batches`."""
+        """A view that skips the first parts, for `skip_first_batches`."""
         batches, skip = divmod(number + self.skip, self.sp_world_size)
         loader: Any = self.dl._skipping(batches) if batches else self.dl
         shared = (self.sp_rank, self.sp_group, self.sp_world_size, self.device, self.length)
         return type(self)(loader, *shared, skip)
 
     def _exchanged(self, batch: Any) -> list[dict[str, Any]] | None:
-        """Give each rank its part of this rank's batch, and return this rank's parts of all; None at the end. All ranks."""
+        """Give each rank its part of this rank's batch, and return this rank's parts of all; None at the end.
+
+        Collective: call on every rank.
+        """
         problem, header = None, None
         sent: list[torch.Tensor] = []
         if batch is not None:
@@ -238,7 +244,10 @@ class UlyssesSPDataLoaderAdapter:
         return [_unpacked(layout, part) for layout, part in zip(layouts, received.split(sizes), strict=True)]
 
     def _headers(self, problem: str | None, header: Mapping[str, tuple[Any, bool]] | None) -> list[Any]:
-        """Return what each rank says about its batch; objects are exchanged where that is not what all said last. All ranks."""
+        """Return each rank's description of its batch; objects are exchanged only if descriptions have changed.
+
+        Collective: call on every rank.
+        """
         before = self._layout
         self._layout = header if header is not None and all(cut for _, cut in header.values()) else None
         same = self._layout is not None and self._layout == before
@@ -250,7 +259,7 @@ class UlyssesSPDataLoaderAdapter:
         return self._heads
 
     def _cut(self, batch: Any) -> tuple[dict[str, tuple[Any, bool]], list[torch.Tensor]]:
-        """Return what is in this rank's batch, and the bytes of each part; ValueError if it cannot be cut."""
+        """Return a description of this rank's batch, and the bytes of each part; ValueError if it cannot be split."""
         missing = [
             name for name in ("input_ids", "position_ids") if not isinstance(batch, Mapping) or name not in batch
         ]
@@ -261,8 +270,8 @@ class UlyssesSPDataLoaderAdapter:
             )
         length, size = batch["input_ids"].shape[1], self.sp_world_size
         if length % size or self.length not in (None, length):
-            wanted = f"sp_seq_length={self.length}" if self.length else f"a multiple of sp_size={size}"
-            raise ValueError(f"Its sequences have {length} tokens instead of {wanted}. Pad or cut them.")
+            expected = f"sp_seq_length={self.length}" if self.length else f"a multiple of sp_size={size}"
+            raise ValueError(f"Its sequences have {length} tokens instead of {expected}. Pad or cut them.")
         header: dict[str, tuple[Any, bool]] = {}
         sent: list[list[torch.Tensor]] = [[] for _ in range(size)]
         for name, value in batch.items():
@@ -278,8 +287,8 @@ class UlyssesSPDataLoaderAdapter:
                 )
             parts = value.detach().to(self.device).chunk(size, dim=1)
             header[name] = ((parts[0].dtype, tuple(parts[0].shape)), True)
-            for mine, part in zip(sent, parts, strict=True):
-                mine.append(part.contiguous().view(-1).view(torch.uint8))
+            for pieces, part in zip(sent, parts, strict=True):
+                pieces.append(part.contiguous().view(-1).view(torch.uint8))
         return header, [torch.cat(part) for part in sent]
 
 
@@ -290,15 +299,15 @@ def _bytes(described: tuple[torch.dtype, tuple[int, ...]]) -> int:
 
 def _unpacked(layout: dict[str, tuple[Any, bool]], part: torch.Tensor) -> dict[str, Any]:
     """Return a part as the dict that it was made from."""
-    found, start = {}, 0
+    batch, start = {}, 0
     for name, (item, cut) in layout.items():
         if cut:
             dtype, shape = item
             end = start + _bytes(item)
-            # A copy, because the bytes of a view need not lie where its type wants them.
+            # A copy, because the bytes of a view need not be aligned for its type.
             item, start = part[start:end].clone().view(dtype).view(shape), end
-        found[name] = item
-    return found
+        batch[name] = item
+    return batch
 
 
 def adapter(accelerator: Run, loader: PreparedLoader) -> UlyssesSPDataLoaderAdapter:

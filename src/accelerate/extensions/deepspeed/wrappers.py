@@ -1,4 +1,4 @@
-"""What stands for DeepSpeed's objects: configuration access, wrappers around its engine, and placeholders for its own."""
+"""Replacements of DeepSpeed's objects: configuration access, wrappers around its engine, and placeholders for its own."""
 
 import importlib
 from collections.abc import Callable, Iterable
@@ -33,9 +33,9 @@ def get_active_deepspeed_plugin(state: AcceleratorState) -> DeepSpeedPlugin:
     for plugin in (plugins or {}).values():
         if plugin.selected:
             return plugin
-    known = f"the plugins are {sorted(plugins)}" if plugins else "there are no plugins"
+    available = f"the plugins are {sorted(plugins)}" if plugins else "there are no plugins"
     raise ValueError(
-        f"No DeepSpeedPlugin is selected; {known}. Pass one to `Accelerator(deepspeed_plugin=...)`, or choose with "
+        f"No DeepSpeedPlugin is selected; {available}. Pass one to `Accelerator(deepspeed_plugin=...)`, or choose with "
         "`AcceleratorState().select_deepspeed_plugin(name)`."
     )
 
@@ -82,7 +82,10 @@ class DeepSpeedEngineWrapper:
         self._held = 0
 
     def backward(self, loss: torch.Tensor, sync_gradients: bool = True, **kwargs: Any) -> None:
-        """Run backward, and step where `sync_gradients` says that an accumulation step ends. Every rank calls it."""
+        """Run backward, and step where `sync_gradients` says that an accumulation step ends.
+
+        Collective: call on every rank.
+        """
         sync_gradients = sync_gradients and not self._held
         # The accumulation step is counted here rather than in the engine, because a data loader's end closes it early.
         self.engine.set_gradient_accumulation_boundary(is_boundary=sync_gradients)
@@ -118,7 +121,7 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the engine left out its last step because fp16 gradients overflowed."""
+        """Whether the engine skipped its last step because fp16 gradients overflowed."""
         return bool(getattr(self.optimizer, "overflow", False))
 
 
@@ -159,10 +162,10 @@ class DummyScheduler:
 
     Args:
         optimizer: the optimizer it belongs to, a `DummyOptim` for instance.
-        total_num_steps: batches of the whole training, counted on one process, where the config says "auto"; `prepare` divides them by
-            the number of processes, unless they split batches.
-        warmup_num_steps: steps of the engine in the warm-up, where the config says "auto".
-        lr_scheduler_callable: builds a scheduler from an optimizer; None takes the config's.
+        total_num_steps: batches of the full training, counted on one process, if the config says "auto". `prepare` divides
+            them by the number of processes, unless they split batches.
+        warmup_num_steps: steps of the engine in the warm-up, if the config says "auto".
+        lr_scheduler_callable: builds a scheduler from an optimizer; None uses the config's.
         kwargs: kept for the user.
     """
 
@@ -185,5 +188,5 @@ class DummyScheduler:
 
 
 def is_engine(model: Any) -> TypeGuard[Any]:
-    """Whether this is a prepared engine, not a model that was prepared for evaluation alone."""
+    """Whether this is a prepared engine, not a model that was prepared only for evaluation."""
     return hasattr(model, "save_checkpoint") and hasattr(model, "zero_optimization_stage")

@@ -1,8 +1,9 @@
-"""DeepSpeed's checkpoints, read without DeepSpeed and without running code of a file: what all ranks wrote, by names of parameters.
+"""DeepSpeed's checkpoints, read without DeepSpeed and without running code of a file: the data of all ranks by parameter names.
 
-A stage below 3 has the weights in ``mp_rank_00_model_states.pt``; stage 3 has such a file for each rank, with shapes instead. From stage 1
-on each rank has a part of the float32 weights and of the optimizer's states in ``*zero_pp_rank_N_mp_rank_00_optim_states.pt``: flat
-tensors, in which stages 1 and 2 say where a parameter lies, and stage 3 gives each rank an even part of every parameter.
+A stage below 3 has the weights in ``mp_rank_00_model_states.pt``; stage 3 has such a file for each rank, with shapes
+instead. From stage 1 on each rank has a part of the float32 weights and of the optimizer's states in
+``*zero_pp_rank_N_mp_rank_00_optim_states.pt``, as flat tensors. Stages 1 and 2 list the position of each parameter; stage 3
+gives each rank an even part of every parameter.
 
 Source: https://github.com/deepspeedai/DeepSpeed (utils/zero_to_fp32.py, checkpoint/ds_to_universal.py)
 """
@@ -27,9 +28,9 @@ from accelerate.runtime import durable
 if TYPE_CHECKING:
     from accelerate.checkpoint.dcp import CheckpointReader
 
-# What DeepSpeed writes beside the folders of its engines.
+# Files that DeepSpeed writes next to the folders of its engines.
 BESIDE = ("latest", "zero_to_fp32.py", "zero_to_torch.py")
-# The classes of DeepSpeed of which its files have objects: records of numbers.
+# Classes of DeepSpeed whose objects its files contain: records of numbers.
 CLASSES = (
     "deepspeed.runtime.zero.config.ZeroStageEnum",
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
@@ -70,27 +71,27 @@ def engine_folder(index: int) -> str:
 
 
 def model_files(folder: str) -> list[str]:
-    """Return the files with the model's states: of stage 3 one for each rank, in their order.
+    """Return the files with the model's states; stage 3 has one for each rank, in their order.
 
     Raises:
-        ValueError: layers are split over ranks, or experts have files of their own.
+        ValueError: layers are split over ranks, or experts have separate files.
     """
     paths = glob.glob(os.path.join(glob.escape(folder), "*_model_states.pt"))
     pattern = r"(?:zero_pp_rank_([0-9]+)_)?mp_rank_00_model_states\.pt"
-    found = {path: re.fullmatch(pattern, os.path.basename(path)) for path in paths}
-    if strange := sorted(os.path.basename(path) for path, match in found.items() if match is None):
+    match_of = {path: re.fullmatch(pattern, os.path.basename(path)) for path in paths}
+    if strange := sorted(os.path.basename(path) for path, match in match_of.items() if match is None):
         raise ValueError(
             f"{folder!r} has {strange[0]}: its layers or experts are split over ranks, which only DeepSpeed puts together. Load it on as many "
             "ranks, at the same stage."
         )
-    ranks = [(int(match[1] or 0), path) for path, match in found.items() if match]
+    ranks = [(int(match[1] or 0), path) for path, match in match_of.items() if match]
     return [path for _, path in sorted(ranks)]
 
 
 def shard_files(folder: str) -> list[str]:
     """Return the files with the optimizer's shards in the order of their ranks; none for stage 0."""
-    found = {name: re.fullmatch(_SHARD, name) for name in os.listdir(folder)}
-    ranks = {int(match[2]): name for name, match in found.items() if match}
+    match_of = {name: re.fullmatch(_SHARD, name) for name in os.listdir(folder)}
+    ranks = {int(match[2]): name for name, match in match_of.items() if match}
     return [os.path.join(folder, ranks[rank]) for rank in sorted(ranks)]
 
 
@@ -106,21 +107,24 @@ class ZeroLayout:
 
     def folder(self, files: Collection[str], kind: Kind, index: int) -> str | None:
         """Return the folder of the engine of a model or optimizer; models that have no engine do not count among the optimizers."""
-        found = {match[1] for match in map(_ENGINE_FILE.fullmatch, files) if match}
+        engine_folders = {match[1] for match in map(_ENGINE_FILE.fullmatch, files) if match}
         if index == 0 and (trainers := {match[1] for match in map(_TRAINERS_ENGINE_FILE.fullmatch, files) if match}):
             return max(trainers, key=lambda name: (len(name), name))
         if kind == "model":
-            return name if (name := engine_folder(index)) in found else None
-        return dict(enumerate(sorted(found, key=lambda name: (len(name), name)))).get(index)
+            return name if (name := engine_folder(index)) in engine_folders else None
+        return dict(enumerate(sorted(engine_folders, key=lambda name: (len(name), name)))).get(index)
 
     def open(self, path: str, kind: Kind, checkpoint: load.CheckpointFolder | None = None) -> "CheckpointReader":
-        """Return the model or the optimizer in an engine's folder, which is in that of a checkpoint. Not a collective."""
+        """Return the model or the optimizer in an engine's folder, which is in that of a checkpoint.
+
+        Not a collective.
+        """
         engine = Folder(path, checkpoint=checkpoint)
         return engine.model() if kind == "model" else engine.optimizer()
 
 
 class _Files(Sequence[dict[str, Any]]):
-    """What files hold, each of which is opened when it is needed, once."""
+    """The contents of files. Each file is opened on first use, once."""
 
     def __init__(self, paths: Sequence[str], read: Callable[[str], dict[str, Any]]) -> None:
         self.paths, self._read = paths, functools.cache(read)
@@ -133,13 +137,15 @@ class _Files(Sequence[dict[str, Any]]):
 
 
 class Folder:
-    """An engine's folder, of which each rank opens the files that it needs. Any rank, alone.
+    """An engine's folder, of which each rank opens only the files that it needs.
+
+    Not a collective.
 
     Attributes:
-        head: what the first rank wrote of the model: counts of steps and, below stage 3, weights.
-        shards: what each rank wrote of the optimizer; none at stage 0.
+        head: the first rank's record of the model: counts of steps and, below stage 3, weights.
+        shards: each rank's record of the optimizer; none at stage 0.
         groups: names and shapes of the parameters in each flat tensor.
-        splits_weights: stage 3 wrote it.
+        splits_weights: the files are of stage 3.
     """
 
     def __init__(
@@ -173,7 +179,7 @@ class Folder:
 
         from accelerate.checkpoint.dcp import CheckpointReader
 
-        state = mapped_leaves(state, self._reader.add)  # what is there as a whole is read in parts, too
+        state = mapped_leaves(state, self._reader.add)  # tensors that are stored in full are also read in parts
         return CheckpointReader(self._folder, state, self._reader, Metadata(self._reader.specs), aliases)
 
     def model(self) -> "CheckpointReader":
@@ -225,7 +231,7 @@ class Folder:
         return [canonical_name(name) for number in numbers for name in self.groups[number]]
 
     def _frozen(self, name: str, shape: torch.Size) -> torch.Tensor:
-        """Return a placeholder for a parameter that does not train, of which each rank has an even part."""
+        """Return a placeholder for a parameter that does not train, with an even part on each rank."""
 
         def part(rank: int) -> torch.Tensor:
             fragment: torch.Tensor = self._models[rank]["frozen_param_fragments"][name]
@@ -236,7 +242,7 @@ class Folder:
         return self._reader.join(lambda start, stop: _cut(part, parts, start, stop), shape, part(0).dtype)
 
     def _joined(self, flat: Callable[[int], torch.Tensor], number: int, name: str) -> torch.Tensor:
-        """Return a placeholder for a parameter, or one of its states, of which each rank has a part in a flat tensor."""
+        """Return a placeholder for a parameter, or one of its states, with a part in a flat tensor of each rank."""
 
         def read(start: int, stop: int) -> torch.Tensor:
             return _cut(flat, self._parts(number, name, start, stop), start, stop)
@@ -257,11 +263,11 @@ class Folder:
             usual.append((rank, first - rank * length, first - begin, last - first))
         if all(self._address(number, name, rank) == (offset, count) for rank, offset, _, count in usual):
             return usual
-        found: list[Part] = []
+        parts: list[Part] = []
         for rank in ranks:
             if (address := self._address(number, name, rank)) is not None:
-                found.append((rank, address[0], sum(part[3] for part in found), address[1]))
-        return found
+                parts.append((rank, address[0], sum(part[3] for part in parts), address[1]))
+        return parts
 
     def _address(self, number: int, name: str, rank: int) -> tuple[int, int] | None:
         """Return where a part of a parameter begins in the flat tensor of a rank below stage 3, and its length."""
@@ -270,14 +276,14 @@ class Folder:
 
     @functools.cached_property
     def _begins(self) -> list[dict[str, int]]:
-        """For each group, by name, how many elements lie before a parameter: at stage 3 in the flat tensor of each rank."""
-        made: list[dict[str, int]] = []
+        """For each group, by name, the number of elements before a parameter: at stage 3 in the flat tensor of each rank."""
+        begins: list[dict[str, int]] = []
         for group in self.groups:
             sizes = [shape.numel() for shape in group.values()]
             if self.splits_weights:
                 sizes = [part_of(size, 0, len(self.shards))[2] for size in sizes]
-            made.append(dict(zip(group, itertools.accumulate(sizes, initial=0), strict=False)))
-        return made
+            begins.append(dict(zip(group, itertools.accumulate(sizes, initial=0), strict=False)))
+        return begins
 
 
 def _cut(flat: Callable[[int], torch.Tensor], parts: Sequence[Part], start: int, stop: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""A moving average of weights that lies in the optimizer's state: of shards, shards; saved, loaded and resharded as that is."""
+"""A moving average of weights in the optimizer's state, sharded like it, and saved, loaded and resharded with it."""
 
 import contextlib
 from collections.abc import Collection, Iterator
@@ -20,9 +20,9 @@ KEY = "ema"
 class Ema(Extension):
     """An exponential moving average of a model's weights: after each optimizer step ``decay * average + (1 - decay) * weight``.
 
-    It begins with the weights after the first step, as torch's `AveragedModel` does. A step that is skipped does not count. Each
-    rank averages what it has, without a word to others. The average is in the optimizer's state as `"ema"`, so a checkpoint has
-    it, on another number of ranks and with another strategy too; a run that loads one calls `Accelerator.ema` again.
+    It begins with the weights after the first step, like torch's `AveragedModel`. A skipped step does not count. Each rank
+    averages its own part, without communication. The average is in the optimizer's state as `"ema"`, so a checkpoint has it,
+    also for another number of ranks or strategy. A run that loads one calls `Accelerator.ema` again.
 
     Attributes:
         decay: the share of the average that a step keeps.
@@ -70,7 +70,7 @@ class Ema(Extension):
     def _pairs(
         self, optimizer: torch.optim.Optimizer, begins: bool = False
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield what this rank has of each average and of its weight; after a step, averages that are not there yet begin with the weights."""
+        """Yield this rank's part of each average and of its weight; after a step, missing averages begin with the weights."""
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if id(parameter) not in self._averaged:
@@ -95,7 +95,9 @@ class Ema(Extension):
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """Let the model have the averages for its weights inside, to evaluate or to save it. All ranks.
+        """Let the model have the averages for its weights inside, to evaluate or to save it.
+
+        Collective: call on every rank.
 
         Example:
             >>> from accelerate import Accelerator
@@ -140,7 +142,9 @@ def _reshard(model: nn.Module) -> None:
 
 
 def ema(accelerator: Any, model: nn.Module, decay: float = 0.999) -> Ema:
-    """Keep a moving average of a model's weights from now on, as shards where the weights are shards. All ranks.
+    """Keep a moving average of a model's weights from now on, sharded if the weights are.
+
+    Collective: call on every rank.
 
     Args:
         model: A prepared model, whose optimizer is prepared too.
@@ -160,25 +164,30 @@ def ema(accelerator: Any, model: nn.Module, decay: float = 0.999) -> Ema:
         >>> accelerator.ema(model, decay=0.99).decay
         0.99
     """
-    kind, known = accelerator.distributed_type, traits_of(accelerator.distributed_type)
-    if known.own_groups or (known.sharded and not accelerator.is_fsdp2 and accelerator.state.fsdp_plugin is not None):
+    kind, traits = accelerator.distributed_type, traits_of(accelerator.distributed_type)
+    if traits.own_groups or (
+        traits.sharded and not accelerator.is_fsdp2 and accelerator.state.fsdp_plugin is not None
+    ):
         raise ValueError(
-            f"ema() is not possible with {kind}, whose weights lie in flat parts. Use FSDP with fsdp_version=2."
+            f"ema() is not possible with {kind}, whose weights are in flat parts. Use FSDP with fsdp_version=2."
         )
     if accelerator.has_lomo_optimizer:
         raise ValueError("ema() is not possible with LOMO, whose optimizers step in the backward pass.")
     if not 0 < decay < 1:
-        raise ValueError(f"decay is {decay}; it must lie between 0 and 1, such as 0.999.")
+        raise ValueError(f"decay is {decay}; it must be between 0 and 1, such as 0.999.")
     _reshard(model)
-    held = {id(parameter): parameter for parameter in model.parameters()}
+    parameters = {id(parameter): parameter for parameter in model.parameters()}
     optimizers = (outer.optimizer for outer in accelerator._optimizers)
-    trained = {one: [p for group in one.param_groups for p in group["params"] if id(p) in held] for one in optimizers}
+    trained = {
+        inner: [p for group in inner.param_groups for p in group["params"] if id(p) in parameters]
+        for inner in optimizers
+    }
     if not any(trained.values()):
-        raise ValueError("ema() got a model of which no prepared optimizer has a parameter. Prepare both first.")
+        raise ValueError("ema() got a model without parameters in a prepared optimizer. Prepare both first.")
     if half := [str(p.dtype) for its in trained.values() for p in its if p.dtype in (torch.float16, torch.bfloat16)]:
         raise ValueError(
             f"ema() got weights in {half[0]}, too coarse for an average. Load them in float32, with mixed_precision."
         )
-    if any(average.has(held) for average in accelerator.extensions.of_kind(Ema)):
-        raise ValueError("ema() was called before for a part of this model. Keep what it returned then.")
-    return accelerator.extensions.add(Ema(accelerator, model, [one for one, its in trained.items() if its], decay))
+    if any(average.has(parameters) for average in accelerator.extensions.of_kind(Ema)):
+        raise ValueError("ema() was called before for a part of this model. Keep the object that it returned.")
+    return accelerator.extensions.add(Ema(accelerator, model, [inner for inner, its in trained.items() if its], decay))

@@ -1,4 +1,4 @@
-"""What 4-bit weights, Muon and rules of precision do at `prepare`."""
+"""The actions of 4-bit weights, Muon and rules of precision at `prepare`."""
 
 from collections.abc import Collection
 from typing import Any

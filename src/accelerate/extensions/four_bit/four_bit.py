@@ -26,10 +26,10 @@ def _state(module: nn.Module) -> Any:
 
 
 def keep_unpacked(model: nn.Module) -> None:
-    """Keep 4-bit layers as they are through evaluations, and let them load their scales; ValueError: packed before.
+    """Keep 4-bit layers unpacked through evaluations, and let them load their scales; ValueError: packed before.
 
-    At a forward in `eval()` on CPUs with AVX512-BF16 bitsandbytes packs them: scales are rounded, and later no gradient
-    passes through the layer, or the packed numbers are lost with what a shard was gathered into.
+    In a forward in `eval()` on CPUs with AVX512-BF16 bitsandbytes packs them. Then scales are rounded, and later no gradient
+    passes through the layer, or the packed numbers are lost with the buffer that a shard was gathered into.
     """
     for name, module in _layers(model):
         module.quant_state = _state(module)
@@ -43,7 +43,10 @@ def keep_unpacked(model: nn.Module) -> None:
 
 
 def require_shardable(model: nn.Module, ignored: Collection[nn.Parameter], cast_to: torch.dtype | None) -> None:
-    """Refuse quantised weights that FSDP2 would change or whose scales it would lose, by a ValueError. Any rank, alone."""
+    """Refuse quantised weights that FSDP2 would change or whose scales it would lose, by a ValueError.
+
+    Not a collective.
+    """
     for name, parameter in model.named_parameters():
         if parameter in ignored:
             continue
@@ -67,12 +70,12 @@ class PackedWeights(TensorKind):
         """Return the scales by their names."""
         if "bitsandbytes" not in sys.modules:
             return {}
-        found: dict[str, torch.Tensor | None] = {}
+        scales: dict[str, torch.Tensor | None] = {}
         for name, module in _layers(model):
             state = _state(module)
-            found[f"{name}.absmax"], found[f"{name}.nested_offset"] = state.absmax, state.offset
-            found[f"{name}.nested_absmax"] = getattr(state.state2, "absmax", None)
-        return {name: tensor for name, tensor in found.items() if tensor is not None}
+            scales[f"{name}.absmax"], scales[f"{name}.nested_offset"] = state.absmax, state.offset
+            scales[f"{name}.nested_absmax"] = getattr(state.state2, "absmax", None)
+        return {name: tensor for name, tensor in scales.items() if tensor is not None}
 
 
 def attach(model: nn.Module) -> None:
@@ -93,5 +96,5 @@ def _load_scales(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any)
     """Take a 4-bit layer's scales from a state dict, for which bitsandbytes' layers have no names."""
     names = [name for name in state if name.startswith(f"{prefix}weight.")]
     if names:
-        found = {name.removeprefix(f"{prefix}weight."): state.pop(name) for name in names}
-        _attach(module, type(module.quant_state).from_dict(found, module.quant_state.absmax.device))
+        state_of_layer = {name.removeprefix(f"{prefix}weight."): state.pop(name) for name in names}
+        _attach(module, type(module.quant_state).from_dict(state_of_layer, module.quant_state.absmax.device))

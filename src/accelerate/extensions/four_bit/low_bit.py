@@ -1,8 +1,8 @@
-"""Optimizer states of few bits, torchao's: plain tensors in a checkpoint, which fit any ranks, and rebuilt for the part that a rank has.
+"""Optimizer states of few bits, from torchao: plain tensors in a checkpoint, which any ranks can read, rebuilt for a rank's part.
 
-torchao rounds a state block by block: *codes* have its shape, one *scale* is for each block of 256 values, in the order of the whole flat tensor if
-parts are whole blocks. So codes and scales are saved, and are read by other ranks as they are. Where parts of ranks are uneven, or
-codes have another shape (4 bits), values are saved, and rounded again when they are read.
+torchao rounds a state block by block. *Codes* have its shape. There is one *scale* for each block of 256 values, in the
+order of the full flat tensor if parts are complete blocks. So codes and scales are saved, and other ranks read them as they
+are. If parts of ranks are uneven, or codes have another shape (4 bits), values are saved, and rounded again when read.
 
 Source:
     https://arxiv.org/abs/2110.02861, https://github.com/pytorch/ao/tree/main/torchao/optim
@@ -39,9 +39,11 @@ class LowBitStates(TensorKind):
 
 
 def plain(value: Any) -> Any:
-    """Return what a checkpoint holds of a value of an optimizer's state: itself, or of few bits a dict of its parts, no copy, or values.
+    """Return the checkpoint's form of a value of an optimizer's state: the value, or for few bits a dict of its parts or values.
 
-    DTensors stay ones. Any rank, alone: what it is follows from the shape, so all ranks of a mesh find the same.
+    Nothing is copied, and DTensors stay DTensors. The form depends on the shape, so all ranks of a mesh find the same.
+
+    Not a collective.
     """
     local = _local(value)
     if not is_low_bit(local):
@@ -72,38 +74,40 @@ def is_parts(value: Any) -> bool:
 
 @torch.no_grad()
 def rebuilt(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a state, as `load_state_dict` takes it, with values of few bits where an optimizer keeps such, and none elsewhere.
+    """Return a state, as `load_state_dict` takes it, with values of few bits exactly where an optimizer keeps such.
 
-    Scales are whole, all else has the optimizer's own shards. An optimizer of few bits rounds the state of another. Any rank, alone.
+    Scales are unsharded, other tensors have the optimizer's own shards. An optimizer of few bits rounds the state of another.
+
+    Not a collective.
     """
     if not isinstance(state, Mapping) or not isinstance(state.get("state"), Mapping):
-        return state  # of an optimizer that has a form of its own
-    known = dict(state["state"])
-    kinds = {type(value) for values in known.values() if isinstance(values, Mapping) for value in values.values()}
+        return state  # an optimizer with its own form
+    states = dict(state["state"])
+    kinds = {type(value) for values in states.values() if isinstance(values, Mapping) for value in values.values()}
     if dict not in kinds and not makes(optimizer):  # nothing in parts
         return state
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for number, parameter in enumerate(parameters):
-        values = known.get(number)
+        values = states.get(number)
         if isinstance(values, Mapping):
-            known[number] = {key: _rebuilt(optimizer, parameter, key, value) for key, value in values.items()}
-    return {**state, "state": known}
+            states[number] = {key: _rebuilt(optimizer, parameter, key, value) for key, value in values.items()}
+    return {**state, "state": states}
 
 
 def _rebuilt(optimizer: Any, parameter: torch.Tensor, key: str, value: Any) -> Any:
     in_parts = is_parts(value)
     if not in_parts and (not isinstance(value, torch.Tensor) or value.shape != parameter.shape or not value.dim()):
         return value
-    made = optimizer._new_buffer(parameter, key == "exp_avg") if makes(optimizer) else None
-    if not is_low_bit(_local(made)):
+    buffer = optimizer._new_buffer(parameter, key == "exp_avg") if makes(optimizer) else None
+    if not is_low_bit(_local(buffer)):
         if not in_parts:
             return value
-        made = torch.empty_like(parameter)
+        buffer = torch.empty_like(parameter)
     if in_parts:
-        _read_parts(_local(made), value, parameter)
+        _read_parts(_local(buffer), value, parameter)
     else:
-        _local(made).copy_(_local(value))
-    return made
+        _local(buffer).copy_(_local(value))
+    return buffer
 
 
 def _read_parts(target: Any, parts: Mapping[str, Any], parameter: torch.Tensor) -> None:
@@ -112,7 +116,7 @@ def _read_parts(target: Any, parts: Mapping[str, Any], parameter: torch.Tensor) 
     starts = [part.start for part in box(parameter)] or [0] * len(shape)
     block = math.prod(shape) // len(scale)
     first = starts[0] * math.prod(shape[1:])
-    is_run = list(codes.shape[1:]) == shape[1:] and first % block == 0  # of whole blocks, in the flat tensor
+    is_run = list(codes.shape[1:]) == shape[1:] and first % block == 0  # complete blocks, in the flat tensor
     if is_run and is_low_bit(target) and target.codes.shape == codes.shape and target.block_size == block:
         target.codes.copy_(codes)
         target.scale.copy_(scale[first // block :][: len(target.scale)])
@@ -131,7 +135,7 @@ def _local(value: Any) -> Any:
 
 
 def _is_even(value: Any) -> bool:
-    """Say whether a tensor is whole, or its ranks have equal numbers of its rows, in their order."""
+    """Say whether a tensor is unsharded, or its ranks have equal numbers of its rows, in their order."""
     placements = getattr(value, "placements", ())
     shards = [dim for dim, placement in enumerate(placements) if not placement.is_replicate()]
     if len(shards) > 1 or any(type(placements[dim]).__name__ != "Shard" or placements[dim].dim for dim in shards):

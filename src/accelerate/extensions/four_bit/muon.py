@@ -1,7 +1,7 @@
-"""Muon on shards: each matrix is whole on one rank for a moment, its owner, which orthogonalises those of one shape together.
+"""Muon on shards: each matrix is gathered on one rank, its owner, which orthogonalises matrices of one shape together.
 
-Torch's own step makes every matrix whole on every rank. Here a rank sends and receives what it has of the matrices in bfloat16, in which
-torch computes, once each way, and the ranks share the products.
+Torch's own step gathers every matrix on every rank. Here a rank sends and receives its parts of the matrices in bfloat16,
+the type in which torch computes, once each way, and the ranks share the products.
 
 Source:
     https://kellerjordan.github.io/posts/muon/, https://arxiv.org/abs/2502.16982, section 2.3
@@ -27,7 +27,7 @@ class ShardedMuon(torch.optim.Muon):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take a step; return what the closure returns. All ranks."""
+        """Take a step; return what the closure returns. Collective: call on every rank."""
         loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
@@ -46,27 +46,29 @@ class ShardedMuon(torch.optim.Muon):
 
 
 def share(optimizer: torch.optim.Muon) -> None:
-    """Let torch's Muon share its work from now on. Any rank, alone."""
+    """Let torch's Muon share its work from now on. Not a collective."""
     optimizer.__class__ = ShardedMuon
     torch_private.hook_steps(optimizer)
 
 
 def orthogonalised(matrices: Sequence[torch.Tensor], settings: Mapping[str, Any]) -> list[torch.Tensor]:
-    """Return what this rank has of matrices after Newton-Schulz iterations. All ranks that share one.
+    """Return this rank's parts of matrices after Newton-Schulz iterations.
 
-    Those whose rows FSDP has divided have an owner each; of any other layout every rank computes the whole.
+    Matrices whose rows FSDP has sharded have an owner each; for any other layout every rank computes the full matrix.
+
+    Collective: call on every rank that shares one of the matrices.
     """
-    found: dict[int, torch.Tensor] = {}
+    results: dict[int, torch.Tensor] = {}
     by_group: dict[Any, list[int]] = defaultdict(list)
     for number, matrix in enumerate(matrices):
         if (group := _rows_divided(matrix)) is not None:
             by_group[group].append(number)
         else:
             whole = matrix.full_tensor() if isinstance(matrix, DTensor) else matrix
-            found[number] = _newton_schulz(whole.bfloat16()[None], settings)[0][box(matrix)]
+            results[number] = _newton_schulz(whole.bfloat16()[None], settings)[0][box(matrix)]
     for group, numbers in by_group.items():
-        found |= zip(numbers, _by_owners([matrices[number] for number in numbers], group, settings), strict=True)
-    return [found[number] for number in range(len(matrices))]
+        results |= zip(numbers, _by_owners([matrices[number] for number in numbers], group, settings), strict=True)
+    return [results[number] for number in range(len(matrices))]
 
 
 def _rows_divided(matrix: torch.Tensor) -> Any | None:
@@ -80,16 +82,19 @@ def _rows_divided(matrix: torch.Tensor) -> Any | None:
 
 
 def _by_owners(matrices: Sequence[DTensor], group: Any, settings: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    """Exchange parts so that each matrix is whole on its owner, orthogonalise there, and yield this rank's parts. All ranks of the group."""
+    """Exchange parts so that each matrix is complete on its owner, orthogonalise there, and yield this rank's parts.
+
+    Collective: call on every rank of the group.
+    """
     ranks, me = dist.get_world_size(group), dist.get_rank(group)
     owned, rows, to_owners, from_ranks = _plan(tuple(matrix.shape for matrix in matrices), ranks, me)
-    mine = [local_part(matrix).bfloat16().flatten() for matrix in matrices]
+    local_parts = [local_part(matrix).bfloat16().flatten() for matrix in matrices]
     order = [number for of in owned for number in of]
-    sent = torch.cat([mine[number] for number in order])
-    taken = [sum(counts) for counts in from_ranks]
-    received = sent.new_empty(sum(taken))
-    dist.all_to_all_single(received, sent, taken, to_owners, group=group)
-    parts = [chunk.split(counts) for chunk, counts in zip(received.split(taken), from_ranks, strict=True) if counts]
+    sent = torch.cat([local_parts[number] for number in order])
+    sizes = [sum(counts) for counts in from_ranks]
+    received = sent.new_empty(sum(sizes))
+    dist.all_to_all_single(received, sent, sizes, to_owners, group=group)
+    parts = [chunk.split(counts) for chunk, counts in zip(received.split(sizes), from_ranks, strict=True) if counts]
     whole = {
         number: torch.cat(pieces).view(matrices[number].shape)
         for number, pieces in zip(owned[me], zip(*parts, strict=True), strict=True)
@@ -100,17 +105,17 @@ def _by_owners(matrices: Sequence[DTensor], group: Any, settings: Mapping[str, A
     parts_of = [whole[number].split(rows[number]) for number in owned[me]]
     back = [parts[rank].flatten() for rank in range(ranks) for parts in parts_of if rank < len(parts)]
     returned = torch.empty_like(sent)
-    dist.all_to_all_single(returned, torch.cat([received[:0], *back]), to_owners, taken, group=group)
-    found = dict(zip(order, returned.split([mine[number].numel() for number in order]), strict=True))
+    dist.all_to_all_single(returned, torch.cat([received[:0], *back]), to_owners, sizes, group=group)
+    result_of = dict(zip(order, returned.split([local_parts[number].numel() for number in order]), strict=True))
     for number, matrix in enumerate(matrices):
-        yield found[number].view(-1, matrix.shape[1])
+        yield result_of[number].view(-1, matrix.shape[1])
 
 
 @functools.cache
 def _plan(
     shapes: tuple[torch.Size, ...], ranks: int, me: int
 ) -> tuple[list[list[int]], list[int], list[int], list[list[int]]]:
-    """Return the matrices of each owner, the rows of a part, and how many numbers go to each owner and come from each rank, by matrix."""
+    """Return the matrices of each owner, the rows of a part, and how many numbers each owner gets and each rank sends, by matrix."""
     owned: list[list[int]] = [[] for _ in range(ranks)]
     costs = [0] * ranks
     for number in sorted(range(len(shapes)), key=lambda number: (-shapes[number].numel(), number)):
@@ -129,9 +134,9 @@ def _newton_schulz(matrices: torch.Tensor, settings: Mapping[str, Any]) -> torch
     """Return matrices [count, rows, columns] with all singular values near 1, as torch's Muon computes each."""
     first, second, third = settings["ns_coefficients"]
     is_tall = matrices.shape[-2] > matrices.shape[-1]
-    found = matrices.mT if is_tall else matrices
-    found = found / found.norm(dim=(-2, -1), keepdim=True).clamp(min=settings["eps"])
+    value = matrices.mT if is_tall else matrices
+    value = value / value.norm(dim=(-2, -1), keepdim=True).clamp(min=settings["eps"])
     for _ in range(settings["ns_steps"]):
-        gram = found @ found.mT
-        found = torch.baddbmm(found, torch.baddbmm(gram, gram, gram, beta=second, alpha=third), found, beta=first)
-    return found.mT if is_tall else found
+        gram = value @ value.mT
+        value = torch.baddbmm(value, torch.baddbmm(gram, gram, gram, beta=second, alpha=third), value, beta=first)
+    return value.mT if is_tall else value

@@ -21,7 +21,7 @@ class Rule:
 
     Attributes:
         policy: The `MixedPrecisionPolicy` of modules that match.
-        modules: Those in which it begins, with their names; "" is the model.
+        modules: The outermost matching modules, with their names; "" is the model.
     """
 
     pattern: str
@@ -35,24 +35,26 @@ class Rule:
         return ", ".join(words + short(dtype) for words, dtype in dtypes if dtype is not None) or "as stored"
 
 
-def resolve(model: nn.Module, given: Mapping[str, Any], around: Any) -> dict[nn.Module, Rule]:
-    """Return which rule holds for which module; those of `Rule.modules` have to be sharded by themselves. Any rank, alone.
+def resolve(model: nn.Module, patterns: Mapping[str, Any], around: Any) -> dict[nn.Module, Rule]:
+    """Return the rule of each module; the keys of `Rule.modules` must be sharded separately.
 
-    `around` is the policy of the rest of the model. ValueError: a pattern decides about no module.
+    `around` is the policy of the rest of the model. ValueError: a pattern has no effect on any module.
+
+    Not a collective.
     """
     stored = next((tensor.dtype for tensor in model.parameters() if tensor.is_floating_point()), None)
     word = partial(type(around), output_dtype=around.param_dtype or stored)
     rules = [
         Rule(pattern, word(value, value) if isinstance(value, torch.dtype) else value)
-        for pattern, value in given.items()
+        for pattern, value in patterns.items()
     ]
-    found: dict[nn.Module, Rule] = {}
+    rule_of: dict[nn.Module, Rule] = {}
     for name, module, rule, outer in _walk(model, "", rules, None, None) if rules else ():
-        if rule is not None and module not in found:
-            found[module] = rule
+        if rule is not None and module not in rule_of:
+            rule_of[module] = rule
             if rule is not outer:
                 rule.modules[module] = name
-    if unused := [rule.pattern for rule in rules if rule not in found.values()]:
+    if unused := [rule.pattern for rule in rules if rule not in rule_of.values()]:
         names = [canonical_name(name) for name, _ in model.named_modules()]
         last = {name.rpartition(".")[2]: name for name in reversed(names)}
         near = difflib.get_close_matches(unused[0].rpartition(".")[2].replace("*", ""), last, 5)
@@ -60,7 +62,7 @@ def resolve(model: nn.Module, given: Mapping[str, Any], around: Any) -> dict[nn.
             f"module_precision has the pattern {unused[0]!r}, which holds for no module of {type(model).__name__}: none has such a name, or an "
             f"earlier pattern holds. Correct it; near names: {', '.join(last[word] for word in near) or 'none'}."
         )
-    return found
+    return rule_of
 
 
 def _walk(

@@ -26,17 +26,17 @@ def find_first_last_linear_layers(model: nn.Module) -> tuple[str | None, str | N
 def filter_linear_layers(module: nn.Module, fqn: str, layers_to_filter: list[str]) -> bool:
     """Decide whether a layer may run in 8 bits, for `module_filter_func`.
 
-    False for the layers named in full by `layers_to_filter`, and for linear layers with a side that is no multiple of 16, which the
-    kernels need.
+    False for the layers named in full by `layers_to_filter`, and for linear layers with a side that is no multiple of 16,
+    which the kernels need.
     """
     fits = not isinstance(module, nn.Linear) or not (module.in_features % 16 or module.out_features % 16)
     return fits and fqn not in layers_to_filter
 
 
 def filter_first_and_last_linear_layers(module: nn.Module, fqn: str) -> bool:
-    """Decide about a layer as `filter_linear_layers` does, leaving out the first and last linear layer below `module`.
+    """Decide about a layer as `filter_linear_layers` does, except the first and last linear layer below `module`.
 
-    It sees one module at a time. To spare the first and last layer of a whole model, leave `module_filter_func` of
+    It sees one module at a time. To spare the first and last layer of a full model, leave `module_filter_func` of
     `convert_model_to_fp8_ao` unset.
     """
     return filter_linear_layers(

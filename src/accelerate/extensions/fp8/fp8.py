@@ -1,4 +1,4 @@
-"""fp8: the libraries that compute in 8 bits, which of them a run uses, and what each does to models."""
+"""fp8: the libraries that compute in 8 bits, the choice among them, and their conversion of models."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,8 +33,8 @@ _EMULATED = (
 class Engine:
     """A library that computes in 8 bits. Stateless: recipes live on the Accelerator, marks on the models.
 
-    `attribute` is the Accelerator's with its `recipe`, a class that asks the environment without arguments; `title`
-    stands in messages.
+    `attribute` is the Accelerator's attribute for its `recipe`, a class that reads the environment without arguments; `title`
+    is for messages.
     """
 
     kind: ClassVar[FP8BackendType]
@@ -161,18 +161,18 @@ def setup(accelerator: Any, handlers: Mapping[str, Any]) -> FP8BackendType:
     under the attribute it becomes. Without fp8 the library that ACCELERATE_FP8_BACKEND names computes nothing. Raises as
     `choose_engine`, or a ValueError for a recipe without fp8, or two.
     """
-    given = _recipes(handlers)
+    recipes = _recipes(handlers)
     if not accelerator.fp8_enabled:
-        if given:
-            names = ", ".join(type(recipe).__name__ for recipe in given.values())
+        if recipes:
+            names = ", ".join(type(recipe).__name__ for recipe in recipes.values())
             raise ValueError(
                 f"kwargs_handlers got {names} with mixed_precision={accelerator.mixed_precision!r}, where no fp8 recipe has an "
                 "effect. Set mixed_precision='fp8', or leave the recipe out."
             )
         return next(iter(_from_environment()), FP8BackendType.NO)
-    kind = choose_engine(given, accelerator.device)
+    kind = choose_engine(recipes, accelerator.device)
     engine = ENGINES[kind]
-    if kind not in given:
+    if kind not in recipes:
         setattr(accelerator, engine.attribute, engine.recipe())
     return kind
 
@@ -180,14 +180,14 @@ def setup(accelerator: Any, handlers: Mapping[str, Any]) -> FP8BackendType:
 def _recipes(handlers: Mapping[str, Any]) -> dict[FP8BackendType, Any]:
     """Return the recipe that was passed, under its library."""
     attributes = {kind: f"{kind.value.lower()}_recipe_handler" for kind in FP8BackendType}
-    found = [(kind, handlers[name]) for kind, name in attributes.items() if handlers.get(name)]
+    recipes = [(kind, handlers[name]) for kind, name in attributes.items() if handlers.get(name)]
     general = handlers.get(GENERAL)
     if general is not None:
-        found.append((FP8BackendType[general.backend], general))
-    if len(found) > 1:
-        names = " and ".join(sorted(type(recipe).__name__ for _, recipe in found))
+        recipes.append((FP8BackendType[general.backend], general))
+    if len(recipes) > 1:
+        names = " and ".join(sorted(type(recipe).__name__ for _, recipe in recipes))
         raise ValueError(f"kwargs_handlers got {names}; a run computes in fp8 with one library, so pass one recipe.")
-    return dict(found)
+    return dict(recipes)
 
 
 def choose_engine(recipes: Mapping[FP8BackendType, Any], device: torch.device | None = None) -> FP8BackendType:
@@ -249,8 +249,8 @@ def _convert(
     accelerator: Run, objects: Sequence[Any], engine: Engine, convert: Callable, rule: str
 ) -> list[nn.Module]:
     """Convert the new models among some objects, let their optimizers follow, and return those with layers of the library."""
-    found = list(_new_models(accelerator, objects))
-    for model in found:
+    new_models = list(_new_models(accelerator, objects))
+    for model in new_models:
         if not engine.converted(model):  # else by its own library, or by the user
             with remapping(accelerator, model):
                 convert(model)
@@ -262,7 +262,7 @@ def _convert(
                 f"{len(layers)} linear layers, {odd} of them with a side that is no multiple of 16, and {rule}, or use "
                 "mixed_precision='bf16'."
             )
-    return [model for model in found if engine.converted(model)]
+    return [model for model in new_models if engine.converted(model)]
 
 
 def _prepare_ao(accelerator: Any, *objects: Any) -> tuple[Any, ...]:
@@ -273,7 +273,7 @@ def _prepare_ao(accelerator: Any, *objects: Any) -> tuple[Any, ...]:
 
 
 def prepare_ao(accelerator: Any, objects: Sequence[Any], converter: Callable) -> tuple[Any, ...]:
-    """Convert models to float8 with `converter`, and let their optimizers follow. All ranks."""
+    """Convert models to float8 with `converter`, and let their optimizers follow. Collective: call on every rank."""
     engine, recipe = ENGINES[FP8BackendType.AO], accelerator.ao_recipe_handler
     config = ao_config(recipe.config, accelerator.device, accelerator.is_fsdp2)
     rule = "module_filter_func took none of them" if recipe.module_filter_func else "the first and the last stay"
@@ -310,7 +310,10 @@ def _prepare_te(accelerator: Any, *objects: Any) -> tuple[Any, ...]:
 
 
 def prepare_te(accelerator: Any, objects: Sequence[Any]) -> tuple[Any, ...]:
-    """Convert the models among some objects to Transformer Engine, and let their optimizers follow. All ranks."""
+    """Convert the models among some objects to Transformer Engine, and let their optimizers follow.
+
+    Collective: call on every rank.
+    """
     engine = ENGINES[FP8BackendType.TE]
     recipe = accelerator.te_recipe_handler or accelerator.fp8_recipe_handler
     rule = "no layer norm has weight and bias. Widen the layers"

@@ -57,7 +57,7 @@ class AORecipeKwargs(KwargsHandler):
             raise ImportError("AORecipeKwargs needs torchao 0.6.1 or later. Install it with `pip install torchao`.")
         if self.config is not None:
             if self.pad_inner_dim is not None or self.enable_fsdp_float8_all_gather is not None:
-                warn_user("pad_inner_dim and enable_fsdp_float8_all_gather have no effect beside config.")
+                warn_user("pad_inner_dim and enable_fsdp_float8_all_gather have no effect with config.")
             return
         names = ("pad_inner_dim", "enable_fsdp_float8_all_gather")
         env.fill(self, {name: (f"fp8_{name}", True) for name in names})
@@ -70,7 +70,7 @@ class AORecipeKwargs(KwargsHandler):
 @at_public_path
 @dataclass
 class TERecipeKwargs(KwargsHandler):
-    """How Transformer Engine scales what it computes in 8 bits: the arguments of its `DelayedScaling` recipe.
+    """Scaling of Transformer Engine's 8-bit computation: the arguments of its `DelayedScaling` recipe.
 
     Args:
         use_autocast_during_eval: compute in 8 bits during evaluation too; False by default.

@@ -37,12 +37,12 @@ def _convert_layer(module: nn.Module, to_engine: bool, linear: bool, norm: bool,
         and (not to_engine or not (module.in_features % 16 or module.out_features % 16))
     ):
         bias = module.bias is not None if to_engine else module.use_bias
-        made = partial(target.Linear, module.in_features, module.out_features, bias=bias)
+        build = partial(target.Linear, module.in_features, module.out_features, bias=bias)
     elif norm and isinstance(module, source.LayerNorm) and (not to_engine or module.bias is not None):
-        made = partial(target.LayerNorm, module.weight.shape[0], eps=module.eps)
+        build = partial(target.LayerNorm, module.weight.shape[0], eps=module.eps)
     else:
         return None
-    layer = made(device=module.weight.device, **{dtype: module.weight.dtype})
+    layer = build(device=module.weight.device, **{dtype: module.weight.dtype})
     with torch.no_grad():
         for name, parameter in layer.named_parameters():
             parameter.copy_(getattr(module, name))
@@ -70,11 +70,11 @@ def convert_model(
     """
     engine = _transformer_engine()
     for name, child in model.named_children():
-        made = _convert_layer(child, to_transformer_engine, _convert_linear, _convert_ln, engine)
-        if made is None:
+        layer = _convert_layer(child, to_transformer_engine, _convert_linear, _convert_ln, engine)
+        if layer is None:
             convert_model(child, to_transformer_engine, _convert_linear, _convert_ln)
         else:
-            setattr(model, name, made)
+            setattr(model, name, layer)
 
 
 def layer_types() -> tuple[type, ...]:
@@ -150,12 +150,12 @@ def engine_recipe(handler: Any) -> Any:
             "out."
         )
     kind = recipe.MXFP8BlockScaling if blocks else recipe.DelayedScaling
-    known = inspect.signature(kind).parameters
+    parameters = inspect.signature(kind).parameters
     asked = handler.to_kwargs() if handler is not None else {}
-    ignored = sorted(set(options) & set(asked) - set(known))
+    ignored = sorted(set(options) & set(asked) - set(parameters))
     if ignored:
         warnings.warn(f"{', '.join(ignored)}: not an option of this Transformer Engine's {kind.__name__}; ignored.")
-    return kind(**{name: value for name, value in options.items() if name in known})
+    return kind(**{name: value for name, value in options.items() if name in parameters})
 
 
 def apply_fp8_autowrap(model: nn.Module, fp8_recipe_handler: Any) -> nn.Module:

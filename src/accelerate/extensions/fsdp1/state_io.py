@@ -15,7 +15,7 @@ from accelerate.runtime import torch_private
 from accelerate.runtime.run import Run
 from accelerate.strategies.sharded_io import ShardedIO
 
-# What torch puts into names of parameters, besides what torch.compile does.
+# Parts that torch adds to names of parameters, besides those of torch.compile.
 _STEPS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
@@ -43,7 +43,7 @@ class FSDP1Models(ModelIO):
         return tied
 
     def names_of(self, name: str, parameter: nn.Parameter) -> list[str]:
-        """Return the names of what a flat parameter holds. Not a collective."""
+        """Return the names of a flat parameter's members. Not a collective."""
         members = torch_private.member_names(parameter)
         prefix = name.rpartition(".")[0]
         return [name] if members is None else [f"{prefix}.{member}" if prefix else member for member in members]
@@ -76,12 +76,15 @@ class FSDP1Models(ModelIO):
 
     @quietly()
     def optimizer_state(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
-        """Return an optimizer's state keyed by the names of parameters, each rank with its shards. Collective: call on every rank."""
+        """Return an optimizer's state keyed by the names of parameters, each rank with its shards.
+
+        Collective: call on every rank.
+        """
         from torch.distributed.fsdp import FullyShardedDataParallel
 
         inner = inner_optimizer(optimizer)
         self.own_names(optimizer, model)  # a ValueError for a parameter that the model does not have
-        if torch_private.is_fake():  # torch asks others for the names of what this rank has no part of
+        if torch_private.is_fake():  # torch asks other ranks for the names of parameters that this rank has no part of
             return inner.state_dict()
         with _gives_shards(model):
             raw = FullyShardedDataParallel.optim_state_dict(self.unwrapped(model), inner, group=_group(model))
@@ -92,19 +95,25 @@ class FSDP1Models(ModelIO):
     def optimizer_tensors(
         self, optimizer: torch.optim.Optimizer, model: nn.Module, groups: list[list[str]]
     ) -> tuple[Mapping[str, Any], Mapping[str, Mapping[str, Any]], bool]:
-        """Return the model's state, no states of parameters, and whether parameters are flat. Collective: call on every rank."""
-        own = [parameter for group in inner_optimizer(optimizer).param_groups for parameter in group["params"]]
-        flat = any(torch_private.member_names(parameter) is not None for parameter in own)
+        """Return the model's state, no states of parameters, and whether parameters are flat.
+
+        Collective: call on every rank.
+        """
+        parameters = [parameter for group in inner_optimizer(optimizer).param_groups for parameter in group["params"]]
+        flat = any(torch_private.member_names(parameter) is not None for parameter in parameters)
         return self.model_state(model).values, {}, flat
 
     @quietly()
     def optimizer_to_load(
         self, optimizer: torch.optim.Optimizer, model: nn.Module, state: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Return a state, keyed by names, as the optimizer's `load_state_dict` takes it. Collective: call on every rank."""
+        """Return a state, keyed by names, as the optimizer's `load_state_dict` takes it.
+
+        Collective: call on every rank.
+        """
         from torch.distributed.fsdp import FullyShardedDataParallel
 
-        # FSDP1's names keep what torch.compile put into them.
+        # FSDP1's names keep the parts of torch.compile.
         written = list(itertools.chain.from_iterable(self.own_names(optimizer, model)))
         kept = [".".join(step for step in name.split(".") if step not in _STEPS) for name in written]
         raw = renamed(state, dict(zip(canonical_names(written), kept, strict=True)))
@@ -116,8 +125,11 @@ class FSDP1Models(ModelIO):
 class FSDP1IO(ShardedIO):
     """The states of a run with FSDP1, whose units are gathered as in a forward."""
 
-    def whole_tensors(self, accelerator: Run, model: nn.Module, wanted: Wanted = bool) -> Entries:
-        """Gather a unit at a time, as a forward does, of those that have something that is wanted. All ranks, in step."""
+    def whole_tensors(self, accelerator: Run, model: nn.Module, is_selected: Wanted = bool) -> Entries:
+        """Gather a unit at a time, like a forward, if it has selected entries.
+
+        Collective: call on every rank.
+        """
         from torch.distributed.fsdp import FullyShardedDataParallel
 
         again, kinds = tied_again(model), torch_private.buffer_dtypes(model)
@@ -127,7 +139,7 @@ class FSDP1IO(ShardedIO):
             inside = list(unit.named_modules(prefix=prefix))
             units = tuple([f"{name}." for name, part in inside[1:] if isinstance(part, FullyShardedDataParallel)])
             inside = [(name, module) for name, module in inside if not f"{name}.".startswith(units)]
-            chosen = {key for key in _names(inside) if key not in again and wanted(key)}
+            chosen = {key for key in _names(inside) if key not in again and is_selected(key)}
             if not chosen:
                 continue
             with FullyShardedDataParallel.summon_full_params(unit, recurse=False, writeback=False):
@@ -158,11 +170,14 @@ def _group(model: nn.Module) -> Any:
 
 
 def _names(modules: Iterable[tuple[str, nn.Module]]) -> list[str]:
-    """Return the names of what modules, by their own names, have in a state dict; of flat parameters what is in them. Any rank, alone."""
+    """Return the names of modules' entries in a state dict; for flat parameters the names of their members.
+
+    Not a collective.
+    """
     names: list[str] = []
     for prefix, module in modules:
         for key in torch_private.own_state(module, prefix):
-            owner, dot, own = key.rpartition(".")
-            members = torch_private.member_names(module._parameters.get(own))
+            owner, dot, entry = key.rpartition(".")
+            members = torch_private.member_names(module._parameters.get(entry))
             names += [key] if members is None else [f"{owner}{dot}{member}" for member in members]
     return canonical_names(names)

@@ -38,9 +38,9 @@ class FSDP1(Sharded):
 
     def check(self, accelerator: Run, objects: Sequence[Any]) -> None:
         """Refuse dimensions of the mesh that flat parameters cannot have, and optimizers whose states torch cannot gather from them."""
-        for found in filter(tensor_kinds.kept_by, map(inner_optimizer, objects)):
+        for low_bit_optimizer in filter(tensor_kinds.kept_by, map(inner_optimizer, objects)):
             raise ValueError(
-                f"{type(found).__name__} keeps states of few bits, which fsdp_version=1 cannot gather for a checkpoint. Set fsdp_version=2."
+                f"{type(low_bit_optimizer).__name__} keeps states of few bits, which fsdp_version=1 cannot gather for a checkpoint. Set fsdp_version=2."
             )
         layout = accelerator.parallelism_config
         if layout is not None:
@@ -81,14 +81,14 @@ class FSDP1(Sharded):
         else:
             _repoint_flat(accelerator, wrapped, before)
         if ignored:
-            own = {id(parameter) for parameter in ignored if parameter.requires_grad}
+            trained_ids = {id(parameter) for parameter in ignored if parameter.requires_grad}
             consistency.register_whole_parameters(
-                accelerator, wrapped, {name: p for name, p in before.items() if id(p) in own}
+                accelerator, wrapped, {name: p for name, p in before.items() if id(p) in trained_ids}
             )
         return type(model)(wrapped, model.dynamo_ctx) if inner is not model else wrapped
 
     def no_sync(self, accelerator: Run, model: nn.Module) -> contextlib.AbstractContextManager[None]:
-        """Return FSDP's own context, in which each rank keeps whole gradients."""
+        """Return FSDP's own context, in which each rank keeps unsharded gradients."""
         hold: Callable[[], contextlib.AbstractContextManager[None]] | None = getattr(model, "no_sync", None)
         if hold is None:  # prepared for evaluation
             return contextlib.nullcontext()
@@ -97,7 +97,10 @@ class FSDP1(Sharded):
 
     @contextlib.contextmanager
     def whole_parameters(self, accelerator: Run, model: nn.Module) -> Iterator[nn.Module]:
-        """Gather all units at once. They refuse a forward meanwhile, so what they wrap stands in their places. All ranks."""
+        """Gather all units at once. Units refuse a forward while gathered, so the wrapped modules replace them.
+
+        Collective: call on every rank.
+        """
         from torch.distributed.fsdp import FullyShardedDataParallel
 
         summoned = FullyShardedDataParallel.summon_full_params(model, writeback=False)
@@ -118,27 +121,30 @@ class FSDP1(Sharded):
     def clip_grad_norm(
         self, accelerator: Run, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float
     ) -> torch.Tensor:
-        """Clip to the norm of the whole tensors; ValueError for a part of a model's. All ranks."""
-        given = {id(p): p for p in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)}
+        """Clip to the norm of the full tensors; ValueError for a part of a model's parameters.
+
+        Collective: call on every rank.
+        """
+        remaining = {id(p): p for p in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)}
         roots: list[Any] = []
         for model in accelerator._models:
             root: Any = model._orig_mod if is_compiled_module(model) else model
-            own = {id(parameter) for parameter in root.parameters()}
+            model_ids = {id(parameter) for parameter in root.parameters()}
             shards = isinstance(root, loaded_wrappers())
-            if not shards or not own & given.keys():
+            if not shards or not model_ids & remaining.keys():
                 continue
             trained = {id(p) for p in root.parameters() if p.requires_grad}
-            if not trained <= given.keys():
+            if not trained <= remaining.keys():
                 raise ValueError(
-                    f"clip_grad_norm_ got {len(own & given.keys())} of the {len(own)} parameters of {type(model).__name__}. "
+                    f"clip_grad_norm_ got {len(model_ids & remaining.keys())} of the {len(model_ids)} parameters of {type(model).__name__}. "
                     "FSDP1 knows the norm of all gradients only. Pass model.parameters(), or set fsdp_version=2."
                 )
             roots.append(root)
-            given = {key: parameter for key, parameter in given.items() if key not in own}
-        if len(roots) == 1 and not given:
+            remaining = {key: parameter for key, parameter in remaining.items() if key not in model_ids}
+        if len(roots) == 1 and not remaining:
             norm: torch.Tensor = roots[0].clip_grad_norm_(max_norm, norm_type)
             return norm
-        return _clip_together(roots, list(given.values()), max_norm, norm_type)
+        return _clip_together(roots, list(remaining.values()), max_norm, norm_type)
 
 
 def _check_replicas(layout: ParallelismConfig, plugin: Any) -> None:
@@ -153,7 +159,7 @@ def _check_replicas(layout: ParallelismConfig, plugin: Any) -> None:
         )
     if replicas > 1 and name == "NO_SHARD":
         raise ValueError(
-            f"sharding_strategy=NO_SHARD keeps whole parameters, but dp_shard_size={layout.dp_shard_size} shards them. Use FULL_SHARD."
+            f"sharding_strategy=NO_SHARD keeps unsharded parameters, but dp_shard_size={layout.dp_shard_size} shards them. Use FULL_SHARD."
         )
     if replicas == 1 and shards and "HYBRID" in name:
         raise ValueError(
@@ -163,14 +169,14 @@ def _check_replicas(layout: ParallelismConfig, plugin: Any) -> None:
 
 def _clip_together(roots: list[Any], others: list[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
     """Clip several models, and parameters outside them, to one norm."""
-    found = [root.clip_grad_norm_(float("inf"), norm_type) for root in roots]  # infinite: nothing is scaled
+    norms = [root.clip_grad_norm_(float("inf"), norm_type) for root in roots]  # infinite: nothing is scaled
     if others:
-        found.append(nn.utils.get_total_norm([p.grad for p in others if p.grad is not None], norm_type))
-    if not found:
+        norms.append(nn.utils.get_total_norm([p.grad for p in others if p.grad is not None], norm_type))
+    if not norms:
         return torch.zeros(())
-    total: torch.Tensor = torch.linalg.vector_norm(torch.stack([norm.float() for norm in found]), norm_type)
-    every = [parameter for root in roots for parameter in root.parameters()] + others
-    torch.nn.utils.clip_grads_with_norm_(every, max_norm, total)
+    total: torch.Tensor = torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms]), norm_type)
+    parameters = [parameter for root in roots for parameter in root.parameters()] + others
+    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
     return total
 
 
@@ -195,7 +201,7 @@ def _options(accelerator: Run, model: nn.Module) -> dict[str, Any]:
         "param_init_fn": initialise,
         # The wrapper leaves them where they are.
         "ignored_modules": [module.to(device) for module in ignored],
-        # The device of a lone process has no index, of which torch warns.
+        # The device of a single process has no index, and torch warns about that.
         "device_id": row(device.type).current() if device.type != "cpu" and device.index is None else device,
         "device_mesh": mesh,
     }
@@ -226,8 +232,8 @@ def _mesh(accelerator: Run, strategy: Any) -> "DeviceMesh | None":
 def _send_states(model: nn.Module, initialise: Any) -> None:
     """Give all ranks the parameters and buffers that rank 0 has; a rank that has them on the meta device gets memory first."""
     for module in model.modules():
-        held = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-        if initialise is not None and any(tensor.is_meta for tensor in held):
+        tensors = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        if initialise is not None and any(tensor.is_meta for tensor in tensors):
             initialise(module)
     for tensor in (*model.parameters(), *model.buffers()):
         take_from_first(tensor, tensor.device)
@@ -235,27 +241,27 @@ def _send_states(model: nn.Module, initialise: Any) -> None:
 
 @contextlib.contextmanager
 def _standing_in(model: nn.Module, ignored: list[nn.Parameter]) -> Iterator[None]:
-    """Put new parameters with the same memory in a model's place, and empty the old; undo it after an error.
+    """Replace a model's parameters by new ones with the same memory, and empty the old; undo it after an error.
 
-    Torch frees what it has flattened, unit by unit, if nothing else holds it; but optimizers made before hold the old.
+    Torch frees the flattened parameters, unit by unit, unless something else refers to them, as earlier optimizers do.
     """
     kept = {id(parameter) for parameter in ignored}
-    made: dict[nn.Parameter, nn.Parameter] = {}
+    stand_ins: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, old in module._parameters.items():
             if type(old) is not nn.Parameter or id(old) in kept:
                 continue
-            if old not in made:
-                made[old] = nn.Parameter(old.detach(), old.requires_grad)
-                made[old].__dict__.update(old.__dict__)
-            module._parameters[name] = made[old]
-    for old in made:
+            if old not in stand_ins:
+                stand_ins[old] = nn.Parameter(old.detach(), old.requires_grad)
+                stand_ins[old].__dict__.update(old.__dict__)
+            module._parameters[name] = stand_ins[old]
+    for old in stand_ins:
         old.data = torch.empty(0, dtype=old.dtype, device=old.device)
     try:
         yield
     except BaseException:
-        former = {new: old for old, new in made.items()}
-        for module in model.modules():  # what torch has flattened already is not there any more
+        former = {new: old for old, new in stand_ins.items()}
+        for module in model.modules():  # torch removed the parameters that it flattened
             for name, new in module._parameters.items():
                 if new in former:
                     former[new].data, module._parameters[name] = new.data, former[new]

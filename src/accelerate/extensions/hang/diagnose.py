@@ -1,4 +1,4 @@
-"""`accelerate diagnose`: what the ranks of a run that hung or failed have left; `accelerate stacks`: where those of a running one are."""
+"""`accelerate diagnose` prints the records of a run that hung or failed; `accelerate stacks` prints the stacks of a running one."""
 
 import argparse
 import json
@@ -13,7 +13,7 @@ from accelerate.launch.errors import LaunchError
 from accelerate.runtime import failure
 
 _ERRORS = "error.json"
-# What torch's launcher adds to the name of a run: an underscore and eight letters.
+# The suffix that torch's launcher adds to the name of a run: an underscore and eight letters.
 _RANDOM = 9
 _SHOWN = 2000  # characters of a damaged file
 # A rank writes its stacks at once, unless it is stopped or swapped out.
@@ -29,16 +29,16 @@ def diagnose_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 
 
 def diagnose_command(args: argparse.Namespace) -> None:
-    """Print what the last attempt in a folder has left, on all machines that write there; what is damaged is named and passed over.
+    """Print the records of the last attempt in a folder, of all machines that write there; damaged files are named and skipped.
 
     Raises:
-        LaunchError: there is nothing of ranks below the folder.
+        LaunchError: no rank has written anything below the folder.
     """
-    found = [path for name in (failure.HANG, failure.STACKS, _ERRORS) for path in Path(args.folder).rglob(name)]
-    if not found:
+    paths = [path for name in (failure.HANG, failure.STACKS, _ERRORS) for path in Path(args.folder).rglob(name)]
+    if not paths:
         raise LaunchError(f"Below {args.folder!r} no rank has left anything. Name the folder that --log_dir named.")
     # An attempt as often as it has files: the one whose file is the newest comes last.
-    attempts = [path.parents[1] for path in sorted(found, key=lambda path: path.lstat().st_mtime)]
+    attempts = [path.parents[1] for path in sorted(paths, key=lambda path: path.lstat().st_mtime)]
     # Each machine of a run has a folder.
     last = {attempt.parent: attempt for attempt in attempts if _run(attempt) == _run(attempts[-1])}
     for attempt in sorted(last.values()):
@@ -51,7 +51,7 @@ def diagnose_command(args: argparse.Namespace) -> None:
 
 
 def _run(attempt: Path) -> str:
-    """Return what the folders of a run's machines have in common: all of the name, but for what `tempfile` added."""
+    """Return the common part of the folders of a run's machines: the name without the suffix of `tempfile`."""
     name = attempt.parent.name
     return name[:-_RANDOM] if name.startswith(failure.MACHINES) else name
 
@@ -74,7 +74,7 @@ def _error(path: Path) -> str:
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         return f"{path.name} is damaged, and is not shown: {error}\n{text[:_SHOWN]}"
     hung = record.get("status") == failure.HUNG
-    return "ended itself because some ranks waited in vain" if hung else str(record.get("traceback", ""))
+    return "ended itself because some ranks waited too long" if hung else str(record.get("traceback", ""))
 
 
 def stacks_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
@@ -87,12 +87,12 @@ def stacks_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 
 
 def stacks_command(args: argparse.Namespace) -> None:
-    """Ask ranks by a signal for their stacks, and print them; the kernel lets nobody but the owner of a process do that.
+    """Ask ranks by a signal for their stacks, and print them; the kernel allows that only to the owner of a process.
 
     Raises:
         LaunchError: no such rank runs here.
     """
-    ranks = [each for each in _ranks() if args.pid in (None, each[0]) and args.job in (None, each[1])]
+    ranks = [rank for rank in _ranks() if args.pid in (None, rank[0]) and args.job in (None, rank[1])]
     if not ranks:
         raise LaunchError(
             "No rank of yours that answers runs here under `accelerate launch` (with this --pid or --job)."
@@ -109,14 +109,14 @@ def stacks_command(args: argparse.Namespace) -> None:
 
 
 def _written(file: Path, before: int) -> str:
-    """Return what a rank adds to a file, when it has stopped to grow."""
+    """Return a rank's addition to a file, once it has stopped growing."""
     deadline, size = time.monotonic() + _PATIENCE_S, before
     while time.monotonic() < deadline:
         time.sleep(_LOOK_S)
-        now = file.stat().st_size
-        if now == size > before:
+        current_size = file.stat().st_size
+        if current_size == size > before:
             return file.read_bytes()[before:].decode(errors="replace")
-        size = now
+        size = current_size
     return "It gives no answer: its process is stopped, or waits for a disk.\n"
 
 

@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 # Added to the number of questions when the process that holds the store ends: a rank that reads it stops asking.
 _CLOSING = 1 << 40
-# Added when all ranks shall end because they hang.
+# Added if all ranks must end because they hang.
 _ABORTING = 1 << 41
 _JOIN_S = 1.0
 _ENDING_S = 5.0  # for the stacks of all ranks
@@ -134,7 +134,7 @@ class Watcher:
             count = store.add(counter, 0)
 
     def _reach(self) -> Any | None:
-        """Return the store under this thread's prefix, on a connection of its own where it can have one; None if it is gone."""
+        """Return the store under this thread's prefix, on a separate connection if possible; None if it is gone."""
         if self._clone is None and (origin := self._origin()) is not None:
             if (clone := connection(origin)) is origin:
                 return dist.PrefixStore(PREFIX, origin)
@@ -162,7 +162,7 @@ class Watcher:
     def _answer(self, store: Any, answered: int) -> int:
         """Answer the latest question if there is a new one; return its number."""
         asked = store.add("asked", 0)
-        # Who reaches the store can write there: a rank ends for what its own user has asked for alone.
+        # Any process that reaches the store can write there: a rank ends only for a request of its own user.
         if asked >= _ABORTING and self._monitor.abort_after < float("inf"):
             self._end_all(store)
         if asked % _ABORTING >= _CLOSING:
@@ -184,10 +184,10 @@ class Watcher:
         try:
             return frames.get(self._watched.ident) or frames.get(threading.main_thread().ident)
         finally:
-            frames.clear()  # it holds the frame of this call, too: a cycle that would keep what all threads had at hand
+            frames.clear()  # it also holds the frame of this call: a cycle that would keep the locals of all threads alive
 
     def _look(self) -> RankStatus:
-        """Say what the watched thread does."""
+        """Return the position of the watched thread."""
         frame = self._frame()
         if frame is None:
             return RankStatus(self.rank, answered=True, site="a place without Python code")
@@ -196,10 +196,10 @@ class Watcher:
         caught = sys._current_exceptions().get(self._watched.ident)
         caught = caught[1] if isinstance(caught, tuple) else caught
         handles = f"handles an exception ({type(caught).__name__}: {str(caught)[:200]})" if caught is not None else ""
-        known = {"site": site, "inside": inside, "counters": operations_started(), "stack": threads.stack(frame)}
-        known |= {"still_s": self._monitor.still_s, "note": threads.loader_workers(frame) or handles}
-        known |= {"module": threads.module(frame)}
-        return RankStatus(self.rank, answered=True, **known, **threads.waits_in(frame))
+        facts = {"site": site, "inside": inside, "counters": operations_started(), "stack": threads.stack(frame)}
+        facts |= {"still_s": self._monitor.still_s, "note": threads.loader_workers(frame) or handles}
+        facts |= {"module": threads.module(frame)}
+        return RankStatus(self.rank, answered=True, **facts, **threads.waits_in(frame))
 
 
 def _holds(store: Any, rank: int) -> bool:
@@ -225,7 +225,7 @@ def watch(store: Any | None, rank: int, world_size: int) -> None:
     _watcher.start()
     if _registered_in != os.getpid():
         _registered_in = os.getpid()
-        # The interpreter must not end beside a thread that is in the store: that aborts the process.
+        # The interpreter must not end while a thread is in the store: that aborts the process.
         atexit.register(_end)
         if multiprocessing.parent_process() is not None:  # such a process leaves without a look at `atexit`
             multiprocessing_util.Finalize(None, _end, exitpriority=100)

@@ -1,4 +1,4 @@
-"""What a rank leaves for the launcher and for `accelerate diagnose` when a wait for other ranks times out."""
+"""A rank's records for the launcher and for `accelerate diagnose` when a wait for other ranks times out."""
 
 import contextlib
 import faulthandler

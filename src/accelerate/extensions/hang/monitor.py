@@ -1,8 +1,8 @@
-"""Who waits for whom: the report of ranks that stand still, printed by one of those that wait.
+"""The report of ranks that hang: which rank waits for which. One of the waiting ranks prints it.
 
-Each rank's watcher looks at its training thread (`Monitor.look`). Where that has stood still in an exchange for
-`ACCELERATE_HANG_REPORT_AFTER` seconds, the first rank to see it asks all others where they are, and reports what they say.
-`ACCELERATE_HANG_ABORT_AFTER` ends all ranks, after a report. A rank that runs is slow, and nothing is claimed about it.
+Each rank's watcher looks at its training thread (`Monitor.look`). If that has been in one exchange for
+`ACCELERATE_HANG_REPORT_AFTER` seconds, the first rank to see it asks all others for their positions, and reports them.
+`ACCELERATE_HANG_ABORT_AFTER` ends all ranks, after a report. A running rank is slow, and the report claims nothing about it.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ LONGEST_REPORT = 50_000  # characters
 
 def limits() -> tuple[float, float]:
     """Return after how many seconds ranks that wait report, and when they end; infinite is never."""
-    found = []
+    seconds_of = []
     for name, default in ((REPORT_AFTER, "10"), (ABORT_AFTER, "0")):
         text = os.environ.get(name, "").strip() or default
         try:
@@ -43,8 +43,8 @@ def limits() -> tuple[float, float]:
             seconds = -1.0
         if not seconds >= 0:
             raise ValueError(f"{name} is {text!r}; write seconds, such as 30, or 0 for never.")
-        found.append(seconds or float("inf"))
-    return min(found), found[1]
+        seconds_of.append(seconds or float("inf"))
+    return min(seconds_of), seconds_of[1]
 
 
 @contextlib.contextmanager
@@ -83,7 +83,7 @@ def joining(store: Any, rank: int, world_size: int) -> Iterator[None]:
 
 
 class Monitor:
-    """Sees whether the training thread of this rank stands still, and reports why, if this rank asks for all that wait."""
+    """Sees whether this rank's training thread hangs, and reports the reason if this rank reports for all waiting ones."""
 
     def __init__(self, rank: int, world_size: int, limits: tuple[float, float]) -> None:
         self.rank, self.world_size = rank, world_size
@@ -114,7 +114,7 @@ class Monitor:
         self._place, self._since, self._waits = place, time.monotonic(), None
 
     def go_on(self, store: Any) -> bool:
-        """Ask and report, if this rank is the one to do so; say whether all ranks shall end. Does not wait."""
+        """Ask and report, if this rank is the one to do so; say whether all ranks must end. Does not wait."""
         keys = dist.PrefixStore(PREFIX, store)
         if not self._waits:
             if self._diagnosis is not None:
@@ -130,7 +130,7 @@ class Monitor:
         if self._diagnosis.news():
             answers = self._diagnosis.latest
             # On a busy machine an answer may come late: once more, before a rank is said to give none.
-            self._unsure = not self._unsure and any(not (each.answered or each.gone) for each in answers.values())
+            self._unsure = not self._unsure and any(not (other.answered or other.gone) for other in answers.values())
             if self._unsure:
                 self._diagnosis.ask_now()
             else:
@@ -156,7 +156,7 @@ class Monitor:
 
 @dataclass(frozen=True)
 class Finding:
-    """What the answers of all ranks come to."""
+    """The conclusion from the answers of all ranks."""
 
     answers: Mapping[int, RankStatus]
 
@@ -175,9 +175,9 @@ class Finding:
 
     @property
     def key(self) -> str:
-        """What a further report would say again if this has not changed."""
+        """The content of a report, for comparison with the next one."""
         # A slow rank may come to many places in which it stands for a moment.
-        others = [(rank, each.ended, each.still_s > 5 and each.site) for rank, each in self._others.items()]
+        others = [(rank, status.ended, status.still_s > 5 and status.site) for rank, status in self._others.items()]
         return repr((self.waiting, others))
 
     def __str__(self) -> str:
@@ -199,11 +199,11 @@ class Finding:
         return "\n".join([*lines, f"  {'Likely cause: ' if certain else ''}{cause}."])
 
     def _cause(self) -> tuple[str, bool]:
-        """Return why the ranks that are not with the first do not come, and whether that is likely; of one that runs nobody knows."""
+        """Return why the missing ranks do not come, and whether that is likely; for a running rank the reason is unknown."""
         late = {rank: status for rank, status in self._others.items() if not status.gone}
         for rank, status in self.answers.items():
             if "exception" in status.note and status.waits:
-                return f"rank {rank} {status.note}, and left out what the others wait in", True
+                return f"rank {rank} {status.note}, and skipped the exchange that the others wait in", True
             if rank in late and status.note and not status.answered:
                 return f"the process of rank {rank} is {status.note}", "stopped" in status.note
             if rank in late and "workers" in status.note and status.stands:
@@ -221,8 +221,8 @@ class Finding:
     def _unlike(self) -> str:
         """Return why ranks that all wait do not wait in the same exchange."""
         statuses = self.answers.values()
-        if len({(each.operation, each.site) for each in statuses}) == 1:
-            if len({each.number for each in statuses}) == 1:
+        if len({(status.operation, status.site) for status in statuses}) == 1:
+            if len({status.number for status in statuses}) == 1:
                 return "the ranks pass different shapes"
             return "some ranks have made this call more often: unequal batches, or a branch on rank"
         places, past = {rank: _line(status.site) for rank, status in self.answers.items()}, ""
@@ -236,7 +236,7 @@ class Finding:
         unused, declare = "", "declare the module with accelerator.conditional"
         if inside:
             unused = f", or a module that not every rank calls ({', '.join(inside)}; {declare})"
-        elif any("backward" in each.inside for each in statuses):
+        elif any("backward" in status.inside for status in statuses):
             unused = f", or a parameter that not every rank's loss uses ({declare})"
         if len(inside) > 1:
             return f"{past}a branch in the model{unused}"

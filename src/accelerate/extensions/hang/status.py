@@ -1,4 +1,4 @@
-"""What a rank says of itself when another one asks over the process group's key-value store, the question, and what the answers prove."""
+"""A rank's status, the question of another rank over the process group's key-value store, and the conclusions from the answers."""
 
 import json
 import time
@@ -16,25 +16,25 @@ PREFIX = "accelerate/hang"
 # Seconds between two looks at the store; a large run looks less often, so that its one store sees 2,000 requests a second.
 INTERVAL_S = 0.5
 _PER_SECOND = 2000
-# A thread that has been found in one place for so long stands still there.
+# A thread that was in one place for this long is assumed to hang there.
 STILL_S = 1.0
-_ANSWER_S = 0.15  # what an answer takes
+_ANSWER_S = 0.15  # duration of an answer
 
 
 @dataclass(frozen=True)
 class RankStatus:
-    """What one rank says about itself.
+    """The status of one rank, as it reports it.
 
     Attributes:
-        ended: whether it has said that its program is over.
-        alive: whether its process exists; None where that cannot be seen from here, as on another machine.
-        site: the innermost line outside of torch and this library; `inside` is what was called there.
+        ended: whether it has reported the end of its program.
+        alive: whether its process exists; None if that cannot be seen from here, as on another machine.
+        site: the innermost line outside of torch and this library; `inside` is the function called there.
         counters: how many operations the rank has started in each of its process groups.
-        still_s: for how many seconds the thread has stood still, as the rank's own looks have it.
-        operation: the exchange that it has started and that is not done; `number` and `shapes` are that one's.
+        still_s: for how many seconds the thread has not moved, by the rank's own watcher.
+        operation: the exchange that it has started and not finished; `number` and `shapes` describe it.
         module: the part of a model that it computes, or whose weights it gathers.
         stack: the user's lines, the innermost first.
-        note: what else explains why it does not come.
+        note: another reason why it does not come.
     """
 
     rank: int
@@ -59,17 +59,17 @@ class RankStatus:
 
     @property
     def stands(self) -> bool:
-        """Whether the thread stands still."""
+        """Whether the thread does not move."""
         return self.answered and self.still_s >= STILL_S
 
     @property
     def waits(self) -> bool:
-        """Whether the thread stands still in an exchange with other ranks."""
+        """Whether the thread hangs in an exchange with other ranks."""
         return bool(self.operation) and self.still_s >= STILL_S
 
     @property
     def blocked(self) -> bool:
-        """Whether it waits so in the function that it has called, and has not left an exchange to go on by itself."""
+        """Whether it hangs in the function that it has called, without an exchange that others can finish."""
         return self.waits and self.inside.rpartition(" > ")[2].startswith(threads.WAITING_IN)
 
     def ahead_of(self, other: dict[str, int]) -> bool | None:
@@ -96,16 +96,16 @@ def interval(world_size: int) -> float:
 
 
 def said_by(store: Any, rank: int, question: int = 0) -> RankStatus:
-    """Return what a rank has left in the store; `question` is the number of the oldest one that an answer counts for."""
-    said = json.loads(store.compare_set(f"rank/{rank}", "{}", "{}"))
-    if "ended" in said:
-        return RankStatus(rank, ended=True, note=said["ended"])
-    if said.get("question", -1) >= question:
-        return RankStatus(**said["answer"])
-    if "process" not in said:
+    """Return a rank's status in the store; answers count from the question of number `question` on."""
+    record = json.loads(store.compare_set(f"rank/{rank}", "{}", "{}"))
+    if "ended" in record:
+        return RankStatus(rank, ended=True, note=record["ended"])
+    if record.get("question", -1) >= question:
+        return RankStatus(**record["answer"])
+    if "process" not in record:
         return RankStatus(rank)
-    alive = threads.exists(said["process"])
-    return RankStatus(rank, alive=alive, note=threads.state(said["process"]["pid"]) if alive else "")
+    alive = threads.exists(record["process"])
+    return RankStatus(rank, alive=alive, note=threads.state(record["process"]["pid"]) if alive else "")
 
 
 class Question:
@@ -121,24 +121,24 @@ class Question:
         self._deadline = time.monotonic() + 2 * (interval(world_size) + _ANSWER_S)
 
     def answers(self) -> dict[int, RankStatus] | None:
-        """Return what the ranks said, or None as long as some may still answer. Does not wait."""
-        now = time.monotonic()
-        if now < self._next:
+        """Return the ranks' answers, or None as long as some may still answer. Does not wait."""
+        current_time = time.monotonic()
+        if current_time < self._next:
             return None
-        self._next, late = now + self._pause, now >= self._deadline
+        self._next, late = current_time + self._pause, current_time >= self._deadline
         come = 0 if late else self._store.add(f"answers/{self._number}", 0) + self._store.add("left", 0)
         if come < len(self._ranks) and not late:
             return None
         answers = {rank: said_by(self._store, rank, self._number) for rank in self._ranks}
-        return answers if late or all(each.answered or each.gone for each in answers.values()) else None
+        return answers if late or all(status.answered or status.gone for status in answers.values()) else None
 
 
 # -- slow, waiting in turn, or gone ---------------------------------------------------------------------------------
 #
-# A wrong guess ends a run, so the evidence must be strong: a rank has ended or was killed; or it stands still in a collective
-# that the waiting ranks have not joined. A rank that computes, reads or sleeps is waited for.
+# A wrong guess ends a run, so the evidence must be strong: a rank has ended or was killed; or it hangs in a collective that
+# the waiting ranks have not joined. A rank that computes, reads or sleeps is waited for.
 
-# How long a missing rank must stand still (`STILL_S`) in a collective that we have not joined before it is taken for stuck:
+# How long a missing rank must hang (`STILL_S`) in a collective that we have not joined before it counts as stuck:
 # ... where the group's backend does not count collectives, so that it may as well wait for a third rank,
 STILL_UNCOUNTED_S = 5.0
 # ... and where all missing ranks wait, but for nothing that we know of.
@@ -146,14 +146,14 @@ STILL_TOGETHER_S = 15.0
 # How long a rank may leave questions unanswered if its process cannot be seen from here.
 SILENCE_S = 60.0
 
-# These backends count collectives alone; others count point-to-point operations as well, which not all ranks share.
+# These backends count only collectives; others also count point-to-point operations, which not all ranks share.
 _EXACT_COUNTERS = ("nccl:", "xccl:")
 # So who waits in one of these has counted it, and need not wait for us.
 _POINT_TO_POINT = ("send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list", "recv_object_list")
 
 
 class Diagnosis(MissingRanks):
-    """Finds out where missing ranks are. One of those that wait (`leads`) asks for all of them, and after `again` seconds once more."""
+    """Finds the positions of missing ranks. One of the waiting ranks (`leads`) asks all of them, again after `again` seconds."""
 
     def __init__(self, origin: Any, ranks: Collection[int], world_size: int, leads: bool, again: float) -> None:
         super().__init__(ranks, leads, again, float("inf"))
@@ -164,8 +164,8 @@ class Diagnosis(MissingRanks):
 
     def news(self) -> bool:
         """Go on with the diagnosis; say whether there are new answers. Does not wait."""
-        now = time.monotonic()
-        if now < self._next or not self._leads:
+        current_time = time.monotonic()
+        if current_time < self._next or not self._leads:
             return False
         if self._question is None:
             # All of them: to see who is ahead, one has to know where those are that wait here.
@@ -196,20 +196,20 @@ class Diagnosis(MissingRanks):
 
     def stuck(self, missing: list[int]) -> list[int]:
         """Return which of the missing ranks wait for something that only happens if we go on."""
-        here = [status.counters for rank, status in self.latest.items() if rank not in missing]
-        there = [self.latest[rank] for rank in missing]
-        together = all(status.blocked and status.still_s >= STILL_TOGETHER_S for status in there)
-        return [status.rank for status in there if self._is_stuck(status, here)] or missing * together
+        counters = [status.counters for rank, status in self.latest.items() if rank not in missing]
+        late = [self.latest[rank] for rank in missing]
+        together = all(status.blocked and status.still_s >= STILL_TOGETHER_S for status in late)
+        return [status.rank for status in late if self._is_stuck(status, counters)] or missing * together
 
     @staticmethod
-    def _is_stuck(status: RankStatus, here: list[dict[str, int]]) -> bool:
+    def _is_stuck(status: RankStatus, waiting_counters: list[dict[str, int]]) -> bool:
         if status.still_s < STILL_S:
             return False
-        for counters in here:
+        for counters in waiting_counters:
             exact = {group: count for group, count in counters.items() if group.startswith(_EXACT_COUNTERS)}
             if status.ahead_of(exact):
-                return True  # wherever it stands: on a GPU one waits for a collective in whatever reads its result
-        ahead = [answer for counters in here if (answer := status.ahead_of(counters)) is not None]
+                return True  # at any position: on a GPU a thread waits for a collective when it reads the result
+        ahead = [answer for counters in waiting_counters if (answer := status.ahead_of(counters)) is not None]
         if ahead:
             return any(ahead) and status.blocked and not status.inside.endswith(_POINT_TO_POINT)
         return status.blocked and status.still_s >= STILL_UNCOUNTED_S

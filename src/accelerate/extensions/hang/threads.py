@@ -1,4 +1,4 @@
-"""Where a thread of this process stands, what it waits in, and whether other processes of this machine exist."""
+"""The position of a thread of this process, the exchange it waits in, and whether other local processes exist."""
 
 import json
 import os
@@ -13,7 +13,7 @@ import torch
 from accelerate.runtime import torch_private
 from accelerate.runtime.call_site import is_users, line_of
 
-# Where a thread is while it waits for other ranks. Backward passes count, because gradients are exchanged in them.
+# Modules in which a thread waits for other ranks. Backward passes count, because gradients are exchanged in them.
 WAITING_IN = ("torch.distributed", "torch.autograd", "torch.nn.parallel", "accelerate.comm")
 # States of a process, as Linux writes them.
 _STATES = {"S": "asleep", "R": "running", "D": "at the disk", "T": "stopped by a signal", "t": "stopped by a debugger"}
@@ -26,7 +26,7 @@ _DEEPEST = 8  # lines of a stack in a report
 
 def position(frame: FrameType) -> str:
     """Return what changes whenever a thread moves."""
-    steps = [(id(each), each.f_lasti) for each in _outward(frame)]
+    steps = [(id(outer), outer.f_lasti) for outer in _outward(frame)]
     return f"{zlib.crc32(repr(steps).encode()):x}-{len(steps)}"
 
 
@@ -67,7 +67,7 @@ def status(pid: int) -> tuple[str, str]:
 
 
 def state(pid: int) -> str:
-    """Say in words what a process does."""
+    """Return a process's state in words."""
     return _STATES.get(status(pid)[0], "gone")
 
 
@@ -79,7 +79,7 @@ def exists(process: dict[str, Any]) -> bool | None:
     return state not in ("", "Z", "X") and started == process["started"]
 
 
-# -- what it waits in ------------------------------------------------------------------------------------------------
+# -- the exchange it waits in ----------------------------------------------------------------------------------------
 
 
 def _outward(frame: FrameType | None) -> Iterator[FrameType]:
@@ -90,56 +90,56 @@ def _outward(frame: FrameType | None) -> Iterator[FrameType]:
 
 def stack(frame: FrameType) -> list[str]:
     """Return the user's lines of a stack, the innermost first."""
-    return [line_of(each) for each in _outward(frame) if is_users(each)][:_DEEPEST]
+    return [line_of(outer) for outer in _outward(frame) if is_users(outer)][:_DEEPEST]
 
 
 def waits_in(frame: FrameType) -> dict[str, Any]:
     """Return the `operation`, `number` and `shapes` of the exchange that is not done here; empty if there is none."""
-    known = _in_flight()
-    if known:
-        return known
+    in_flight = _in_flight()
+    if in_flight:
+        return in_flight
     called = _called_in_torch(frame)
-    # Without a recorder, a backward pass that stands still passes for one that exchanges gradients.
-    return {"operation": called} if called and (known == {} or called != BACKWARD) else {}
+    # Without a recorder, a backward pass that does not move counts as one that exchanges gradients.
+    return {"operation": called} if called and (in_flight == {} or called != BACKWARD) else {}
 
 
 def _called_in_torch(frame: FrameType) -> str:
     """Return the innermost function below the user's lines in which one waits for other ranks; empty if there is none."""
-    for each in _outward(frame):
-        if is_users(each):
+    for outer in _outward(frame):
+        if is_users(outer):
             return ""
-        module = each.f_globals.get("__name__", "")
-        if module.startswith(WAITING_IN) and each.f_code.co_name != "wrapper":
-            return BACKWARD if module.startswith("torch.autograd") else each.f_code.co_name
+        module = outer.f_globals.get("__name__", "")
+        if module.startswith(WAITING_IN) and outer.f_code.co_name != "wrapper":
+            return BACKWARD if module.startswith("torch.autograd") else outer.f_code.co_name
     return ""
 
 
 def module(frame: FrameType) -> str:
     """Return the name of the innermost part of a model that a thread calls, or whose weights it gathers; empty if there is none."""
-    called = [part for each in _outward(frame) if (part := torch_private.module_called(each)) is not None]
+    called = [part for outer in _outward(frame) if (part := torch_private.module_called(outer)) is not None]
     outermost = next((part for part in reversed(called) if isinstance(part, torch.nn.Module)), None)
     try:
         names = {id(part): name for name, part in outermost.named_modules()} if outermost is not None else {}
-    except RuntimeError:  # a thread that runs may change the model meanwhile
+    except RuntimeError:  # a running thread may change the model at the same time
         names = {}
     return next(filter(None, (part if isinstance(part, str) else names.get(id(part)) for part in called)), "")
 
 
 def loader_workers(frame: FrameType) -> str:
     """Say how the worker processes are that a thread waits for in a loader; empty if it waits for none."""
-    for each in _outward(frame):
-        if workers := torch_private.workers_awaited(each):
+    for outer in _outward(frame):
+        if workers := torch_private.workers_awaited(outer):
             states = (f"pid {worker.pid} ({state(worker.pid)})" for worker in workers)
             return f"waits for its loader's workers: {', '.join(states)}"
     return ""
 
 
 def _in_flight() -> dict[str, Any] | None:
-    """Return the oldest operation that this rank has started and that is not done, None if all are done, {} if that is unknown.
+    """Return the oldest unfinished operation that this rank has started, None if all are done, {} if that is unknown.
 
-    Each of torch's flight recorders says so, NCCL's and that of the others. Torch 2.13 has them on by itself for gloo and NCCL
-    (TORCH_FR_BUFFER_SIZE; formerly TORCH_NCCL_TRACE_BUFFER_SIZE). Writing out all of a recorder takes 60 ms, so nobody asks
-    without need.
+    torch's flight recorders know it, one for NCCL and one for the others. Torch 2.13 enables them for gloo and NCCL by default
+    (TORCH_FR_BUFFER_SIZE; formerly TORCH_NCCL_TRACE_BUFFER_SIZE). Writing out a full recorder takes 60 ms, so it is only read
+    if needed.
     """
     recorders = [json.loads(dump(True, True)).get("entries") or [] for dump in torch_private.flight_recorders()]
     return next(filter(None, map(oldest_open, recorders)), None) if any(recorders) else {}
@@ -147,7 +147,7 @@ def _in_flight() -> dict[str, Any] | None:
 
 def oldest_open(entries: list[dict[str, Any]]) -> dict[str, Any] | None:
     """Return the name, number and shapes of a flight recorder's oldest entry that is not done."""
-    # Gloo leaves the state at "scheduled" and retires what is done; NCCL's watchdog retires it late.
+    # Gloo leaves the state at "scheduled" and retires finished operations; NCCL's watchdog retires them late.
     pending = [entry for entry in entries if not entry.get("retired") and entry.get("state") != "completed"]
     if not pending:
         return None

@@ -81,21 +81,23 @@ def build_pipeline(
     kwargs: Mapping[str, Any] | None,
     num_chunks: int,
 ) -> Any:
-    """Cut a model into stages and return the schedule that runs this process's stage. Every rank must call.
+    """Cut a model into stages and return the schedule that runs this process's stage.
+
+    Collective: call on every rank.
 
     Args:
         model: The model, whose weights have values, the same on every rank.
         split_points: Names of the modules that each stage after the first begins with.
         args: Positional arguments of one micro-batch.
         kwargs: Keyword arguments of one micro-batch.
-        num_chunks: Most micro-batches that are on their way at a time.
+        num_chunks: Most micro-batches in flight at a time.
 
     Returns:
         A ``torch.distributed.pipelining.ScheduleGPipe`` whose ``step`` takes the model's arguments for any number of samples
-        on the first rank, and returns what the model returns on the last one.
+        on the first rank, and returns the model's output on the last one.
 
     Raises:
-        ValueError: On every rank, if the model cannot be cut on one of them, or if the ranks were given different things.
+        ValueError: On every rank, if the model cannot be cut on one of them, or if the arguments of the ranks differ.
 
     Source:
         https://docs.pytorch.org/docs/stable/distributed.pipelining.html
@@ -106,7 +108,7 @@ def build_pipeline(
 
     state = PartialState()
     schedule = error = None
-    given: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     try:
         if isinstance(num_chunks, bool) or not isinstance(num_chunks, int) or num_chunks < 1:
             raise ValueError(f"num_chunks={num_chunks!r}: give the number of micro-batches, at least 1.")
@@ -120,26 +122,29 @@ def build_pipeline(
         traced = trace(model, split_points, args, kwargs, state.num_processes, state.device, trains=False)
         schedule = PipelineSchedule(traced, num_chunks)
         shapes = [(leaf.name, leaf.shape, str(leaf.dtype), repr(leaf.value)) for leaf in traced.inputs.leaves]
-        given = {"split_points": list(split_points), "num_chunks": num_chunks, "example": shapes}
+        settings = {"split_points": list(split_points), "num_chunks": num_chunks, "example": shapes}
     except Exception as caught:
         error = caught
-    _check_same_arguments(given, error)
+    _check_same_arguments(settings, error)
     return schedule
 
 
-def _check_same_arguments(given: Mapping[str, Any], error: Exception | None) -> None:
-    """Raise on every rank if one of them failed, or was given something else than the first. All ranks."""
-    everything = comm.current().gather_object(given if error is None else f"{type(error).__name__}: {error}")
+def _check_same_arguments(settings: Mapping[str, Any], error: Exception | None) -> None:
+    """Raise on every rank if one of them failed, or was given something else than the first.
+
+    Collective: call on every rank.
+    """
+    everything = comm.current().gather_object(settings if error is None else f"{type(error).__name__}: {error}")
     if error is not None:
         raise error
     for rank, value in enumerate(everything):
         if isinstance(value, str):
             raise ValueError(f"Rank {rank} cannot build its stage of the pipeline, so no rank can. {value}")
     for rank, value in enumerate(everything):
-        for name, mine in value.items():
-            if mine != everything[0][name]:
+        for name, local_value in value.items():
+            if local_value != everything[0][name]:
                 raise ValueError(
-                    f"The ranks build different pipelines: {name} is {mine} on rank {rank} and {everything[0][name]} on rank 0. Give "
+                    f"The ranks build different pipelines: {name} is {local_value} on rank {rank} and {everything[0][name]} on rank 0. Give "
                     "every rank the same."
                 )
 
@@ -178,19 +183,21 @@ def prepare_pippy(
     num_chunks: int | None = None,
     gather_output: bool = False,
 ) -> nn.Module:
-    """Make a model run as a pipeline over all processes, for inference. Every rank must call.
+    """Make a model run as a pipeline over all processes, for inference.
 
-    The first rank gives a batch to the model, the last one gets what the model returns. A batch is cut into micro-batches of
-    as many samples as the example has, which are on their way at the same time.
+    The first rank gives a batch to the model, the last one gets the output. A batch is cut into micro-batches of as many
+    samples as the example has, which are in flight at the same time.
+
+    Collective: call on every rank.
 
     Args:
         model: The model, with the same weights on every rank; its forward has to be one graph that ``torch.export`` can trace.
         split_points: Names of the modules that each stage after the first begins with. ``"auto"``: stages of equal size.
         no_split_module_classes: For ``"auto"``, names of classes whose instances stay in one stage.
-        example_args: Positional inputs of one micro-batch. Later inputs may have any number of samples, and else the same
-            shapes, dtypes and values of what is no tensor.
+        example_args: Positional inputs of one micro-batch. Later inputs may have any number of samples. Otherwise they have the
+            same shapes and dtypes, and the same values of other objects.
         example_kwargs: Keyword inputs of it.
-        num_chunks: Most micro-batches on their way at a time; more samples take several runs. None: the number of processes.
+        num_chunks: Most micro-batches in flight at a time; more samples take several runs. None: the number of processes.
         gather_output: Give every process the output, not only the last.
 
     Returns:
@@ -198,8 +205,8 @@ def prepare_pippy(
         schedule of this process's stage.
 
     Raises:
-        ValueError: No process group exists; the model cannot be cut or traced; the example has no batch dimension. Except for
-            the first, on every rank, and the model is as it was.
+        ValueError: No process group exists; the model cannot be cut or traced; the example has no batch dimension. All but
+            the first are raised on every rank, and the model is not changed.
 
     Example:
         >>> model = prepare_pippy(model, example_args=(batch[:2],), gather_output=True)  # doctest: +SKIP

@@ -30,18 +30,20 @@ class PipelineSchedule(ScheduleGPipe):
         kind = self._device.type
         context = partial(torch.autocast, kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
         stage = stages.build(traced.chains, self._rank, context).to(self._device)
-        given, returned = stage.taken[stage.training], stage.returned[stage.training]
-        self._own = PipelineStage(stage, self._rank, self._ranks, self._device, given, returned)
+        arguments, returned = stage.taken[stage.training], stage.returned[stage.training]
+        self._own = PipelineStage(stage, self._rank, self._ranks, self._device, arguments, returned)
         super().__init__(self._own, num_chunks)
         self.num_chunks = num_chunks
-        # By micro-batches: a batch may fill fewer than a whole run has.
+        # By number of micro-batches: a batch may fill fewer than a full run has.
         self._steps = {num_chunks: super().step}
         self._samples = 0
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a batch of any number of samples; the last rank gets the output, others None. All ranks.
+        """Run a batch of any number of samples; the last rank gets the output, others None.
 
         The first rank's arguments count; ValueError on all ranks if they differ from the example in more than samples.
+
+        Collective: call on every rank.
         """
         tensors, rows, pieces = self._admitted(args, kwargs), self._inputs.rows, []
         with torch.no_grad():
@@ -50,10 +52,10 @@ class PipelineSchedule(ScheduleGPipe):
                 pieces.append(self._run(self._inputs.cut(tensors, start, count, self._device), count))
         return self._outputs.joined(pieces, self._samples) if self._own.is_last else None
 
-    def _run(self, given: Sequence[torch.Tensor], count: int) -> tuple[torch.Tensor, ...]:
+    def _run(self, micro_batches: Sequence[torch.Tensor], count: int) -> tuple[torch.Tensor, ...]:
         if count not in self._steps:
             self._steps[count] = ScheduleGPipe(self._own, count).step
-        output = self._steps[count](*given)
+        output = self._steps[count](*micro_batches)
         return (output,) if isinstance(output, torch.Tensor) else output
 
     def _admitted(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[torch.Tensor, bool]]:
@@ -72,6 +74,6 @@ class PipelineSchedule(ScheduleGPipe):
         return tensors
 
     def to_all(self, output: Any) -> Any:
-        """Return on every rank what the last one's `step` returned. All ranks."""
+        """Return the last rank's `step` result on every rank. Collective: call on every rank."""
         tensors = self._outputs.tensors(output, self._samples, self._device)
         return self._outputs.built(comm.current().broadcast(tensors, self._ranks - 1))

@@ -1,16 +1,16 @@
 """Several machines under torch's elastic launcher, one launcher on each: they join rounds together and watch each other.
 
-Torch's own rendezvous names neither a machine that is cut off (its peers wait until a collective times out) nor one that disagrees,
-and lets machines count restarts differently. So machine 0's launcher holds a store (torch's `TCPStore`) at the main address and
-port, and every other launcher is a client of it. A thread of each launcher, its `Heartbeat`, talks to the store; the main thread
-reads what that knows, so that a signal is answered meanwhile.
+Torch's own rendezvous names neither a machine that is cut off (its peers wait until a collective times out) nor one that
+disagrees, and lets machines count restarts differently. So machine 0's launcher holds a store (torch's `TCPStore`) at the
+main address and port, and every other launcher is a client of it. A thread of each launcher, its `Heartbeat`, talks to the
+store. The main thread reads the thread's data, so that it still answers signals.
 
-- Each launcher publishes its state again and again: who it is, the round it is in, whether it waits for the next one, how its processes
-  ended. Machine 0 alone reads the states. It publishes one small answer, which all read. A state that stands still belongs to a
-  machine that is lost: a cut link sends no message.
-- A *round* is one start of all processes: "RUN/0", "RUN/1", ... A machine that wants a restart waits for the next round; the others see
-  that, stop their processes and wait, too. When all numbers are there and agree, machine 0 begins the round: it writes down who
-  takes part and at which port the processes meet.
+- Each launcher publishes its state repeatedly: its identity, its round, whether it waits for the next one, how its
+  processes ended. Only machine 0 reads the states. It publishes one small answer, which all read. A state that does not
+  change belongs to a lost machine: a cut link sends no message.
+- A *round* is one start of all processes: "RUN/0", "RUN/1", ... A machine that wants a restart waits for the next round; the
+  others see that, stop their processes and also wait. When all numbers are present and agree, machine 0 begins the round:
+  it writes down the members and the port at which the processes meet.
 
 Importing this module imports torch.
 
@@ -48,23 +48,23 @@ _REPORT_S = 10.0
 # How long one request to the store of machine 0 may take, and one attempt to reach it.
 _ANSWER_S = timedelta(seconds=30)
 _CONNECT_S = 5.0
-# For how long a state may stand still and its launcher waits; after how long one of two with the same number is refused.
+# Seconds that a state may be unchanged while its launcher waits; seconds after which one of two equal numbers is refused.
 _FRESH_S = 1.0
 _STALE_S = 5.0
-# How long the processes of this machine have to end by themselves when those of another one have failed.
+# Seconds that this machine's processes have to end themselves after those of another machine have failed.
 _FOLLOWING_S = 5.0
 # How often a launcher publishes its state while its processes run.
 _BEAT_S = 1.0
-# Characters of what another machine says, and how many missing ones are named.
+# Characters of another machine's message, and the number of missing machines that are named.
 _LONGEST, _NAMED = 500, 16
-# What torch says about a port that another program has.
+# torch's messages about a port that another program has.
 _IN_USE = re.compile("EADDRINUSE|in use|only one usage", re.I)
-# What must be equal on all machines, and the option that says it.
+# The settings that must be equal on all machines, and their options.
 _CHECKS = {"machines": "--num_machines", "processes": "processes of each machine", "restarts": "--max_restarts"}
 
-# What a launcher publishes: its number (`machine`; None where machine 0 numbers it), `host`, `address` and what `_CHECKS` names; an
-# `identity` that differs from launcher to launcher; a `beat`, which counts up; the name of the `round` it is in, or was in last, and
-# whether it `waits` for the next one; and words about the round: its processes are `done`, it has `left`, its processes have `failed`, a
+# A launcher publishes: its number (`machine`; None if machine 0 numbers it), `host`, `address` and the settings of `_CHECKS`;
+# an `identity` that differs between launchers; a `beat`, which counts up; the name of its last `round`, and whether it
+# `waits` for the next one. Words about the round: its processes are `done`, it has `left`, its processes have `failed`, a
 # machine is `lost` (the last two are lines for the user).
 State = dict[str, Any]
 
@@ -112,7 +112,7 @@ class MachineRendezvous(StaticTCPRendezvous):
         self.place, self.pause = f"{self.host}, port {self.port}", max(_LOOK_S, self.machines / _LOOKS_PER_SECOND)
         self.name, self.round, self.members, self.heartbeat = "", -1, [], None
         self.names: dict[int, str] = {}  # of all machines on machine 0; of that one and this one elsewhere
-        # Machine 0 holds the store of the run and that of a round, and remembers the beat of each launcher and since when it stands.
+        # Machine 0 holds the store of the run and that of a round, and the last beat of each launcher with its time.
         self.server = self.round_server = None
         self.seen: dict[str, tuple[int, float]] = {}
 
@@ -121,12 +121,12 @@ class MachineRendezvous(StaticTCPRendezvous):
         beat = self._start_heartbeat()
         began = reported = time.monotonic()
         while (begun := beat.begun_with_me()) is None:
-            now = time.monotonic()
-            if now - began > self.join_timeout:
+            current_time = time.monotonic()
+            if current_time - began > self.join_timeout:
                 limit = f"{self.join_timeout:g} s (--rdzv_conf join_timeout)"
-                raise RunError(f"Waited {limit} in vain for {beat.awaited()}.")
-            if now - reported > _REPORT_S:
-                reported = now
+                raise RunError(f"Timed out after {limit} waiting for {beat.awaited()}.")
+            if current_time - reported > _REPORT_S:
+                reported = current_time
                 self.report(f"waiting for {beat.awaited()}")
             if self.may_host and not self.is_host and not self.name and beat.is_refused():
                 # The launcher that had the port belonged to a run that is over.
@@ -164,12 +164,12 @@ class MachineRendezvous(StaticTCPRendezvous):
         # A new launcher of machine 0 begins a new run, with an empty store.
         self.server.set("answer", json.dumps({"beat": 0, "round": ""}))
 
-    def begin(self, here: dict[int, State]) -> str:
-        """Begin the next round with the launchers of all machines, by number; return its name. Machine 0 alone."""
-        self.names = {machine: _named(state) for machine, state in here.items()}
-        # Torch leaves the addresses of the last round in a store, so each round but the first one has a store of its own.
+    def begin(self, launchers: dict[int, State]) -> str:
+        """Begin the next round with the launchers of all machines, by number; return its name. Only machine 0 calls it."""
+        self.names = {machine: _named(state) for machine, state in launchers.items()}
+        # Torch keeps the addresses of the last round in a store, so each round but the first one has a separate store.
         self.round_server = serve(self.host, 0, _ANSWER_S) if self.members else self.server
-        self.members = [here[machine]["identity"] for machine in sorted(here)]
+        self.members = [launchers[machine]["identity"] for machine in sorted(launchers)]
         name = f"{self.record['identity']}/{self.round + 1}"
         begun = {"round": name, "members": self.members, "port": self.round_server.port, "host": self.names[0]}
         self.server.set(f"begun/{name}", json.dumps(begun))
@@ -214,10 +214,10 @@ def _line_of(error: BaseException) -> str:
 
 
 class Heartbeat(threading.Thread):
-    """Publishes the state of this machine, and reads machine 0's answer; on machine 0, which reads all states, it finds the answer.
+    """Publishes the state of this machine, and reads machine 0's answer; on machine 0 it reads all states and computes the answer.
 
-    It alone uses the connection to the store: a request behind a cut link does not return. While `busy` is held, the store is
-    used: a process that is forked meanwhile would inherit torch's own locks, locked.
+    Only this thread uses the connection to the store: a request over a cut link does not return. While `busy` is held, the
+    store is in use: a process forked at that moment would inherit torch's own locks, locked.
     """
 
     def __init__(self, rendezvous: MachineRendezvous) -> None:
@@ -234,7 +234,7 @@ class Heartbeat(threading.Thread):
     # -- the main thread asks ----------------------------------------------------------------------------------------
 
     @property
-    def own(self) -> str:
+    def machine_name(self) -> str:
         """The name of this machine."""
         return self._home.names.get(self._home.machine, "")
 
@@ -246,11 +246,11 @@ class Heartbeat(threading.Thread):
             raise LaunchError(refusal)
         if home.is_host and self._broken and self.store is None and not self.is_alive():
             raise RunError(f"The store at {home.place}, cannot be used: {self._broken}")
-        mine = self._begun["round"] != home.name and home.record["identity"] in self._begun["members"]
-        return self._begun if mine else None
+        takes_part = self._begun["round"] != home.name and home.record["identity"] in self._begun["members"]
+        return self._begun if takes_part else None
 
     def awaited(self) -> str:
-        """Return what this launcher waits for, in words."""
+        """Return a description of the machines that this launcher waits for."""
         place, missing = self._home.place, self.answer.get("missing")
         if self._broken and self._home.may_host:
             return f"machine 0 to answer at {place}, which a program of this machine has: {self._broken}"
@@ -270,14 +270,14 @@ class Heartbeat(threading.Thread):
         return "missing" in self.answer or self.answer["round"] != self._home.name
 
     def publish(self, **words: Any) -> None:
-        """Let the other machines know what is new; what is said already stays."""
+        """Publish new words about this machine; published words stay."""
         self._home.said = {**words, **self._home.said}
         self._wake.set()
 
     def publish_end(self, how: str) -> None:
         """Let the other machines know that this launcher leaves a run, so that they need not wait until it is missed."""
         if not self._home.said.keys() & {"done", "failed"}:
-            self.publish(lost=f"{self.own} {how}.")
+            self.publish(lost=f"{self.machine_name} {how}.")
 
     def says(self, word: str) -> str | None:
         """Return the first line that a machine has published under a word; None if none has."""
@@ -285,7 +285,7 @@ class Heartbeat(threading.Thread):
         return printable(lines[0], _LONGEST) if lines else None
 
     def failure(self) -> str | None:
-        """Return which processes of which machine failed first, as a line; None if none did."""
+        """Return a line with the processes and the machine that failed first; None if none did."""
         return self.says("failed")
 
     def all_done(self) -> bool:
@@ -305,7 +305,7 @@ class Heartbeat(threading.Thread):
         return line and RunError(f"{line} The processes of the other machines are ended.")
 
     def stop(self) -> None:
-        """Publish what is left and end; this waits a moment at most, because the store may never answer."""
+        """Publish the remaining words and end; this waits a moment at most, because the store may never answer."""
         self._stopped = True
         self._wake.set()
         self.join(timeout=1.2)
@@ -315,7 +315,7 @@ class Heartbeat(threading.Thread):
     def run(self) -> None:
         """Exchange states with the store until the thread is stopped, or the connection breaks in a round."""
         home, last = self._home, False
-        # What machine 0 sums up is new.
+        # Machine 0's answer has changed.
         running = min(_BEAT_S, home.heartbeat_timeout / 4) / (4 if home.is_host else 1)
         while not last:
             self._wake.clear()
@@ -340,7 +340,7 @@ class Heartbeat(threading.Thread):
         if home.is_host:
             identities = dict.fromkeys(store.get("arrived").decode().split())
             texts = store.multi_get([f"state/{identity}" for identity in identities])
-            store.set("answer", json.dumps(self._found([json.loads(text) for text in texts])))
+            store.set("answer", json.dumps(self._answer_to([json.loads(text) for text in texts])))
         answer = json.loads(store.get("answer"))
         if answer["beat"] != self.answer.get("beat"):
             self._answered = time.monotonic()
@@ -357,17 +357,17 @@ class Heartbeat(threading.Thread):
         limit = timedelta(seconds=max(home.heartbeat_timeout, 1.0))
         return TCPStore(home.host, home.port, is_master=False, timeout=limit, wait_for_workers=False)
 
-    # -- machine 0 alone ---------------------------------------------------------------------------------------------
+    # -- machine 0 only ----------------------------------------------------------------------------------------------
 
-    def _found(self, states: list[State]) -> State:
+    def _answer_to(self, states: list[State]) -> State:
         """Return the answer to the states of all launchers."""
-        home, now = self._home, time.monotonic()
+        home, current_time = self._home, time.monotonic()
         for state in states:
             if state["beat"] != home.seen.get(state["identity"], (None,))[0]:
-                home.seen[state["identity"]] = state["beat"], now
-        silence = {state["identity"]: now - home.seen[state["identity"]][1] for state in states}
+                home.seen[state["identity"]] = state["beat"], current_time
+        silence = {state["identity"]: current_time - home.seen[state["identity"]][1] for state in states}
         gone = {home.record["identity"], *(state["identity"] for state in states if "left" in state)}
-        self.others = sum(silent < 3 * _BEAT_S and one not in gone for one, silent in silence.items())
+        self.others = sum(silent < 3 * _BEAT_S and identity not in gone for identity, silent in silence.items())
         name = self._begun["round"]
         answer: State = {"beat": home.record["beat"], "round": name}
         by_identity = {state["identity"]: state for state in states}
@@ -375,8 +375,8 @@ class Heartbeat(threading.Thread):
         inside = [state for state in members if state["round"] == name]
         if not members or any(state["waits"] for state in inside):
             fresh = max(_FRESH_S, 3 * home.pause)
-            here = [state for state in states if silence[state["identity"]] < fresh and state["waits"]]
-            answer |= self._arranged([state for state in here if state in inside or state not in members])
+            waiting = [state for state in states if silence[state["identity"]] < fresh and state["waits"]]
+            answer |= self._arranged([state for state in waiting if state in inside or state not in members])
             if answer["round"] != name:
                 return answer
         for machine, state in enumerate(members):
@@ -384,35 +384,37 @@ class Heartbeat(threading.Thread):
             if silent > home.heartbeat_timeout and not (state in inside and state.keys() & {"done", "left"}):
                 line = f"{home.names[machine]} has not answered for {silent:.0f} s: it or its network is down."
                 self._silent = self._silent or [line]
-        said = {word: [state[word] for state in inside if word in state] for word in ("failed", "lost", "done")}
-        answer["done"] = len(said["done"]) == len(members)
-        return answer | {"failed": said["failed"][:1], "lost": [*said["lost"], *self._silent][:1]}
+        reports = {word: [state[word] for state in inside if word in state] for word in ("failed", "lost", "done")}
+        answer["done"] = len(reports["done"]) == len(members)
+        return answer | {"failed": reports["failed"][:1], "lost": [*reports["lost"], *self._silent][:1]}
 
     def _arranged(self, waiting: list[State]) -> State:
         """Number the launchers that wait. Begin the round if all machines are there and agree, else return what keeps it."""
-        home, here, doubled, refused = self._home, {}, set(), {}
-        own = home.record | {"machine": 0}
-        # Those without a number get one of the rest.
+        home, launchers, doubled, refused = self._home, {}, set(), {}
+        host_record = home.record | {"machine": 0}
+        # Launchers without a number get one of the rest.
         for state in sorted(waiting, key=lambda state: state["machine"] is None):
-            free = (number for number in range(1, home.machines) if number not in here)
+            free = (number for number in range(1, home.machines) if number not in launchers)
             machine = next(free, None) if state["machine"] is None else state["machine"]
             for name, option in _CHECKS.items():
-                if own[name] != state[name]:
-                    said = f"{own[name]} on {_named(own)}, {state[name]} on {_named(state | {'machine': machine})}"
-                    return {"problem": f"The machines do not agree on {option}: {said}. Give all of them the same."}
-            if machine is not None and machine not in here:
-                here[machine] = state | {"machine": machine}
+                if host_record[name] != state[name]:
+                    difference = f"{host_record[name]} on {_named(host_record)}, {state[name]} on {_named(state | {'machine': machine})}"
+                    return {
+                        "problem": f"The machines do not agree on {option}: {difference}. Give all of them the same."
+                    }
+            if machine is not None and machine not in launchers:
+                launchers[machine] = state | {"machine": machine}
             elif state["beat"] * _LOOK_S > _STALE_S:
                 why = f"There are {home.machines} machines already (--num_machines); this is one too many."
                 if machine is not None:
-                    asked = f"--machine_rank is {machine} on this machine and on {_named(here[machine])}"
-                    why = f"{asked}; each needs a number of its own."
+                    asked = f"--machine_rank is {machine} on this machine and on {_named(launchers[machine])}"
+                    why = f"{asked}; each needs a separate number."
                 refused[state["identity"]] = why
             elif machine is not None:  # which may be the number of a launcher that has just ended
                 doubled.add(machine)
-        absent = sorted(doubled | ({*range(home.machines)} - here.keys()))
+        absent = sorted(doubled | ({*range(home.machines)} - launchers.keys()))
         if not absent:
-            return {"round": home.begin(here)}
+            return {"round": home.begin(launchers)}
         missing = ", ".join([*map(str, absent[:_NAMED]), *(["..."] if len(absent) > _NAMED else [])])
         return {"missing": missing, "refused": refused}
 
@@ -488,7 +490,7 @@ class MachineAgent(elastic.Agent):
                 time.sleep(_LOOK_S)
             if beat.failure() is not None:
                 raise FailedElsewhere(beat.failure())
-        beat.publish(failed=f"{beat.own}: rank {first.rank} ended with exit status {first.status}")
+        beat.publish(failed=f"{beat.machine_name}: rank {first.rank} ended with exit status {first.status}")
         return result
 
     def _exit_barrier(self) -> None:

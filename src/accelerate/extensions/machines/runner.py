@@ -13,7 +13,7 @@ BY = "by torch's elastic launcher on each machine"
 
 def process(plan: LaunchPlan, environment: Mapping[str, str]) -> Process:
     """Return what `run` starts on this machine."""
-    with contextlib.suppress(RunError):  # the address may not be known here yet; the run says so
+    with contextlib.suppress(RunError):  # the address may still be unknown on this machine; the run reports it
         address = hardware.local_address(plan.rendezvous.host, plan.rendezvous.port)
         environment = {**hardware.gloo_variables(address), **environment}
     return local.process(plan, environment)

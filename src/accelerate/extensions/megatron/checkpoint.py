@@ -30,23 +30,26 @@ class MegatronIO(StateIO):
         """Whether it is an engine, which saves and loads its optimizer with its weights."""
         return isinstance(model, MegatronEngine)
 
-    def whole_tensors(self, accelerator: Run, model: nn.Module, wanted: Wanted = bool) -> Entries:
-        """Gather a parameter at a time, and send it to the other stages. All ranks, in step."""
+    def whole_tensors(self, accelerator: Run, model: nn.Module, is_selected: Wanted = bool) -> Entries:
+        """Gather a parameter at a time, and send it to the other stages. Collective: call on every rank."""
         return (
-            model.entries(wanted)
+            model.entries(is_selected)
             if isinstance(model, MegatronEngine)
-            else super().whole_tensors(accelerator, model, wanted)
+            else super().whole_tensors(accelerator, model, is_selected)
         )
 
     def model_state(self, accelerator: Run, model: nn.Module, unwrap: bool) -> dict[str, Any]:
-        """Return the whole state dict under the names of transformers. All ranks."""
+        """Return the full state dict under the names of transformers. Collective: call on every rank."""
         if not isinstance(model, MegatronEngine):
             return super().model_state(accelerator, model, unwrap)
         state = collected(model.entries(bool), model.source, everywhere=True)
         return {name: state[name] for name in model.source.state_dict()}
 
     def save_model(self, accelerator: Run, state: dict[str, Any], plan: SavePlan, index: int, **options: Any) -> None:
-        """Let core write the engine's part into the staged folder, its optimizer included. All ranks."""
+        """Let core write the engine's part into the staged folder, its optimizer included.
+
+        Collective: call on every rank.
+        """
         from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
         place = os.path.join(plan.folder, _folder(index))
@@ -72,13 +75,13 @@ class MegatronIO(StateIO):
             folder.check(names, shared=True)
         _refuse_code(place)
         refuse_misfit(place, type(model.source).__name__, model.misfits(place))
-        common, own = load_common_state_dict(place), [model.plugin.tp_degree, model.plugin.pp_degree]
-        divided, wanted = common.get("divided"), model.optimizer is not None and not model.plugin.no_load_optim
-        if wanted and "divided" not in common:
+        common, degrees = load_common_state_dict(place), [model.plugin.tp_degree, model.plugin.pp_degree]
+        divided, trains = (common.get("divided"), model.optimizer is not None and not model.plugin.no_load_optim)
+        if trains and "divided" not in common:
             raise RuntimeError(f"{place} has no state of an optimizer; nothing was loaded. Set no_load_optim=True.")
-        if wanted and divided not in (None, own):
+        if trains and divided not in (None, degrees):
             raise RuntimeError(
-                f"{place} has a distributed optimizer of tp_degree, pp_degree = {divided}, and here they are {own}; nothing was loaded. Without Apex or "
+                f"{place} has a distributed optimizer of tp_degree, pp_degree = {divided}, and here they are {degrees}; nothing was loaded. Without Apex or "
                 "Transformer Engine, set no_load_optim=True, or save it with use_distributed_optimizer=False."
             )
         return Deferred(None, partial(_load, model, place, accelerator.process_index, options.get("strict", True)))
@@ -99,7 +102,10 @@ def _folder(index: int) -> str:
 
 
 def _refuse_code(place: str) -> None:
-    """Raise for metadata and objects whose pickles name anything but plain records and tensors: core reads them without a look. Any rank."""
+    """Raise for metadata and objects whose pickles name anything but plain records and tensors: core reads them without a look.
+
+    Not a collective.
+    """
     metadata = read_metadata(place)
     for index, where in metadata.storage_data.items():
         if isinstance(metadata.state_dict_metadata[index.fqn], BytesStorageMetadata):
@@ -109,7 +115,7 @@ def _refuse_code(place: str) -> None:
 
 
 def _load(engine: MegatronEngine, place: str, rank: int, strict: bool) -> None:
-    """Let core load what it has written. All ranks."""
+    """Let core load its own files. Collective: call on every rank."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     engine.load(place, strict)

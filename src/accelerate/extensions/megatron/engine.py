@@ -1,4 +1,4 @@
-"""The engine: a model, its optimizer and its scheduler become one of Megatron core, whose call is a whole training step."""
+"""The engine: a model, its optimizer and its scheduler become one of Megatron core; a call is a full training step."""
 
 import re
 from collections.abc import Mapping
@@ -22,15 +22,16 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class MegatronEngine(nn.Module):
-    """A model of transformers cut by Megatron core, with its optimizer and schedule.
+    """A model of transformers sharded by Megatron core, with its optimizer and schedule.
 
-    In training mode a call takes a whole step on all of a batch's micro-batches: forward and backward passes, clipping, optimizer, scheduler;
-    else the forward passes alone. It returns the loss, the mean over all data-parallel replicas, on every rank.
+    In training mode a call takes a full step on all of a batch's micro-batches: forward and backward passes, clipping,
+    optimizer, scheduler. Otherwise it runs only the forward passes. It returns the loss, the mean over all data-parallel
+    replicas, on every rank.
 
     Args:
         accelerator: The Accelerator.
-        model: Of transformers; it gives its weights away, and stays as a model without any ("meta").
-        optimizer: Of torch, for parameters of the model; None for evaluation alone.
+        model: Of transformers; its weights move to the engine, and it stays as a model on "meta".
+        optimizer: Of torch, for parameters of the model; None for evaluation.
         scheduler: A `MegatronLMDummyScheduler`, a torch scheduler of the optimizer, or None.
     """
 
@@ -57,9 +58,9 @@ class MegatronEngine(nn.Module):
         counted = partial(pattern.sub, lambda at: str(layers[int(at[0])].layer_number - 1))
         self._own = {counted(name): parameter for name, parameter in core.named_parameters()}
         self._pipeline = parallel_state.get_pipeline_model_parallel_group()
-        given = dict(model.named_parameters(remove_duplicate=False))
-        trained = run_on_all_ranks(lambda: _groups_of(self.translation.rows, given, optimizer))
-        self._load_weights(given, trained)
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        trained = run_on_all_ranks(lambda: _groups_of(self.translation.rows, parameters, optimizer))
+        self._load_weights(parameters, trained)
         self.module = core if dtype is torch.float32 else Float16Module(core.config, core)
         self.optimizer = self.scheduler = None
         if optimizer is not None:
@@ -81,17 +82,20 @@ class MegatronEngine(nn.Module):
     # -- building ------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _load_weights(self, given: Mapping[str, torch.Tensor], trained: Mapping[str, int | None]) -> None:
-        """Take this rank's parts of the weights that rank 0 has, and note who trains them. All ranks."""
-        own = self._own
+    def _load_weights(self, parameters: Mapping[str, torch.Tensor], trained: Mapping[str, int | None]) -> None:
+        """Take this rank's parts of the weights that rank 0 has, and note who trains them.
+
+        Collective: call on every rank.
+        """
+        core_parameters = self._own
         ranks: int = self.plugin.tp_degree  # type: ignore[assignment]  # no degree is None
         for row in self.translation.rows:
-            theirs = [given[one].detach().to(self.device) for one in row.theirs]
-            for one in theirs:
-                take_from_first(one, self.device)
-            if row.core in own:
-                parameter, cut = own[row.core], _cut(own[row.core])
-                whole = row.pack(theirs, len(parameter) * (ranks if cut == 0 else 1))
+            tensors = [parameters[name].detach().to(self.device) for name in row.sources]
+            for tensor in tensors:
+                take_from_first(tensor, self.device)
+            if row.core in core_parameters:
+                parameter, cut = core_parameters[row.core], _cut(core_parameters[row.core])
+                whole = row.pack(tensors, len(parameter) * (ranks if cut == 0 else 1))
                 rank = self.groups.get_tensor_model_parallel_rank()
                 parameter.copy_(whole if cut is None else whole.chunk(ranks, cut)[rank])
                 parameter.requires_grad_(trained[row.core] is not None)
@@ -114,8 +118,8 @@ class MegatronEngine(nn.Module):
         optimizer.state.clear()
         self.optimizer = get_megatron_optimizer(options, [self.module], config_overrides=overrides)
         for group in self.optimizer.param_groups:
-            given = optimizer.param_groups[group["lr_mult"]]
-            group |= {name: value for name, value in given.items() if name != "params"}
+            user_group = optimizer.param_groups[group["lr_mult"]]
+            group |= {name: value for name, value in user_group.items() if name != "params"}
         self._given = optimizer
         self._share_groups()
         for part in self.optimizer.chained_optimizers:
@@ -133,19 +137,25 @@ class MegatronEngine(nn.Module):
     def _share_groups(self) -> None:
         """Give the torch optimizer core's groups, so that a torch scheduler of it changes their rates."""
         groups = {group["lr_mult"]: group for group in self.optimizer.param_groups}
-        self._given.param_groups = [groups.get(at, one) for at, one in enumerate(self._given.param_groups)]
+        self._given.param_groups = [groups.get(at, group) for at, group in enumerate(self._given.param_groups)]
 
     # -- running -------------------------------------------------------------------------------------------------
 
     def forward(self, **batch: Any) -> Any:
-        """Take a step in training mode, else evaluate; return transformers' output with the loss. All ranks."""
+        """Take a step in training mode, else evaluate; return transformers' output with the loss.
+
+        Collective: call on every rank.
+        """
         from transformers.modeling_outputs import CausalLMOutput
 
         figures = self.train_step(**batch) if self.training and torch.is_grad_enabled() else self.eval_step(**batch)
         return CausalLMOutput(loss=figures.get("lm loss", next(iter(figures.values()))))
 
     def train_step(self, **batch: Any) -> dict[str, torch.Tensor]:
-        """Take a whole step on a batch, and return the figures of the step's loss function. All ranks."""
+        """Take a full step on a batch, and return the figures of the step's loss function.
+
+        Collective: call on every rank.
+        """
         if self.optimizer is None:
             raise ValueError(
                 "This model was prepared without an optimizer. Prepare both in one call, or call model.eval()."
@@ -161,7 +171,7 @@ class MegatronEngine(nn.Module):
 
     @torch.no_grad()
     def eval_step(self, **batch: Any) -> dict[str, torch.Tensor]:
-        """Evaluate a batch, and return the figures of the step's loss function. All ranks."""
+        """Evaluate a batch, and return the figures of the step's loss function. Collective: call on every rank."""
         return self._run(batch, forward_only=True)
 
     def _run(self, batch: Mapping[str, torch.Tensor], forward_only: bool) -> dict[str, torch.Tensor]:
@@ -179,7 +189,7 @@ class MegatronEngine(nn.Module):
                 f"Sequences of {length} tokens are not cut over tp_degree={self.plugin.tp_degree} ranks. Pad them to a multiple, or set "
                 "sequence_parallelism=False."
             )
-        found = get_forward_backward_func()(
+        micro_results = get_forward_backward_func()(
             forward_step_func=self.train_step_handler.get_forward_step_func(),
             data_iterator=iter(batches),
             model=[self.module],
@@ -188,14 +198,17 @@ class MegatronEngine(nn.Module):
             micro_batch_size=rows,
             forward_only=forward_only,
         )
-        return self._reduced(found)
+        return self._reduced(micro_results)
 
-    def _reduced(self, found: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """Return the mean of each figure over micro-batches and replicas: of sums and counts, or of means. All ranks."""
+    def _reduced(self, micro_results: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """Return the mean of each figure over micro-batches and replicas: of sums and counts, or of means.
+
+        Collective: call on every rank.
+        """
         figures = {}
-        for name in found[0] if found else ():
-            values = [one[name].float() for one in found]
-            pairs = [one if one.dim() else torch.stack([one, torch.ones_like(one)]) for one in values]
+        for name in micro_results[0] if micro_results else ():
+            values = [result[name].float() for result in micro_results]
+            pairs = [value if value.dim() else torch.stack([value, torch.ones_like(value)]) for value in values]
             total = torch.stack(pairs).sum(0)
             dist.all_reduce(total, group=self.groups.get_data_parallel_group())
             figures[name] = total[0] / total[1].clamp(min=1)
@@ -206,40 +219,50 @@ class MegatronEngine(nn.Module):
         return {name: torch.tensor(value, device=self.device) for name, value in sent[0].items()}
 
     def megatron_generate(self, *inputs: Any, **options: Any) -> Any:
-        """Refuse: core generates by engines of its own, for GPUs. Any rank.
+        """Refuse: core generates only by its own engines, for GPUs.
+
+        Not a collective.
 
         Raises:
             NotImplementedError: always; the message says how to generate.
         """
         raise NotImplementedError(
-            "megatron_generate: core's inference engines need CUDA and a tokenizer of its own. Load accelerator.get_state_dict(model) into the "
+            "megatron_generate: core's inference engines need CUDA and its own tokenizer. Load accelerator.get_state_dict(model) into the "
             "transformers model, and call its `generate`."
         )
 
     # -- weights and checkpoints ---------------------------------------------------------------------------------
 
-    def entries(self, wanted: Wanted) -> Entries:
-        """Yield the wanted entries of the transformers model's state dict, each whole. All ranks, in step."""
+    def entries(self, is_selected: Wanted) -> Entries:
+        """Yield the selected entries of the transformers model's state dict, each unsharded.
+
+        Collective: call on every rank.
+        """
         self._settle()
-        own, again = self._own, tied_again(self.source)
+        core_parameters, again = self._own, tied_again(self.source)
         stages: int = self.plugin.pp_degree  # type: ignore[assignment]  # no degree is None
         for row in self.translation.rows:
-            if row.core not in self._stage_of or not any(wanted(one) and one not in again for one in row.theirs):
+            if row.core not in self._stage_of or not any(
+                is_selected(name) and name not in again for name in row.sources
+            ):
                 continue
             stage = dist.get_global_rank(self._pipeline, self._stage_of[row.core])
-            dtype, shapes = self.core.config.params_dtype, [self.translation.shapes[one] for one in row.theirs]
+            dtype, shapes = self.core.config.params_dtype, [self.translation.shapes[name] for name in row.sources]
             if stage == dist.get_rank():
-                parts = row.unpack(self._whole(own[row.core]), shapes)
+                parts = row.unpack(self._whole(core_parameters[row.core]), shapes)
             else:
                 parts = [torch.empty(shape, dtype=dtype, device=self.device) for shape in shapes]
-            for name, value in zip(row.theirs, parts, strict=True):
+            for name, value in zip(row.sources, parts, strict=True):
                 if stages > 1:
                     dist.broadcast(value, stage, group=self._pipeline)
-                if wanted(name):
+                if is_selected(name):
                     yield name, value
 
     def _settle(self) -> None:
-        """Gather the parameters that core would gather in the next forward pass, by `overlap_param_gather`. All ranks."""
+        """Gather the parameters that core would gather in the next forward pass, by `overlap_param_gather`.
+
+        Collective: call on every rank.
+        """
         if self.optimizer is not None and self.module.ddp_config.overlap_param_gather:
             self.module.start_param_sync(force_sync=True)
 
@@ -254,13 +277,18 @@ class MegatronEngine(nn.Module):
         return torch.cat(parts, cut)
 
     def _sharded_state(self, optimizer: bool, loading: bool) -> dict[str, Any]:
-        """Return what core saves and loads: weights, and with `optimizer` its state and that of the scheduler. All ranks."""
+        """Return what core saves and loads: weights, and with `optimizer` its state and that of the scheduler.
+
+        Collective: call on every rank.
+        """
         state: dict[str, Any] = {"model": self.core.sharded_state_dict()}
         if optimizer and self.optimizer is not None:
-            # What any division reads, core loads into Apex's and Transformer Engine's Adam alone.
+            # Core loads the format that any layout reads only into Apex's and Transformer Engine's Adam.
             layout = "dp_reshardable" if _begin(self.optimizer) else "fully_reshardable"
-            found = {"distrib_optim_sharding_type": layout}
-            state["optimizer"] = self.optimizer.sharded_state_dict(state["model"], is_loading=loading, metadata=found)
+            layouts = {"distrib_optim_sharding_type": layout}
+            state["optimizer"] = self.optimizer.sharded_state_dict(
+                state["model"], is_loading=loading, metadata=layouts
+            )
             bound = layout == "dp_reshardable" and self.plugin.use_distributed_optimizer
             state["divided"] = [self.plugin.tp_degree, self.plugin.pp_degree] if bound else None
             if self.scheduler is not None:
@@ -268,29 +296,32 @@ class MegatronEngine(nn.Module):
         return state
 
     def save(self, place: str) -> None:
-        """Let core write what this rank has into a folder. All ranks."""
+        """Let core write this rank's part into a folder. Collective: call on every rank."""
         from megatron.core import dist_checkpointing
 
         self._settle()
         dist_checkpointing.save(self._sharded_state(not self.plugin.no_save_optim, loading=False), place)
 
     def misfits(self, place: str) -> list[str]:
-        """Return a line for each of this rank's parameters that differs from what core wrote into a folder. Any rank."""
+        """Return a line for each of this rank's parameters that differs from what core wrote into a folder.
+
+        Not a collective.
+        """
         from megatron.core import dist_checkpointing
         from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
         stored = dist_checkpointing.load_tensors_metadata(place)
-        own = [one for one in self.core.sharded_state_dict().values() if isinstance(one, ShardedTensor)]
-        shapes = {one.key: stored[one.key].global_shape if one.key in stored else "no value" for one in own}
+        tensors = [entry for entry in self.core.sharded_state_dict().values() if isinstance(entry, ShardedTensor)]
+        shapes = {t.key: stored[t.key].global_shape if t.key in stored else "no value" for t in tensors}
         return [
-            f"{one.key} has {shapes[one.key]} in the checkpoint and {one.global_shape} in the engine"
-            for one in own
-            if shapes[one.key] != one.global_shape
+            f"{t.key} has {shapes[t.key]} in the checkpoint and {t.global_shape} in the engine"
+            for t in tensors
+            if shapes[t.key] != t.global_shape
         ]
 
     @torch.no_grad()
     def load(self, place: str, strict: bool = True) -> None:
-        """Take what core has written into a folder. All ranks."""
+        """Take what core has written into a folder. Collective: call on every rank."""
         from megatron.core import dist_checkpointing
 
         optimizer = not self.plugin.no_load_optim
@@ -312,42 +343,44 @@ class MegatronEngine(nn.Module):
 
 
 def _begin(optimizer: Any) -> bool:
-    """Give torch's optimizers in core's the states that their first step makes, which core wants to be there; return whether there are such.
+    """Create the states of torch's optimizers in core's, as their first step would, because core requires them to load.
 
-    Each parameter gets a count of steps of its own: core loads one for all, or none.
+    Return whether there are such optimizers. Each parameter gets a separate count of steps: core loads one for all, or none.
     """
     begun = False
     for part in optimizer.chained_optimizers:
-        own = isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW | torch.optim.SGD)
-        for group in part.optimizer.param_groups if own else ():
+        is_torch_optimizer = isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW | torch.optim.SGD)
+        for group in part.optimizer.param_groups if is_torch_optimizer else ():
             names = ("exp_avg", "exp_avg_sq") if "betas" in group else ("momentum_buffer",) * bool(group["momentum"])
             begun, loaded = True, group.pop("step", None)
-            for one in group["params"] if names else ():
-                state = part.optimizer.state[one]
-                state |= {name: torch.zeros_like(one) for name in names if name not in state}
+            for parameter in group["params"] if names else ():
+                state = part.optimizer.state[parameter]
+                state |= {name: torch.zeros_like(parameter) for name in names if name not in state}
                 state["step"] = torch.tensor(float(state.get("step", 0) if loaded is None else loaded))
     return begun
 
 
-def _groups_of(rows: list[Row], given: Mapping[str, nn.Parameter], optimizer: Any) -> dict[str, int | None]:
-    """Return the optimizer's group of each of core's parameters; those that it does not train get no gradients."""
+def _groups_of(rows: list[Row], parameters: Mapping[str, nn.Parameter], optimizer: Any) -> dict[str, int | None]:
+    """Return the optimizer's group of each of core's parameters; parameters that it does not train get no gradients."""
     groups = getattr(optimizer, "param_groups", ())
-    numbers = {id(one): number for number, group in enumerate(groups) for one in group["params"]}
-    found = {}
+    numbers = {id(parameter): number for number, group in enumerate(groups) for parameter in group["params"]}
+    group_of = {}
     for row in rows:
-        of_row = {numbers.get(id(given[one])) if given[one].requires_grad else None for one in row.theirs}
+        of_row = {
+            numbers.get(id(parameters[name])) if parameters[name].requires_grad else None for name in row.sources
+        }
         if len(of_row) > 1:
             raise ValueError(
-                f"{row.theirs} are one parameter of Megatron core. Put them into one group of the optimizer."
+                f"{row.sources} are one parameter of Megatron core. Put them into one group of the optimizer."
             )
-        found[row.core] = of_row.pop()
-    if numbers and set(found.values()) == {None}:
+        group_of[row.core] = of_row.pop()
+    if numbers and set(group_of.values()) == {None}:
         raise ValueError(
             "The optimizer holds no parameter of the model. Make it from model.parameters() of the model as it is now."
         )
-    return found
+    return group_of
 
 
 def _cut(parameter: Any) -> int | None:
-    """Return the dimension along which the ranks of a layer have parts of a parameter; None for a whole one."""
+    """Return the dimension along which the ranks of a layer have parts of a parameter; None for an unsharded one."""
     return parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None

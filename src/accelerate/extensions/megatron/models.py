@@ -1,7 +1,7 @@
-"""Models of transformers as models of Megatron core: the arguments that core's classes get, and how weights go in and come out.
+"""Models of transformers as models of Megatron core: the arguments of core's classes, and the conversion of weights.
 
-A row says which of core's parameters is made of which of theirs. Core's has their rows in another order, so that its equal parts along one
-dimension are what the ranks have: one permutation, which import applies and export undoes.
+A row maps tensors of transformers to one of core's parameters. Core's tensor has their rows in another order, so that its
+equal parts along one dimension are the ranks' parts. Import applies this permutation, and export undoes it.
 
 Source: https://docs.nvidia.com/megatron-core/developer-guide/latest/api-guide/models/models.gpt.html
 """
@@ -19,7 +19,7 @@ from torch import nn
 from accelerate.checkpoint.state import from_first_rank
 from accelerate.extensions.megatron.plugin import MegatronLMPlugin, unknown_model
 
-# Core's modules, and what a Llama and a GPT-2 have in their place: in each layer, and around the layers.
+# Core's modules, and the corresponding ones of a Llama and a GPT-2: in each layer, and around the layers.
 _PREFIXES = ("decoder.layers.{}.", "model.layers.{}.", "transformer.h.{}.")
 _INSIDE = (
     ("input_layernorm", "input_layernorm", "ln_1"),
@@ -35,8 +35,8 @@ _AROUND = (
     ("decoder.final_layernorm", "model.norm", "transformer.ln_f"),
     ("output_layer", "lm_head", "lm_head"),
 )
-# What core's classes get unless the user says otherwise. Kernels that need Apex or a compiler are off; lengths are exchanged among stages,
-# so that batches may differ, beside which core asks for "alltoall", also without experts.
+# Arguments of core's classes unless the user sets them. Kernels that need Apex or a compiler are off. Lengths are exchanged
+# among stages, so that batches may differ; core then requires "alltoall", also without experts.
 _USUAL: dict[str, Any] = {
     **dict.fromkeys(("bias_activation_fusion", "bias_dropout_fusion", "masked_softmax_fusion"), False),
     **dict.fromkeys(("gradient_accumulation_fusion", "persist_layer_norm"), False),
@@ -52,37 +52,37 @@ class Row:
 
     Attributes:
         core: its name, the layers counted through all stages.
-        theirs: the names of what it is made of.
-        blocks: of its rows, each with an equal part of all that it is made of: groups of heads, or ranks.
-        pieces: that each of theirs has of it, one after the other.
-        transposed: theirs are.
+        sources: the names of the tensors that it is made of.
+        blocks: number of groups of its rows with an equal part of all sources: groups of heads, or ranks.
+        pieces: number of consecutive pieces in each source.
+        transposed: whether the sources are transposed.
     """
 
     core: str
-    theirs: tuple[str, ...]
+    sources: tuple[str, ...]
     blocks: int
     pieces: int
     transposed: bool
 
-    def pack(self, theirs: Sequence[torch.Tensor], rows: int) -> torch.Tensor:
-        """Return core's whole tensor, filled up with zeros to a number of rows."""
-        turned = [one.t() if self.transposed else one for one in theirs]
-        whole = torch.cat(turned)[self._order([len(one) for one in turned])]
+    def pack(self, tensors: Sequence[torch.Tensor], rows: int) -> torch.Tensor:
+        """Return core's full tensor, padded with zeros to a number of rows."""
+        turned = [tensor.t() if self.transposed else tensor for tensor in tensors]
+        whole = torch.cat(turned)[self._order([len(tensor) for tensor in turned])]
         return nn.functional.pad(whole, [0, 0] * (whole.dim() - 1) + [0, rows - len(whole)])
 
     def unpack(self, whole: torch.Tensor, shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
         """Return the tensors that it was made of, which have these shapes."""
         lengths = [shape[-1 if self.transposed else 0] for shape in shapes]
         parts = whole[self._order(lengths).argsort()].split(lengths)
-        return [(one.t() if self.transposed else one).contiguous() for one in parts]
+        return [(part.t() if self.transposed else part).contiguous() for part in parts]
 
     def _order(self, lengths: list[int]) -> torch.Tensor:
-        """Return which row of theirs, one tensor after the other, each row of core's is."""
-        parts = [part for one in torch.arange(sum(lengths)).split(lengths) for part in one.chunk(self.pieces)]
+        """Return, for each row of core's tensor, the number of its row in the concatenated sources."""
+        parts = [part for places in torch.arange(sum(lengths)).split(lengths) for part in places.chunk(self.pieces)]
         return torch.cat([part.reshape(self.blocks, -1) for part in parts], 1).flatten()
 
 
-# By the type of a model: its column of the modules, what its configuration must have, and what core's classes get beside its sizes.
+# By the type of a model: its column of the modules, its required configuration, and arguments of core's classes besides sizes.
 _FAMILIES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "llama": (
         1,
@@ -133,16 +133,16 @@ class Norm:
     ) -> nn.Module:
         """Return it, its parameters marked as those whose gradients the ranks of a layer add up."""
         kind = nn.RMSNorm if config.normalization == "RMSNorm" else nn.LayerNorm
-        made = kind(hidden_size, eps=eps)
-        for parameter in made.parameters():
+        norm = kind(hidden_size, eps=eps)
+        for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # core's mark
-        return made
+        return norm
 
 
 def build(kind: Callable[..., Any], arguments: Mapping[str, Any], **more: Any) -> Any:
     """Return one of core's classes, built from those of Megatron's arguments that it takes; `more` are overridden by them."""
-    own = inspect.signature(kind).parameters
-    return kind(**more | {name: value for name, value in arguments.items() if name in own and value is not None})
+    names = inspect.signature(kind).parameters
+    return kind(**more | {name: value for name, value in arguments.items() if name in names and value is not None})
 
 
 class Translation:
@@ -168,7 +168,7 @@ class Translation:
         for name, value in required.items():
             if getattr(config, name, value) != value:
                 raise NotImplementedError(
-                    f"{name}={getattr(config, name)!r} in the model's configuration: Megatron-LM trains it here with {name}={value!r} alone. Use "
+                    f"{name}={getattr(config, name)!r} in the model's configuration: Megatron-LM trains it here only with {name}={value!r}. Use "
                     "FullyShardedDataParallelPlugin."
                 )
         if config.model_type == "llama":
@@ -182,10 +182,10 @@ class Translation:
             "share_embeddings_and_output_weights": bool(getattr(config, "tie_word_embeddings", True)),
         }
         self.plugin, self.arguments = plugin, _USUAL | options | arguments | sizes
-        self.shapes = {name: one.shape for name, one in model.state_dict().items()}
+        self.shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
         self.rows = self._rows(column, ranks)
-        known = {name for row in self.rows for name in row.theirs}
-        if others := sorted(self.shapes.keys() ^ known):
+        translated = {name for row in self.rows for name in row.sources}
+        if others := sorted(self.shapes.keys() ^ translated):
             raise ValueError(
                 f"{type(model).__name__} is no plain decoder with a head: {others[:5]}. Pass the ...ForCausalLM or ...LMHeadModel."
             )
@@ -195,14 +195,14 @@ class Translation:
         names, rows = [(row[0], row[column].split()) for row in _AROUND], []
         for layer in range(self.arguments["num_layers"]):
             core_layer, their_layer = (_PREFIXES[place].format(layer) for place in (0, column))
-            names += [(core_layer + row[0], [their_layer + one for one in row[column].split()]) for row in _INSIDE]
+            names += [(core_layer + row[0], [their_layer + name for name in row[column].split()]) for row in _INSIDE]
         groups = self.arguments.get("num_query_groups") or self.arguments["num_attention_heads"]
-        for core, theirs in names:
+        for core, model_names in names:
             attention, inside = core.endswith("linear_qkv"), core.startswith("decoder.layers.")
-            blocks = groups if attention else ranks if len(theirs) > 1 else 1
-            pieces = 3 if attention and len(theirs) == 1 else 1
+            blocks = groups if attention else ranks if len(model_names) > 1 else 1
+            pieces = 3 if attention and len(model_names) == 1 else 1
             for end in ("weight", "bias"):
-                sources = tuple(f"{one}.{end}" for one in theirs)
+                sources = tuple(f"{name}.{end}" for name in model_names)
                 if sources and (end == "weight" or sources[0] in self.shapes):
                     rows.append(Row(f"{core}.{end}", sources, blocks, pieces, transposed=inside and column == 2))
         return rows
@@ -223,7 +223,7 @@ class Translation:
         config = build(TransformerConfig, self.arguments)
         layer = get_gpt_layer_local_spec(normalization=config.normalization)
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
-        made = build(
+        model = build(
             GPTModel,
             self.arguments,
             config=config,
@@ -234,9 +234,9 @@ class Translation:
         # Rows that fill up are no tokens: nothing is to be predicted there.
         part = self.arguments["vocab_size"] // self.plugin.tp_degree
         beyond = (parallel_state.get_tensor_model_parallel_rank() + 1) * part - self.arguments["orig_vocab_size"]
-        if made.post_process and beyond > 0:
-            made.output_layer.register_forward_hook(partial(_hide, min(beyond, part)))
-        return made
+        if model.post_process and beyond > 0:
+            model.output_layer.register_forward_hook(partial(_hide, min(beyond, part)))
+        return model
 
 
 def _hide(count: int, module: nn.Module, inputs: Any, output: Any) -> Any:

@@ -58,7 +58,7 @@ _SIZES = {
 
 
 def unknown_model(model_type: str) -> NotImplementedError:
-    """Return what is raised for a kind of model that Megatron core does not train here."""
+    """Return the error for a kind of model that Megatron core does not train here."""
     return NotImplementedError(
         f"Megatron-LM trains models of the types {', '.join(_KINDS)} here, and this one is a {model_type!r}. Train it with "
         "FullyShardedDataParallelPlugin, or ParallelismConfig(tp_size=...) for tensor parallelism."
@@ -71,8 +71,8 @@ def _parser(model_type: str) -> Parser:
         if model_type not in _KINDS:
             raise unknown_model(model_type)
         arguments = megatron_lm_plugin.megatron_lm_default_args
-        for name, theirs in _SIZES.items():
-            if source := theirs[_KINDS.index(model_type)]:
+        for name, model_names in _SIZES.items():
+            if source := model_names[_KINDS.index(model_type)]:
                 arguments[name] = getattr(model.config, source.rstrip("?"), *[None] * source.endswith("?"))
         arguments.update(megatron_lm_plugin.other_megatron_args or {})
 
@@ -106,10 +106,10 @@ def _setting(
 
     Args:
         default: the value of the field.
-        unset: the value where the option table has no default, and nobody sets it.
-        argument: what Megatron-LM calls it, or True for the same; an option is one anyway.
-        core: what Megatron core calls it, where it has another name, or Megatron-LM has none.
-        instead: what does the same, where core has no use for the setting.
+        unset: the value if the option table has no default and no source sets the option.
+        argument: the name in Megatron-LM, or True for the same name; an option always has one.
+        core: the name in Megatron core, if it differs, or if Megatron-LM has none.
+        instead: the replacement of a setting that core does not use.
     """
     return field(default=default, metadata={"unset": unset, "argument": argument, "core": core, "instead": instead})
 
@@ -119,9 +119,9 @@ def _setting(
 class MegatronLMPlugin:
     """How Megatron-LM runs the training.
 
-    It trains on `megatron-core` of the registry; what only Megatron-LM's own training script has is refused. `prepare` completes
-    `megatron_lm_default_args` by the `set_*` methods. A field of the first two groups that is None falls back to the environment variable
-    MEGATRON_LM_<FIELD>, which `accelerate launch` sets.
+    It trains on `megatron-core` of the registry, and refuses features of Megatron-LM's own training script. `prepare` completes
+    `megatron_lm_default_args` by the `set_*` methods. A field of the first two groups that is None falls back to the environment
+    variable MEGATRON_LM_<FIELD>, which `accelerate launch` sets.
 
     Parallelism: `tp_degree`, `pp_degree`, `context_parallel_size`, `expert_model_parallel_size`,
     `expert_tensor_parallel_size` (ranks per dimension, 1 by default), `num_micro_batches` (per pipeline step),
@@ -134,8 +134,8 @@ class MegatronLMPlugin:
 
     Schedule: `train_iters` or `train_samples`; `lr_warmup_iters`, `lr_warmup_samples` or `lr_warmup_fraction`;
     `lr_decay_style`, `lr_decay_iters`, `lr_decay_samples`, `min_lr`, `lr_mult`; `weight_decay_incr_style`,
-    `start_weight_decay`, `end_weight_decay`; `no_wd_decay_cond`, `scale_lr_cond`, `consumed_samples` (train, valid, test; 0 for those
-    that are left out at the end).
+    `start_weight_decay`, `end_weight_decay`; `no_wd_decay_cond`, `scale_lr_cond`, `consumed_samples` (train, valid, test; 0 for
+    missing ones at the end).
 
     Data: `seq_length`, `encoder_seq_length`, `decoder_seq_length` (tokens), `is_train_batch_min`,
     `megatron_dataset_flag` (Megatron-LM's own data sets), `eval_iters`, `eval_interval`.
@@ -151,7 +151,7 @@ class MegatronLMPlugin:
 
     Raises:
         ValueError: a variable or argument cannot be read.
-        NotImplementedError: `set_all_logging_options` beside `tensorboard_dir`.
+        NotImplementedError: `set_all_logging_options` with `tensorboard_dir`.
 
     Example:
         >>> plugin = MegatronLMPlugin(tp_degree=2, pp_degree=2, num_micro_batches=4)
@@ -231,11 +231,11 @@ class MegatronLMPlugin:
         settings, options = self.__dataclass_fields__, _OPTIONS
         for name, option in options.items():
             unset = settings[name].metadata["unset"]
-            found = env.setting(getattr(self, name), option.name, option.default if unset is None else unset, name)
-            setattr(self, name, found)
+            value = env.setting(getattr(self, name), option.name, option.default if unset is None else unset, name)
+            setattr(self, name, value)
         self.attention_backend = to_bool(self.attention_backend, "attention_backend")
         self._resolve_recomputation()
-        if self.consumed_samples and len(self.consumed_samples) < 3:  # those that are left out begin
+        if self.consumed_samples and len(self.consumed_samples) < 3:  # missing ones start at zero
             self.consumed_samples = [*self.consumed_samples, 0, 0][:3]
         # Pipelines and sharded optimizers keep gradients in one buffer, which only Megatron-LM's own wrapper has.
         self.DDP_impl = "local" if self.pp_degree > 1 or self.use_distributed_optimizer else "torch"
@@ -276,11 +276,11 @@ class MegatronLMPlugin:
                 raise NotImplementedError(f"MegatronLMPlugin({name}={value!r}) is not possible here. {instead}")
 
     def core_arguments(self) -> dict[str, Any]:
-        """Return the settings, and what `prepare` has found out, by the names of Megatron core, without those that are None."""
+        """Return the settings and the values that `prepare` has added, by the names of Megatron core, without None."""
         rows = self.__dataclass_fields__.items()
         named = {core: getattr(self, name) for name, row in rows if (core := row.metadata.get("core"))}
         arguments = named | self.megatron_lm_default_args
-        if self.custom_train_step_class or self.custom_loss_function:  # what a step of one's own returns is a mean
+        if self.custom_train_step_class or self.custom_loss_function:  # the loss of a custom step is a mean
             arguments["calculate_per_token_loss"] = False
         # Core's own attention is the local one.
         unused = ("recompute_granularity", "recompute_method", "recompute_num_layers")[3 * bool(self._recomputes) :]
@@ -324,15 +324,15 @@ class MegatronLMPlugin:
             )
         if kind == "SGD" and self.use_distributed_optimizer:
             raise ValueError(
-                "use_distributed_optimizer=True with SGD: core shards Adam and AdamW alone. Set it to False."
+                "use_distributed_optimizer=True with SGD: core shards only Adam and AdamW. Set it to False."
             )
-        found = {"lr": options["lr"], "weight_decay": options["weight_decay"]}
+        optimizer_arguments = {"lr": options["lr"], "weight_decay": options["weight_decay"]}
         if kind == "SGD":
-            found |= {"optimizer": "sgd", "sgd_momentum": options["momentum"]}
+            optimizer_arguments |= {"optimizer": "sgd", "sgd_momentum": options["momentum"]}
         else:
-            found |= {"optimizer": "adam", "adam_eps": options["eps"]}
-            found |= dict(zip(("adam_beta1", "adam_beta2"), options["betas"], strict=True))
-        self.megatron_lm_default_args.update(found)
+            optimizer_arguments |= {"optimizer": "adam", "adam_eps": options["eps"]}
+            optimizer_arguments |= dict(zip(("adam_beta1", "adam_beta2"), options["betas"], strict=True))
+        self.megatron_lm_default_args.update(optimizer_arguments)
 
     def set_scheduler_args(self, scheduler: Any) -> None:
         """Take over the lengths of a `MegatronLMDummyScheduler`, which counts batches of one process; the plugin's own win."""
@@ -349,5 +349,5 @@ class MegatronLMPlugin:
         arguments.update(lr_decay_iters=decay, lr_warmup_iters=warmup)
 
     def set_tensorboard_logging_options(self) -> None:
-        """Refuse what only Megatron-LM's own training script writes: a NotImplementedError."""
+        """Refuse output that only Megatron-LM's own training script writes: a NotImplementedError."""
         raise NotImplementedError(f"set_all_logging_options belongs to megatron.training. {_LOGGING}")

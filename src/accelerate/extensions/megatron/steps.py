@@ -1,4 +1,4 @@
-"""What stands for Megatron-LM's objects: placeholders for its scheduler and data, training steps, and wrappers around what an engine steps."""
+"""Replacements of Megatron-LM's objects: placeholders for its scheduler and data, training steps, and wrappers around the engine's steps."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
@@ -51,11 +51,11 @@ def _no_data_sets() -> NotImplementedError:
 
 
 class MegatronLMDummyScheduler:
-    """Stands for Megatron-LM's scheduler, until `prepare` replaces it by core's `OptimizerParamScheduler`.
+    """A placeholder for Megatron-LM's scheduler, until `prepare` replaces it by core's `OptimizerParamScheduler`.
 
     Args:
         optimizer: the optimizer it belongs to.
-        total_num_steps: batches of one process in the whole training.
+        total_num_steps: batches of one process in the full training.
         warmup_num_steps: batches of one process in the warm-up.
         kwargs: kept for the user.
     """
@@ -73,7 +73,7 @@ class MegatronLMDummyScheduler:
 
 
 class AbstractTrainStep(ABC):
-    """What Megatron-LM's schedules ask about a model: where batches come from, how to run it, what the loss is.
+    """A model's part of Megatron-LM's schedules: the source of batches, the forward, the loss.
 
     Megatron-LM calls the three methods' results on every rank, at its pipeline's first, every, and last stage.
 
@@ -147,7 +147,7 @@ class GPTTrainStep(AbstractTrainStep):
         return accelerator.state.megatron_lm_plugin.custom_get_batch_function or _next_tokens
 
     def get_loss_func(self, accelerator: Any) -> Callable[..., Any]:
-        """Return the plugin's function, or the mean over tokens: of the whole step with `calculate_per_token_loss`, else of a micro-batch."""
+        """Return the plugin's function, or the mean over tokens: of the full step with `calculate_per_token_loss`, else of a micro-batch."""
         plugin = accelerator.state.megatron_lm_plugin
 
         def loss_of_tokens(loss_mask: torch.Tensor, output_tensor: torch.Tensor) -> Any:
@@ -294,7 +294,7 @@ def gather_across_data_parallel_groups(tensor: Any) -> Any:
 
 
 def _step_of_training_script(name: str, instead: str) -> Callable[..., Any]:
-    """Return a function that refuses what only a program around Megatron-LM's own training script could do."""
+    """Return a function that refuses features of programs around Megatron-LM's own training script."""
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(f"{name}() drives Megatron-LM's training script, which is not used here. {instead}")

@@ -35,7 +35,10 @@ class MegatronLM(Strategy):
     # -- prepare -------------------------------------------------------------------------------------------------
 
     def prepare_together(self, accelerator: Any, objects: Sequence[Any]) -> tuple[Any, ...]:
-        """Prepare loaders, and then a new model with its optimizer and scheduler as one engine. All ranks."""
+        """Prepare loaders, and then a new model with its optimizer and scheduler as one engine.
+
+        Collective: call on every rank.
+        """
         return tuple(engines.prepare(accelerator, objects, "Megatron-LM")[0])
 
     def make_scaler(self, accelerator: Run, handler: GradScalerKwargs | None) -> None:
@@ -51,7 +54,7 @@ class MegatronLM(Strategy):
         if handler is not None:
             if handler != GradScalerKwargs(handler.init_scale, growth_interval=handler.growth_interval):
                 raise ValueError(
-                    f"{handler} with Megatron-LM, whose core doubles and halves the scale. Set init_scale and growth_interval alone."
+                    f"{handler} with Megatron-LM, whose core doubles and halves the scale. Set only init_scale and growth_interval."
                 )
             scale = {"initial_loss_scale": handler.init_scale, "loss_scale_window": handler.growth_interval}
             plugin.megatron_lm_default_args = scale | plugin.megatron_lm_default_args
@@ -67,20 +70,23 @@ class MegatronLM(Strategy):
             )
         if layout is not None and layout is not getattr(plugin, "_layout", None):
             raise ValueError(
-                "parallelism_config beside MegatronLMPlugin: set tp_degree and pp_degree of the plugin, and leave it out."
+                "parallelism_config with MegatronLMPlugin: set tp_degree and pp_degree of the plugin, and remove it."
             )
         sizes = [getattr(parallel_state, f"get_{kind}_model_parallel_world_size") for kind in ("tensor", "pipeline")]
         if not parallel_state.model_parallel_is_initialized() or [size() for size in sizes] != [tp, pp]:
             parallel_state.destroy_model_parallel()
             parallel_state.initialize_model_parallel(tp, pp)
-        # What reads data, gathers metrics and steps schedules asks the same of every layout.
+        # Loaders, gathered metrics and schedules ask every layout these questions.
         plugin._layout = state.parallelism_config = layout = ParallelismConfig()
         for axis, size in {"tp": tp, "pp": pp, "dp_replicate": state.num_processes // (tp * pp)}.items():
             layout._set_size(axis, size)
         state.device_mesh = layout.get_device_mesh(accelerator.device.type)
 
     def check(self, accelerator: Run, objects: Sequence[Any]) -> None:
-        """Refuse accumulation, which the number of micro-batches is, and data sets of Megatron's own script. All ranks."""
+        """Refuse accumulation, which the number of micro-batches is, and data sets of Megatron's own script.
+
+        Collective: call on every rank.
+        """
         if accelerator.gradient_accumulation_steps != 1:
             raise ValueError(
                 f"gradient_accumulation_steps={accelerator.gradient_accumulation_steps} with Megatron-LM, whose step takes num_micro_batches at once. "
@@ -95,16 +101,16 @@ class MegatronLM(Strategy):
         return True
 
     def wrap_model(self, accelerator: Run, model: nn.Module) -> nn.Module:
-        """Refuse a model by itself: an engine is made of it and its optimizer, in one `prepare`."""
+        """Refuse a model without its optimizer: an engine is made of both, in one `prepare`."""
         raise ValueError(
             "Megatron-LM makes one engine of a model and its optimizer. Pass both to `prepare` in one call."
         )
 
     def batches(self, accelerator: Run, loader: Any) -> Any:
-        """Return a loader whose batch has the micro-batches of a step, each of the batch size that was given.
+        """Return a loader whose batch has the micro-batches of a step, each of the original batch size.
 
         Raises:
-            ValueError: it has no batch size of its own.
+            ValueError: it has no batch size.
         """
         count = accelerator.state.megatron_lm_plugin.num_micro_batches
         if count == 1:
@@ -122,7 +128,10 @@ class MegatronLM(Strategy):
     def engine(
         self, accelerator: Run, model: nn.Module, optimizer: Any, scheduler: Any, loaders: Sequence[Any]
     ) -> tuple[Any, Any, Any]:
-        """Build the engine of a model; return it with its optimizer and its scheduler, each None where there is none. All ranks."""
+        """Build the engine of a model; return it with its optimizer and its scheduler, each None where there is none.
+
+        Collective: call on every rank.
+        """
         plugin = accelerator.state.megatron_lm_plugin
         if optimizer is not None:
             run_on_all_ranks(lambda: plugin.set_optimizer_type(optimizer))
@@ -141,7 +150,7 @@ class MegatronLM(Strategy):
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> nn.Module:
-        """Return the transformers model, which has no weights while its engine trains. Any rank, alone."""
+        """Return the transformers model, which has no weights while its engine trains. Not a collective."""
         if isinstance(model, MegatronEngine):
             return model.source
         return super().unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
@@ -149,14 +158,17 @@ class MegatronLM(Strategy):
     # -- step ----------------------------------------------------------------------------------------------------
 
     def backward(self, accelerator: Run, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Nothing: the engine has taken the whole step when the model was called."""
+        """Do nothing: the engine has taken the full step when the model was called."""
 
     def clip_grad_norm(
         self, accelerator: Run, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float
     ) -> torch.Tensor:
-        """Return the norm of the last step's gradients, which core has clipped to the plugin's `gradient_clipping`. Any rank."""
-        given = {id(one) for one in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)}
+        """Return the norm of the last step's gradients, which core has clipped to the plugin's `gradient_clipping`.
+
+        Not a collective.
+        """
+        clipped_ids = {id(p) for p in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)}
         for model in accelerator._models:
-            if isinstance(model, MegatronEngine) and any(id(one) in given for one in model.parameters()):
+            if isinstance(model, MegatronEngine) and any(id(p) in clipped_ids for p in model.parameters()):
                 return torch.tensor(float("nan") if model.grad_norm is None else float(model.grad_norm))
         raise ValueError("clip_grad_norm_ got parameters of no prepared model. Pass model.parameters().")

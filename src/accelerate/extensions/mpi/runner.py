@@ -19,7 +19,7 @@ from accelerate.runtime.ranks import DEFAULT_PORT
 
 BY = "by mpirun"
 _OPTION = "--mpirun_hostfile"
-# What `mpirun --version` prints. MVAPICH's and Intel's are Hydra, as MPICH's is.
+# The output of `mpirun --version`. MVAPICH's and Intel's are Hydra, as MPICH's is.
 _ANSWERS = {"Open MPI": r"open[ -]mpi|openrte|prrte", "Hydra": r"mvapich|intel\(r\) mpi|hydra|mpich"}
 # Settings of Intel's OpenMP for several processes on one machine; those of the user win.
 _OPENMP = {"KMP_AFFINITY": "granularity=fine,compact,1,0", "KMP_BLOCKTIME": "1"}
@@ -49,19 +49,19 @@ def _call(plan: LaunchPlan, environment: Mapping[str, str]) -> tuple[str, Proces
     hosts = read_hosts(plan["mpirun_hostfile"], _OPTION)
     shares = layout(hosts, plan.num_processes, asked.value if asked.source > Source.DEFAULT else None)
     variables = _variables(plan, environment, shares)
-    # The names alone: values on a command line could be read by others.
+    # Only the names: other users could read values on a command line.
     names = runners.handed_on(variables) if len(shares) > 1 else []
-    each, counted = {*shares.values()}, ",".join(f"{name}:{count}" for name, count in shares.items())
+    counts, counted = {*shares.values()}, ",".join(f"{name}:{count}" for name, count in shares.items())
     flavour = flavour_of(variables)
     if any(":" in name for name in shares):  # an IPv6 address: `name:count` could not be told from it
         is_open_mpi, path = flavour == "Open MPI", str(plan["mpirun_hostfile"])
         listed = ["--hostfile", path] if is_open_mpi else ["-f", path]
-        if len(each) == 1:
-            listed += ["--map-by", "ppr:{}:node".format(*each)] if is_open_mpi else ["-ppn", str(*each)]
+        if len(counts) == 1:
+            listed += ["--map-by", "ppr:{}:node".format(*counts)] if is_open_mpi else ["-ppn", str(*counts)]
     elif flavour == "Open MPI":
         listed = ["--host", counted]
     else:
-        listed = ["-hosts", ",".join(shares), "-ppn", str(*each)] if len(each) == 1 else ["-hosts", counted]
+        listed = ["-hosts", ",".join(shares), "-ppn", str(*counts)] if len(counts) == 1 else ["-hosts", counted]
     if flavour == "Open MPI":
         # More processes than cores of a socket are slow, not wrong.
         words = [*listed, "--bind-to", "socket:overload-allowed"]
@@ -74,10 +74,8 @@ def _call(plan: LaunchPlan, environment: Mapping[str, str]) -> tuple[str, Proces
 
 
 def flavour_of(environment: Mapping[str, str]) -> str:
-    """Ask mpirun what it is: a key of `_ANSWERS`."""
-    runners.require_program(
-        "mpirun", environment, f"Install Open MPI or MPICH on every machine, or leave out {_OPTION}."
-    )
+    """Ask mpirun for its implementation: a key of `_ANSWERS`."""
+    runners.require_program("mpirun", environment, f"Install Open MPI or MPICH on every machine, or remove {_OPTION}.")
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     done = subprocess.run(["mpirun", "--version"], env=dict(environment), **streams, text=True, errors="replace")
     for flavour, answers in _ANSWERS.items():
@@ -113,17 +111,17 @@ def layout(hosts: Mapping[str, int | None], count: int, machines: int | None) ->
     if machines is not None and machines > len(hosts):
         raise LaunchError(f"--num_machines is {machines}, and {_OPTION} names {len(hosts)}. Add the others.")
     chosen = dict(list(hosts.items())[: min(len(hosts), count) if machines is None else machines])
-    each, rest = divmod(count, len(chosen))
+    per_machine, rest = divmod(count, len(chosen))
     slotless = None in chosen.values()
-    if not rest and (slotless or (machines is not None and min(chosen.values()) >= each)):
-        return dict.fromkeys(chosen, each)
-    asked, there = f"--num_processes is {count}", f"{len(chosen)} machines"
+    if not rest and (slotless or (machines is not None and min(chosen.values()) >= per_machine)):
+        return dict.fromkeys(chosen, per_machine)
+    asked, machines_text = f"--num_processes is {count}", f"{len(chosen)} machines"
     if slotless:
-        raise LaunchError(f"{asked}, which does not divide evenly over the {there} of {_OPTION}.")
-    shares, left = {}, count
+        raise LaunchError(f"{asked}, which does not divide evenly over the {machines_text} of {_OPTION}.")
+    shares, remaining = {}, count
     for name, slots in chosen.items():
-        shares[name] = min(slots, left)
-        left -= shares[name]
-    if left:
-        raise LaunchError(f"{asked}, and {_OPTION} has {count - left} slots on {there}.")
+        shares[name] = min(slots, remaining)
+        remaining -= shares[name]
+    if remaining:
+        raise LaunchError(f"{asked}, and {_OPTION} has {count - remaining} slots on {machines_text}.")
     return {name: share for name, share in shares.items() if share}

@@ -62,23 +62,24 @@ def notebook_launcher(
 ) -> None:
     """Run a training function in several processes, from a notebook or a console.
 
-    The processes are forked, so the function may live in a cell. Build the `Accelerator`, and touch a GPU, only inside it. One process is no process at all: the function runs right here. On a TPU, torch_xla starts one process
-    for each core. No configuration file is read; variables such as ACCELERATE_USE_CPU are.
+    The processes are forked, so the function may be defined in a cell. Build the `Accelerator`, and use a GPU, only inside it.
+    With one process the function runs in this process. On a TPU, torch_xla starts one process for each core. No configuration
+    file is read; variables such as ACCELERATE_USE_CPU are.
 
     Args:
-        function: what every process runs. What it returns is dropped.
+        function: the function of every process. Its result is dropped.
         args: its arguments.
         num_processes: how many processes on this machine; None is one for each GPU, or one. Without a GPU they run on the
-            CPU and talk through gloo.
-        mixed_precision: "no", "fp16", "bf16" or "fp8"; what `Accelerator()` uses inside the function. "no" leaves it to the
+            CPU and use gloo.
+        mixed_precision: "no", "fp16", "bf16" or "fp8", for `Accelerator()` inside the function. "no" leaves it to the
             variable ACCELERATE_MIXED_PRECISION.
-        use_port: at which port the processes meet. On one machine the default takes a free one.
+        use_port: the port at which the processes meet. On one machine the default takes a free one.
         master_addr: the address of machine 0, with several machines.
         node_rank: the number of this machine, from 0. With c10d the machines number themselves.
         num_nodes: how many machines take part; call this on each of them.
-        rdzv_backend: how machines find each other: "static" or "c10d".
-        rdzv_endpoint: where; `master_addr:use_port` by default.
-        rdzv_conf: further settings of that method: "timeout" (static) and "join_timeout" (c10d) say for how many seconds
+        rdzv_backend: the method by which machines find each other: "static" or "c10d".
+        rdzv_endpoint: the meeting point; `master_addr:use_port` by default.
+        rdzv_conf: further settings of that method: "timeout" (static) and "join_timeout" (c10d) are the seconds that
             machines wait for each other.
         rdzv_id: the name of the run.
         max_restarts: how often to restart all processes after a failure.
@@ -89,7 +90,7 @@ def notebook_launcher(
         WorkerError: a process failed; its traceback is in the message.
         MeetingError: the port is taken, or a machine did not come in time.
         ValueError: an argument has an impossible value or does not fit the machine, an `Accelerator` exists already, or this
-            process is one of a run itself.
+            process is part of a run.
         TypeError: an argument has the wrong type, or `function` does not take `args`.
         LaunchError: a GPU is in use in this process already, and `function` cannot be sent to fresh ones.
         RuntimeError: a fresh process imports a script that calls this without `if __name__ == "__main__"`.
@@ -143,12 +144,12 @@ def notebook_launcher(
 
 
 def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> None:
-    """Run a function in several processes on the CPU, to see distributed code work on any machine.
+    """Run a function in several processes on the CPU, to test distributed code on any machine.
 
-    The processes are forked and talk through gloo. An `Accelerator` that exists here does not reach them.
+    The processes are forked and use gloo. An existing `Accelerator` of this process does not reach them.
 
     Args:
-        function: what every process runs. What it returns is dropped.
+        function: the function of every process. Its result is dropped.
         args: its arguments.
         num_processes: how many processes.
 
@@ -183,9 +184,9 @@ def _count(request: Request, device: Any) -> int:
     asked = request.num_processes
     if is_colab() and asked is not None and asked > (devices or 1) and "ACCELERATE_USE_CPU" not in os.environ:
         # Notebooks that were written for a larger machine are opened there.
-        found = devices or 1
-        print(f"Colab has {_counted(found, device.type)} here; num_processes={asked} is not used.")
-        return found
+        process_count = devices or 1
+        print(f"Colab has {_counted(process_count, device.type)} here; num_processes={asked} is not used.")
+        return process_count
     if devices and asked is not None and asked > devices:
         raise ValueError(
             f"num_processes is {asked}, and there are {devices} {device.type} devices. Ask for at most {devices}, or "
@@ -211,7 +212,7 @@ def _run_here(request: Request, variables: Mapping[str, str]) -> None:
         with patch_environment(**variables):
             request.function(*request.args)
     finally:
-        # Processes that are started later must not inherit what the function has set up; its own objects keep that.
+        # Processes that are started later must not inherit the function's state; its own objects keep it.
         for slot in empty:
             slot.renew()
 

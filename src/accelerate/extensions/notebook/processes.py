@@ -83,7 +83,7 @@ def method_for(device: Any) -> str:
 
 
 def _is_lost_by_forks(namespace: Any) -> bool:
-    """Whether a forked process could not use the device, also because this one has only looked for it; torch says so there alone."""
+    """Whether a forked process could not use the device, also because this process has queried it; torch raises only in the fork."""
     if getattr(namespace, "is_initialized", bool)():
         return True
     if (process := os.fork()) == 0:
@@ -140,7 +140,7 @@ class Request:
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """Return a function's name for the user; a `functools.partial` has the name of what it calls."""
+    """Return a function's name for the user; a `functools.partial` has the name of its function."""
     while isinstance(function, functools.partial):
         function = function.func
     return getattr(function, "__name__", type(function).__name__)
@@ -172,24 +172,24 @@ def _check_function(request: Request) -> None:
     if not callable(function):
         hint = " Pass the function itself, without calling it." if function is None else ""
         raise TypeError(f"function is {function!r}, which cannot be called.{hint}")
-    given = f"{args!r:.60}"
+    args_text = f"{args!r:.60}"
     if isinstance(args, (str, bytes, bytearray)) or not isinstance(args, Sequence):
-        raise TypeError(f"args is {given}; give a tuple of the function's arguments, as in args=({given},).")
+        raise TypeError(f"args is {args_text}; give a tuple of the function's arguments, as in args=({args_text},).")
     with contextlib.suppress(ValueError):  # builtins need not have a signature
         try:
             inspect.signature(function).bind(*args)
         except TypeError as error:
-            raise TypeError(f"args is {given}, which does not fit {name_of(function)}: {error}.") from None
+            raise TypeError(f"args is {args_text}, which does not fit {name_of(function)}: {error}.") from None
 
 
 # -- in each process ------------------------------------------------------------------------------------------------------
 
 
 class Worker:
-    """What a rank runs: the function, without what the process has inherited, and with a record of its failure.
+    """The call of a rank: the function, without the state that the process has inherited, and with a record of its failure.
 
     `may_run` says that all ranks are forked. Before that a rank must not connect to the launcher's store: a thread of the
-    launcher would look up its name, and a process that is forked meanwhile inherits the locked lock of glibc's resolver.
+    launcher would look up its name, and a process forked at that moment inherits the locked lock of glibc's resolver.
     """
 
     def __init__(self, function: Callable[..., Any], method: str = "fork") -> None:
@@ -204,7 +204,7 @@ class Worker:
         vars(self).update(state, function=pickle.loads(state["function"]))  # from the process that started this one
 
     def __call__(self) -> None:
-        """Run the function; what it returns is dropped, as it would have to be sent home and need not be picklable."""
+        """Run the function. Its result is dropped: it would have to be sent to the parent and need not be picklable."""
         try:
             self._begin_afresh()
             self.function()
@@ -229,7 +229,7 @@ class Worker:
         torch_private.end_with_the_parent(signal.SIGTERM)
         if os.getppid() != multiprocessing.parent_process().pid:
             os._exit(1)  # it had ended before that
-        # Signals do what they do in a fresh process: the launcher's handlers came along with the fork.
+        # Signals act as in a fresh process: the fork inherits the launcher's handlers.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         for number in (getattr(signal, name) for name in _SIGNALS):
             if callable(signal.getsignal(number)):
@@ -292,14 +292,14 @@ class FunctionAgent(elastic.Agent):
                 process.join()
             raise
         may_run.set()
-        # A rank that waits in a collective for one that is done would wait on. What that returns, None, outlives it in a pipe.
+        # A rank in a collective would wait for a rank that is done. The function's result, None, outlives it in a pipe.
         self.let_finished_functions_end()
         return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)
         statuses = self.statuses
-        ended = {one.local_rank for one in result.failures.values() if getattr(one, "died", 0.0) is not None}
+        ended = {record.local_rank for record in result.failures.values() if getattr(record, "died", 0.0) is not None}
         if result.state == WorkerState.HEALTHY:
             # Processes that ended well before their function did (`os._exit(0)`): torch would wait for them for ever.
             ended = {local for local, status in statuses.items() if status == 0 and not self.has_returned(local)}
@@ -308,10 +308,10 @@ class FunctionAgent(elastic.Agent):
         failures = {}
         for local, process in self.processes.items():
             if statuses[local] or local in ended:
-                one = ProcessFailure(local, process.pid, statuses[local], self.error_files[local])
-                # Torch has stopped those that were alive at the agent's last look.
-                one.died = self._died.get(local, time.time() if local in ended else None)
-                failures[worker_group.workers[local].global_rank] = one
+                record = ProcessFailure(local, process.pid, statuses[local], self.error_files[local])
+                # Torch has stopped the processes that were alive at the agent's last look.
+                record.died = self._died.get(local, time.time() if local in ended else None)
+                failures[worker_group.workers[local].global_rank] = record
         return RunResult(state=WorkerState.FAILED, failures=failures)
 
 
@@ -319,7 +319,7 @@ class FunctionAgent(elastic.Agent):
 
 
 def run(request: Request, environment: Mapping[str, str], num_processes: int, method: str = "fork") -> None:
-    """Start processes on this machine for a checked request, with these variables alone, and wait for their end.
+    """Start processes on this machine for a checked request, with only these variables, and wait for their end.
 
     Raises WorkerError (a process failed), MeetingError (they could not meet), LaunchError (the machines disagree),
     KeyboardInterrupt, SystemExit (they have saved themselves; its status says so), or torch's SignalException (another
@@ -335,10 +335,10 @@ def run(request: Request, environment: Mapping[str, str], num_processes: int, me
             settings |= {"agent": agent, "start_method": method}
             elastic.start(worker, (), environment, num_processes, rendezvous, directory, **settings)
     except ChildFailedError as error:
-        found = endings_of(error.failures)
-        if found[0].exitcode == PREEMPTED:
+        endings = endings_of(error.failures)
+        if endings[0].exitcode == PREEMPTED:
             raise SystemExit(PREEMPTED) from None
-        raise _worker_error(request, found) from None
+        raise _worker_error(request, endings) from None
     except SignalException as error:
         if error.sigval == signal.SIGINT:
             raise KeyboardInterrupt from None
@@ -376,21 +376,21 @@ def _machines() -> Any:
 
 def _worker_error(request: Request, failures: Sequence[WorkerFailure]) -> WorkerError:
     """Return the error for the caller: the first failure with its traceback, and a line for each group of others."""
-    found = [failure for failure in failures if failure.own] or list(failures)[:1]
-    first = found[0]
+    own_failures = [failure for failure in failures if failure.own] or list(failures)[:1]
+    first = own_failures[0]
     words = first.words if first.exitcode else "ended with exit status 0, before its function was done"
     silent = f"The process {first.pid} {words}, and left no traceback."
     lines = [f"Rank {first.rank} failed in {name_of(request.function)}:", "", (first.traceback or silent).rstrip()]
-    if others := Reporter.about(found):
+    if others := Reporter.about(own_failures):
         lines += ["", *others]
-    return WorkerError("\n".join(lines), found)
+    return WorkerError("\n".join(lines), own_failures)
 
 
 def _why_no_rendezvous(request: Request, error: BaseException) -> str:
     if request.chosen_port and re.search("EADDRINUSE|address already in use", str(error), re.I):
         argument = "rdzv_endpoint" if request.rdzv_endpoint else "use_port"
-        taken = f"{argument} asks for port {request.chosen_port}, which another program listens at"
-        return f"{taken}. Choose another one, or leave {argument} out: a free one is taken then."
+        reason = f"{argument} asks for port {request.chosen_port}, which another program listens at"
+        return f"{reason}. Choose another one, or leave {argument} out: a free one is taken then."
     return f"The processes could not meet at 127.0.0.1, port {request.chosen_port or 'any'}: {error or type(error).__name__}"
 
 

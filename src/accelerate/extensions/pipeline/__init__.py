@@ -7,7 +7,7 @@ from accelerate.extension import Spec
 
 
 def _attaches(run: Any) -> bool:
-    record = serving(run.state)  # Megatron-LM has pipelines of its own
+    record = serving(run.state)  # Megatron-LM has its own pipelines
     return record is not None and record.name == "pipeline"
 
 

@@ -1,4 +1,4 @@
-"""Where a model is cut into stages of about equal size or cost, in the order of its modules."""
+"""The division of a model into stages of about equal size or cost, in the order of its modules."""
 
 import bisect
 from collections.abc import Callable, Collection, Sequence
@@ -13,7 +13,7 @@ from accelerate.extensions.big_models.tensors import compute_module_sizes
 
 @dataclass
 class Unit:
-    """What stays in one stage: a module with weights, and loose tensors and modules that go along; size in bytes, or cost."""
+    """An indivisible part of a stage: a module with weights, and loose tensors and modules before it; size in bytes, or cost."""
 
     module: str
     names: list[str]
@@ -36,8 +36,8 @@ def units_of(model: nn.Module, no_split: Collection[str]) -> list[Unit]:
             else:  # begins no stage: it may be one that forward never calls
                 (units[-1].names if units else loose).append(name)
             return
-        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-        loose.extend(prefix + tensor for tensor, _ in own)
+        tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        loose.extend(prefix + tensor for tensor, _ in tensors)
         for child, part in children:
             collect(part, prefix + child)
 
@@ -65,7 +65,7 @@ def _evenly(model: nn.Module, units: Sequence[Unit], stages: int, kind: str) -> 
 
 
 def _filled(units: Sequence[Unit], stages: int, limit: int) -> list[list[Unit]]:
-    """Fill one stage after the other up to a limit, and leave a unit for each of those that follow."""
+    """Fill one stage after the other up to a limit, and keep one unit for each later stage."""
     cut: list[list[Unit]] = [[]]
     size = 0
     for position, unit in enumerate(units):
@@ -78,10 +78,10 @@ def _filled(units: Sequence[Unit], stages: int, limit: int) -> list[list[Unit]]:
 
 
 def costly_stages(model: nn.Module, stages: int, run: Callable[[], Any]) -> list[str]:
-    """Return the blocks that stages begin with, so that the most costly stage costs as little as can be.
+    """Return the first blocks of the stages, so that the most expensive stage is as cheap as possible.
 
-    Blocks are those of the largest list of one class that has enough of them. The cost is what `FlopCounterMode` counts in
-    `run`, a forward pass; what comes before the first block is the first stage's, and the rest the last one's. A model
+    Blocks are those of the largest list of one class that has enough of them. The cost is the count of `FlopCounterMode` in
+    `run`, a forward pass. Operations before the first block belong to the first stage, the rest to the last one. A model
     without such a list is cut by its sizes (`even_stages`).
     """
     lists = [
@@ -94,22 +94,22 @@ def costly_stages(model: nn.Module, stages: int, run: Callable[[], Any]) -> list
     def weight(blocks: list[tuple[str, nn.Module]]) -> int:
         return sum(tensor.numel() for _, block in blocks for tensor in block.parameters())
 
-    enough = [found for found in lists if len(found[1]) >= stages]
-    path, blocks = max(enough, key=lambda found: (weight(found[1]), len(found[1])), default=("", []))
+    enough = [blocks_of for blocks_of in lists if len(blocks_of[1]) >= stages]
+    path, blocks = max(enough, key=lambda blocks_of: (weight(blocks_of[1]), len(blocks_of[1])), default=("", []))
     if not blocks:
         return [units[0].module for units in even_stages(model, stages, None)[1:]]
     from torch.utils.flop_counter import FlopCounterMode
 
     with torch.no_grad(), torch.random.fork_rng(devices=[]), FlopCounterMode(display=False) as counter:
         run()
-    counts = {name: sum(found.values()) for name, found in counter.get_flop_counts().items()}
+    counts = {name: sum(operations.values()) for name, operations in counter.get_flop_counts().items()}
     prefix = f"{path}." if path else ""
     units = []
     for name, block in blocks:
         count = counts.get(f"{type(model).__name__}.{prefix}{name}", 0)
-        # Where nothing multiplies matrices, parameters stand for the cost.
+        # Without matrix products, the number of parameters is the cost.
         units.append(Unit(prefix + name, [], count or sum(weight.numel() for weight in block.parameters())))
     rest = counter.get_total_flops() - sum(unit.size for unit in units)
-    # The outer modules do not say what runs before and what after the blocks; what is after, a head, is nearly always the larger part.
+    # The outer modules do not tell which operations run before and after the blocks. The operations after them, a head, are nearly always more.
     units[-1].size += max(rest, 0)
     return [group[0].module for group in _evenly(model, units, stages, "blocks")[1:]]

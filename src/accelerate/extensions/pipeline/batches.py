@@ -10,7 +10,7 @@ from torch import nn
 
 from accelerate.runtime.torch_private import pytree
 
-# What may be an input or an output beside tensors: it is part of the traced graph.
+# Types of inputs and outputs besides tensors; such values are part of the traced graph.
 _CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
@@ -80,9 +80,9 @@ class Inputs:
 
     def call(self, forward: Any, tensors: Sequence[torch.Tensor]) -> Any:
         """Call a forward with the example's arguments, but other tensors, in the form that `traced` returns."""
-        given = iter(tensors)
+        remaining = iter(tensors)
         values = [
-            leaf.value if leaf.shape is None else next(given) if leaf.shape else next(given).reshape(())
+            leaf.value if leaf.shape is None else next(remaining) if leaf.shape else next(remaining).reshape(())
             for leaf in self.leaves
         ]
         bound = inspect.BoundArguments(self._signature, pytree.tree_unflatten(values, self._structure))
@@ -108,15 +108,15 @@ class Inputs:
             if leaf.shape is not None or _leaf(*value) != leaf
         ]
 
-    def _compared(self, leaf: _Leaf, found: _Leaf, value: Any, rows: int) -> tuple[torch.Tensor, bool]:
+    def _compared(self, leaf: _Leaf, batch_leaf: _Leaf, value: Any, rows: int) -> tuple[torch.Tensor, bool]:
         """Return a tensor of a batch, and whether it holds the samples; another one is the same for every micro-batch."""
-        if leaf.shape is not None and found.dtype == leaf.dtype:
-            if leaf.shape[:1] == (self.rows,) and found.shape == (rows, *leaf.shape[1:]):
+        if leaf.shape is not None and batch_leaf.dtype == leaf.dtype:
+            if leaf.shape[:1] == (self.rows,) and batch_leaf.shape == (rows, *leaf.shape[1:]):
                 return value, True
-            if found.shape == leaf.shape:
+            if batch_leaf.shape == leaf.shape:
                 return value.reshape(leaf.shape or (1,)), False
         raise ValueError(
-            f"{found} in a batch of {rows}, but the pipeline was traced with {leaf} for a micro-batch of {self.rows}. Only the "
+            f"{batch_leaf} in a batch of {rows}, but the pipeline was traced with {leaf} for a micro-batch of {self.rows}. Only the "
             "number of samples may differ: convert or pad it, or call `prepare_pippy` again with an example like this."
         )
 
@@ -124,21 +124,21 @@ class Inputs:
         self, tensors: Sequence[tuple[torch.Tensor, bool]], start: int, count: int, device: torch.device
     ) -> tuple[torch.Tensor, ...]:
         """Return `count` micro-batches from a sample on, all in one, on a device; the last sample fills the last of them."""
-        wanted = count * self.rows
-        taken = []
+        rows = count * self.rows
+        pieces = []
         for tensor, holds_samples in tensors:
             if holds_samples:
-                piece = tensor[start : start + wanted]
-                if piece.shape[0] < wanted:
-                    piece = torch.cat([piece, piece[-1:].expand(wanted - piece.shape[0], *piece.shape[1:])])
+                piece = tensor[start : start + rows]
+                if piece.shape[0] < rows:
+                    piece = torch.cat([piece, piece[-1:].expand(rows - piece.shape[0], *piece.shape[1:])])
             else:
                 piece = torch.cat([tensor] * count)
-            taken.append(piece.to(device))
-        return tuple(taken)
+            pieces.append(piece.to(device))
+        return tuple(pieces)
 
 
 class Outputs:
-    """What a model returns: its structure, and for each tensor in it how many rows belong to a sample."""
+    """The output of a model: its structure, and for each tensor in it the number of rows per sample."""
 
     def __init__(self, rows: int) -> None:
         self._rows = rows
@@ -153,7 +153,7 @@ class Outputs:
             if leaf.shape is not None and (not leaf.shape or leaf.shape[0] % self._rows):
                 raise ValueError(
                     f"The model returns {leaf.name} of shape {leaf.shape} for a micro-batch of {self._rows}: there is no batch "
-                    "dimension. Leave out what it is computed from (such as `labels`), or return a value for each sample."
+                    "dimension. Remove its inputs (such as `labels`), or return a value for each sample."
                 )
         return tuple(value for _, value in paths if isinstance(value, torch.Tensor))
 
@@ -169,7 +169,7 @@ class Outputs:
         return None  # a cache of transformers
 
     def joined(self, pieces: Sequence[Sequence[torch.Tensor]], samples: int) -> Any:
-        """Return what the model returns for a batch, from the tensors of each run of the schedule."""
+        """Return the model's output for a batch, from the tensors of each run of the schedule."""
         columns = [column[0] if len(column) == 1 else torch.cat(column) for column in zip(*pieces, strict=True)]
         shapes = self._shapes(samples)
         return self.built([column[: shape[0]] for column, (shape, _) in zip(columns, shapes, strict=True)])
@@ -186,6 +186,6 @@ class Outputs:
 
     def built(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Return tensors in the structure of the model's output."""
-        given = iter(tensors)
-        values = [leaf.value if leaf.shape is None else next(given) for leaf in self._leaves]
+        remaining = iter(tensors)
+        values = [leaf.value if leaf.shape is None else next(remaining) for leaf in self._leaves]
         return pytree.tree_unflatten(values, self._structure)

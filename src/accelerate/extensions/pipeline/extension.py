@@ -1,4 +1,4 @@
-"""What pipelines do at `prepare`; `prepare_pipeline` makes them."""
+"""The actions of pipelines at `prepare`; `prepare_pipeline` makes them."""
 
 from typing import Any
 

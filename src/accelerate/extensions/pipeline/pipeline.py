@@ -30,7 +30,7 @@ from accelerate.training.run import TrainingRun
 
 # How many stages each rank has.
 SCHEDULES = {"GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2, "ZBVZeroBubble": 2}
-# What may be left from an earlier exchange: the gradient of a parameter that several ranks have is their sum.
+# The state of gradients after an earlier exchange: a parameter of several ranks already has the sum.
 _SUMMED = "_accelerate_summed"
 
 
@@ -39,7 +39,7 @@ class _Batch:
     """The batch that is under way: how its rows count, and what has come out so far."""
 
     rows: int
-    each: int
+    micro_rows: int
     target: Any
     factor: float
     losses: list[torch.Tensor] = field(default_factory=list)
@@ -47,11 +47,11 @@ class _Batch:
 
     def samples(self, number: int) -> int:
         """Return how many samples of a micro-batch are the user's; the others fill it."""
-        return min(max(self.rows - number * self.each, 0), self.each)
+        return min(max(self.rows - number * self.micro_rows, 0), self.micro_rows)
 
     def target_of(self, number: int) -> Any:
         """Return the part of the target that belongs to a micro-batch; of one without samples, that of what fills it."""
-        start = min(number * self.each, self.rows - 1)
+        start = min(number * self.micro_rows, self.rows - 1)
         stop = start + max(self.samples(number), 1)
         return pytree.tree_map_only(
             torch.Tensor, lambda tensor: tensor[start:stop] if tensor.ndim else tensor, self.target
@@ -60,15 +60,15 @@ class _Batch:
 
 @dataclass(frozen=True)
 class Holdings:
-    """Which ranks of a pipeline have which parameters and buffers, by the names of the user's model.
+    """The ranks of a pipeline that have each parameter and buffer, by the names of the user's model.
 
     Attributes:
-        tensors: Of the whole model, each once, on the meta device.
-        holders: Places in the pipeline that have each of them, in order.
-        place: This rank's place in the pipeline.
+        tensors: Of the full model, each once, on the meta device.
+        holders: Positions in the pipeline that have each of them, in order.
+        place: This rank's position in the pipeline.
         ranks: The ranks of this pipeline, and their process group.
         ties: Groups of names that mean one parameter.
-        elsewhere: Names in the whole model's state that this rank's part does not have.
+        elsewhere: Names in the full model's state that this rank's part does not have.
     """
 
     tensors: Mapping[str, torch.Tensor]
@@ -81,39 +81,40 @@ class Holdings:
 
     @functools.cached_property
     def repeated(self) -> list[str]:
-        """The names of what this rank has and an earlier one, too."""
+        """The names of this rank's tensors that an earlier rank also has."""
         return [name for name, places in self.holders.items() if self.place in places[1:]]
 
     def make_groups(self) -> dict[str, Any]:
         """Return the process group of each tensor that this rank and others of its pipeline have. The ranks that have it."""
         shared = sorted({places for places in self.holders.values() if len(places) > 1 and self.place in places})
         # One group a set of places, whatever the number of pipelines: no rank waits for those of another one.
-        made = {
+        groups = {
             places: self.group if len(places) == len(self.ranks) else comm.group_of([self.ranks[at] for at in places])
             for places in shared
         }
-        return {name: made[places] for name, places in self.holders.items() if places in made}
+        return {name: groups[places] for name, places in self.holders.items() if places in groups}
 
     def shared(self, part: nn.Module, groups: Mapping[str, Any]) -> Iterator[tuple[nn.Parameter, int, Any]]:
         """Yield the trainable parameters of this rank's part that others have, too: each with their number and their group."""
-        own = dict(part.named_parameters())
+        parameters = dict(part.named_parameters())
         for name, group in groups.items():
-            if name in own and own[name].requires_grad:
-                yield own[name], len(self.holders[name]), group
+            if name in parameters and parameters[name].requires_grad:
+                yield parameters[name], len(self.holders[name]), group
 
 
 class Pipeline(nn.Module):
     """This rank's stages of a model that trains as a pipeline, with the parameters under the names of the user's model.
 
-    ``Accelerator.prepare_pipeline`` makes it. A call takes a whole batch of this data-parallel rank, the same on all ranks of the pipeline,
-    runs forward and backward, and returns the loss on each of them: the mean over the samples, detached. In evaluation, or under
-    ``torch.no_grad``, there is no backward; without a `target`, a pipeline that was given a `loss` returns what the model returns.
+    ``Accelerator.prepare_pipeline`` makes it. A call takes a full batch of this data-parallel rank, the same on all ranks of the
+    pipeline. It runs forward and backward, and returns the loss on each of them: the mean over the samples, detached. In
+    evaluation, or under ``torch.no_grad``, there is no backward. A pipeline with a `loss` that is called without a `target`
+    returns the model's output.
 
     Attributes:
         holdings: Which ranks have which parameters.
     """
 
-    _batch: _Batch  # in a call alone
+    _batch: _Batch  # only during a call
 
     def __init__(
         self,
@@ -122,12 +123,12 @@ class Pipeline(nn.Module):
         loss: Callable[..., torch.Tensor] | None,
         schedule: str,
         microbatches: int,
-        own: Mapping[int, stages.Stage],
+        local_stages: Mapping[int, stages.Stage],
         holdings: Holdings,
         groups: Mapping[str, Any],
     ) -> None:
         super().__init__()
-        self._accelerator, self._own, self._microbatches, self._loss = accelerator, own, microbatches, loss
+        self._accelerator, self._own, self._microbatches, self._loss = accelerator, local_stages, microbatches, loss
         self.holdings, self._groups = holdings, groups
         # Not the chains, which have the weights of all stages.
         self._inputs, self._outputs = traced.inputs, traced.outputs
@@ -136,13 +137,13 @@ class Pipeline(nn.Module):
         count = size * SCHEDULES[schedule]
         built = [
             PipelineStage(stage, at, count, device, stage.taken[True], stage.returned[True], group=group)
-            for at, stage in own.items()
+            for at, stage in local_stages.items()
         ]
-        kind, given = get_schedule_class(schedule), built if SCHEDULES[schedule] > 1 else built[0]
+        kind, schedule_stages = get_schedule_class(schedule), built if SCHEDULES[schedule] > 1 else built[0]
         # Each micro-batch has its weight already.
-        self._schedule = kind(given, microbatches, loss_fn=self._loss_of, scale_grads=False)
+        self._schedule = kind(schedule_stages, microbatches, loss_fn=self._loss_of, scale_grads=False)
         self._owners = [holdings.ranks[_place(schedule, stage, size)] for stage in range(count)]
-        self._is_last = count - 1 in own
+        self._is_last = count - 1 in local_stages
 
     def train(self, mode: bool = True) -> "Pipeline":
         """Let the stages compute as in training, or in evaluation."""
@@ -152,7 +153,7 @@ class Pipeline(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self, held: bool = True) -> Iterator[None]:
-        """Keep gradients on their rank meanwhile, but for those that FSDP shards; or, if not `held`, exchange them within such a context."""
+        """Keep gradients on their rank inside, except those that FSDP shards. With `held=False` exchange them within such a context."""
         before, self._held = self._held, held
         try:
             yield
@@ -164,10 +165,12 @@ class Pipeline(nn.Module):
         return self.no_sync(held=False)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a whole batch through the pipeline. All ranks.
+        """Run a full batch through the pipeline.
+
+        Collective: call on every rank.
 
         Args:
-            *args: Arguments of the model, as the example had them, with any number of samples up to that of all micro-batches.
+            *args: Arguments of the model, like the example's, with any number of samples up to that of all micro-batches.
             **kwargs: Keyword arguments of it; and ``target`` for a pipeline with a ``loss``, with as many samples.
 
         Raises:
@@ -180,17 +183,17 @@ class Pipeline(nn.Module):
             raise ValueError(problem)
         device, inputs = self._accelerator.device, self._inputs
         factor = gradients.loss_factor(self._accelerator) if trains else 1.0
-        wanted = send_to_device(target, device) if self._is_last else None
-        batch = self._batch = _Batch(rows, inputs.rows, wanted, factor)
-        given = inputs.cut(tensors, 0, self._microbatches, device) if 0 in self._own else ()
+        local_target = send_to_device(target, device) if self._is_last else None
+        batch = self._batch = _Batch(rows, inputs.rows, local_target, factor)
+        micro_batches = inputs.cut(tensors, 0, self._microbatches, device) if 0 in self._own else ()
         if trains:
             self._divide_summed()
             # The loss is called with the number of the micro-batch in place of its target.
-            self._schedule.step(*given, target=torch.arange(self._microbatches), return_outputs=False)
+            self._schedule.step(*micro_batches, target=torch.arange(self._microbatches), return_outputs=False)
             if self._accelerator.sync_gradients and not self._held:
                 self._exchange()
         else:
-            self._forward_only(given)
+            self._forward_only(micro_batches)
         del self._batch
         if self._loss is not None and target is None:
             output = self._outputs.joined(batch.outputs, rows) if self._is_last else None
@@ -205,13 +208,13 @@ class Pipeline(nn.Module):
         return tensors
 
     @torch.no_grad()
-    def _forward_only(self, given: Sequence[torch.Tensor]) -> None:
+    def _forward_only(self, micro_batches: Sequence[torch.Tensor]) -> None:
         """Send the micro-batches through the stages one after the other, in the same order on all ranks of the pipeline."""
         group, device, me = self.holdings.group, self._accelerator.device, self._accelerator.process_index
         sent: list[tuple[dist.Work | None, torch.Tensor]] = []
         values: Sequence[torch.Tensor]
         results: Sequence[torch.Tensor] = ()
-        pieces = list(zip(*(tensor.chunk(self._microbatches) for tensor in given), strict=True))
+        pieces = list(zip(*(tensor.chunk(self._microbatches) for tensor in micro_batches), strict=True))
         for place in range(self._microbatches):
             for number, stage in self._own.items():
                 if number == 0:
@@ -235,21 +238,21 @@ class Pipeline(nn.Module):
                 stage.reshard()  # type: ignore[operator]  # an FSDPModule
 
     def _misfit(self, rows: int, target: Any, trains: bool) -> str | None:
-        """Return what is wrong with the number of samples or the target, and what to do about it."""
-        each, leaves = self._inputs.rows, pytree.tree_leaves(target)
+        """Return the problem with the number of samples or the target, and its solution."""
+        micro_rows, leaves = self._inputs.rows, pytree.tree_leaves(target)
         sizes = {len(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim}
-        if rows > each * self._microbatches:
+        if rows > micro_rows * self._microbatches:
             return (
-                f"The batch has {rows} samples, but {self._microbatches} micro-batches of {each} hold {each * self._microbatches}. Prepare the pipeline "
+                f"The batch has {rows} samples, but {self._microbatches} micro-batches of {micro_rows} hold {micro_rows * self._microbatches}. Prepare the pipeline "
                 f"with an example of {-(-rows // self._microbatches)} samples, or with more micro-batches."
             )
-        if self._loss is None and rows % each:
+        if self._loss is None and rows % micro_rows:
             return (
-                f"The batch has {rows} samples, which are no multiple of the {each} of a micro-batch, and the model computes the loss itself, over what would fill "
-                "the last one, too. Give `prepare_pipeline` a loss, or the loader drop_last=True."
+                f"The batch has {rows} samples, which are no multiple of the {micro_rows} of a micro-batch, and the model computes the loss itself, also over the rows that fill "
+                "the last one. Give `prepare_pipeline` a loss, or the loader drop_last=True."
             )
         if self._loss is not None and target is None and trains:
-            return "A pipeline with a loss trains on a target: call it with target=..., beside the model's arguments."
+            return "A pipeline with a loss trains on a target: call it with target=..., next to the model's arguments."
         if target is not None and sizes != {rows}:
             return f"target has {sorted(sizes) or 'no'} samples, and the batch {rows}. Give tensors with one row for each sample."
         return None
@@ -274,7 +277,7 @@ class Pipeline(nn.Module):
     # -- gradients -----------------------------------------------------------------------------------------------
 
     def _divide_summed(self) -> None:
-        """Make a share again of what is a sum over ranks already, so that the next sum counts it once."""
+        """Turn a sum over ranks back into a share, so that the next sum counts it once."""
         for parameter, count, _ in self.holdings.shared(self, self._groups):
             gradient = parameter.grad
             if gradient is not None and getattr(gradient, _SUMMED, False):
@@ -283,7 +286,10 @@ class Pipeline(nn.Module):
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        """Sum the gradients of what several stages use, and average those of replicas. All ranks."""
+        """Sum the gradients of what several stages use, and average those of replicas.
+
+        Collective: call on every rank.
+        """
         for parameter, _, group in self.holdings.shared(self, self._groups):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -307,22 +313,25 @@ def prepare_pipeline(
     example_kwargs: dict[str, Any] | None = None,
     loss: Callable[[Any, Any], torch.Tensor] | None = None,
 ) -> nn.Module:
-    """Divide a model over the ranks of ``ParallelismConfig(pp_size=...)``, to train it as a pipeline. All ranks.
+    """Divide a model over the ranks of ``ParallelismConfig(pp_size=...)``, to train it as a pipeline.
 
-    Make the optimizer from ``pipeline.parameters()``, and prepare that. A call of the pipeline takes a whole batch of this
-    data-parallel rank, the same on all ranks of the pipeline, as a prepared loader gives it; it runs forward and backward, so `backward`
-    is not called. Under FSDP each stage is one unit. The model stays as it is; each rank moves the weights of its own stages to the device.
+    Make the optimizer from ``pipeline.parameters()``, and prepare it. A call of the pipeline takes a full batch of this
+    data-parallel rank, the same on all ranks of the pipeline, such as a prepared loader's. It runs forward and backward, so
+    do not call `backward`. Under FSDP each stage is one unit. The model is not changed; each rank moves the weights of its own
+    stages to the device.
+
+    Collective: call on every rank.
 
     Args:
         model: The model, with its weights; its forward has to be one graph that ``torch.export`` can trace.
         schedule: ``"GPipe"``, ``"1F1B"``, or with two stages on each rank ``"Interleaved1F1B"`` or ``"ZBVZeroBubble"``.
-        microbatches: How many parts a whole batch has; None: twice the ranks of the pipeline.
-        split: Names of the modules that each stage after the first begins with, in their order; ``"auto"`` measures the blocks of the
-            model and makes the most costly stage as cheap as can be.
-        example_args: Positional arguments of one micro-batch. Batches differ from it in the number of samples alone.
+        microbatches: How many parts a full batch has; None: twice the ranks of the pipeline.
+        split: Names of the modules that each stage after the first begins with, in their order. ``"auto"`` measures the blocks
+            of the model and makes the most expensive stage as cheap as possible.
+        example_args: Positional arguments of one micro-batch. Batches differ from it only in the number of samples.
         example_kwargs: Keyword arguments of it.
-        loss: Called with what the model returns for a micro-batch, and its part of ``target``, which the pipeline is called with beside the
-            model's arguments; it returns the mean over the samples. A batch may then have any number of samples. None: the model returns its loss.
+        loss: Called with the model's output for a micro-batch and its part of ``target``, an argument of the pipeline; it
+            returns the mean over the samples. A batch may then have any number of samples. None: the model returns its loss.
 
     Returns:
         The pipeline, a module with this rank's parameters under the names of the model. A call returns the loss on every rank, the mean
@@ -369,21 +378,21 @@ def prepare_pipeline(
         return points, stages.trace(model, points, args, kwargs, count, accelerator.device, record)
 
     points, traced = run_on_all_ranks(divided)
-    given = points, schedule, microbatches, [str(leaf) for leaf in traced.inputs.leaves]
-    if not comm.current().is_same(given):
+    settings = points, schedule, microbatches, [str(leaf) for leaf in traced.inputs.leaves]
+    if not comm.current().is_same(settings):
         raise ValueError(
             f"The ranks build different pipelines; this one has split={points}, schedule={schedule!r}, microbatches={microbatches} and an example of "
-            f"{', '.join(given[3])}. Give every rank the same."
+            f"{', '.join(settings[3])}. Give every rank the same."
         )
     holdings = _holdings(model, traced.chains, schedule, part)
     numbers = [number for number in range(count) if _place(schedule, number, size) == holdings.place]
-    own = {at: stages.build(traced.chains, at, accelerator.autocast).to(accelerator.device) for at in numbers}
+    local_stages = {at: stages.build(traced.chains, at, accelerator.autocast).to(accelerator.device) for at in numbers}
     if accelerator.is_fsdp2:
-        _shard(accelerator, own)
+        _shard(accelerator, local_stages)
     groups = holdings.make_groups()
-    made = accelerator, traced, loss, schedule, microbatches, own, holdings, groups
-    pipeline = run_on_all_ranks(lambda: Pipeline(*made))
-    _fill(pipeline, model, own)
+    arguments = accelerator, traced, loss, schedule, microbatches, local_stages, holdings, groups
+    pipeline = run_on_all_ranks(lambda: Pipeline(*arguments))
+    _fill(pipeline, model, local_stages)
     return prepare.register(accelerator, "model", pipeline, model)
 
 
@@ -393,10 +402,10 @@ def _place(schedule: str, stage: int, size: int) -> int:
 
 
 def _problem(accelerator: TrainingRun, model: nn.Module, schedule: str, microbatches: Any) -> str | None:
-    """Return why a model or the settings have no pipeline, and what to do instead."""
+    """Return why a model or the settings have no pipeline, and the solution."""
     name, size = type(model).__name__, getattr(accelerator.parallelism_config, "pp_size", 1)
     least = {"GPipe": 1, "1F1B": size, "Interleaved1F1B": size, "ZBVZeroBubble": 2 * size - 1}.get(schedule, 1)
-    each = size if schedule == "Interleaved1F1B" else 1
+    multiple = size if schedule == "Interleaved1F1B" else 1
     compiler = accelerator.state.dynamo_plugin.backend
     empty = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
     batch = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
@@ -411,8 +420,8 @@ def _problem(accelerator: TrainingRun, model: nn.Module, schedule: str, microbat
         return f"This {name} is prepared already. Use what that returned, or call free_memory() first."
     if schedule not in SCHEDULES:
         return f"schedule={schedule!r} is unknown; choose one of {', '.join(SCHEDULES)}."
-    if type(microbatches) is not int or microbatches < least or microbatches % each:
-        return f"microbatches={microbatches!r} does not fit schedule={schedule!r} over pp_size={size}: give a whole number of at least {least}, a multiple of {each}."
+    if type(microbatches) is not int or microbatches < least or microbatches % multiple:
+        return f"microbatches={microbatches!r} does not fit schedule={schedule!r} over pp_size={size}: give a whole number of at least {least}, a multiple of {multiple}."
     if compiler is not DynamoBackend.NO:
         return f"dynamo_backend={compiler} with pp_size={size}: stages are not compiled. Leave the backend out."
     if empty:
@@ -429,14 +438,14 @@ def _problem(accelerator: TrainingRun, model: nn.Module, schedule: str, microbat
 
 def _only_loss(output: Any) -> tuple[torch.Tensor, ...]:
     """Return the loss that a model returns: the output itself, its entry or attribute `loss`, or its first element."""
-    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
-    found = found[0] if isinstance(found, (list, tuple)) and found else found
-    if not isinstance(found, torch.Tensor) or found.numel() != 1:
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
+    loss = loss[0] if isinstance(loss, (list, tuple)) and loss else loss
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         raise ValueError(
-            f"The model returns {type(output).__name__} without a loss, a tensor of one element (found: {getattr(found, 'shape', found)}). Give the example what the model "
+            f"The model returns {type(output).__name__} without a loss, a tensor of one element (found: {getattr(loss, 'shape', loss)}). Give the example the inputs that the model "
             "computes it from (`labels`), or give `prepare_pipeline` a loss."
         )
-    return (found.reshape(()),)
+    return (loss.reshape(()),)
 
 
 def _holdings(model: nn.Module, chains: Mapping[bool, stages.Chain], schedule: str, part: Any) -> Holdings:
@@ -444,23 +453,23 @@ def _holdings(model: nn.Module, chains: Mapping[bool, stages.Chain], schedule: s
         name: tensor.detach().to("meta") for name, tensor in (*model.named_parameters(), *model.named_buffers())
     }
     ranks = dist.get_process_group_ranks(part.get_group())
-    used = [each for chain in chains.values() for each in enumerate(chain.names)]
+    used = [numbered_stage for chain in chains.values() for numbered_stage in enumerate(chain.names)]
     users = [(name, _place(schedule, stage, len(ranks))) for stage, names in used for name in names]
-    # What no stage uses, the first rank keeps.
+    # The first rank keeps tensors that no stage uses.
     holders = {name: tuple(sorted({place for user, place in users if user == name})) or (0,) for name in tensors}
     place = part.get_local_rank()
     elsewhere = frozenset(model.state_dict()) - {name for name, places in holders.items() if place in places}
     return Holdings(tensors, holders, place, ranks, part.get_group(), io_of(model).tied_names(model), elsewhere)
 
 
-def _fill(pipeline: Pipeline, model: nn.Module, own: Mapping[int, stages.Stage]) -> None:
-    """Give the pipeline what this rank has, under its full name: of its stages, and what no stage uses."""
+def _fill(pipeline: Pipeline, model: nn.Module, local_stages: Mapping[int, stages.Stage]) -> None:
+    """Give the pipeline this rank's tensors under their full names: those of its stages, and those that no stage uses."""
     saved = model.state_dict()
-    found = {name: tensor for stage in own.values() for name, tensor in stage.tensors().items()}
+    tensors = {name: tensor for stage in local_stages.values() for name, tensor in stage.tensors().items()}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if pipeline.holdings.place not in pipeline.holdings.holders[name]:
             continue
-        if name not in found:
+        if name not in tensors:
             tensor.data = tensor.data.to(pipeline._accelerator.device)
         *path, last = name.split(".")
         owner: nn.Module = pipeline
@@ -468,27 +477,33 @@ def _fill(pipeline: Pipeline, model: nn.Module, own: Mapping[int, stages.Stage])
             if part not in owner._modules:
                 owner.add_module(part, nn.Module())
             owner = owner.get_submodule(part)
-        entry = found.get(name, tensor)
+        entry = tensors.get(name, tensor)
         if isinstance(entry, nn.Parameter):
             owner.register_parameter(last, entry)
         else:
             owner.register_buffer(last, entry, name in saved)
 
 
-def _shard(accelerator: TrainingRun, own: Mapping[int, stages.Stage]) -> None:
-    """Shard each stage as one unit, which stays whole from its first forward of a batch to its last backward. All ranks."""
+def _shard(accelerator: TrainingRun, local_stages: Mapping[int, stages.Stage]) -> None:
+    """Shard each stage as one unit, which stays gathered from its first forward of a batch to its last backward.
+
+    Collective: call on every rank.
+    """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    held = Counter(
-        name for stage in own.values() for name, tensor in stage.tensors().items() if isinstance(tensor, nn.Parameter)
+    use_counts = Counter(
+        name
+        for stage in local_stages.values()
+        for name, tensor in stage.tensors().items()
+        if isinstance(tensor, nn.Parameter)
     )
-    twice = [name for name, count in held.items() if count > 1]
-    if found := [name for names in comm.current().gather_object(twice) for name in names]:
+    twice = [name for name, count in use_counts.items() if count > 1]
+    if shared_names := [name for names in comm.current().gather_object(twice) for name in names]:
         raise ValueError(
-            f"FSDP cannot shard {found[0]!r}, which two stages of one rank use: it would make two of it. Take a schedule with one stage on each rank, such as '1F1B', or "
+            f"FSDP cannot shard {shared_names[0]!r}, which two stages of one rank use: it would make two of it. Take a schedule with one stage on each rank, such as '1F1B', or "
             "untie it."
         )
     policy = accelerator.state.fsdp_plugin.mixed_precision_policy or MixedPrecisionPolicy()
     mesh = shard_mesh(accelerator.parallelism_config, accelerator.torch_device_mesh)  # type: ignore[arg-type]  # pp_size is set
-    for stage in own.values():
+    for stage in local_stages.values():
         fully_shard(stage, mesh=mesh, mp_policy=policy, reshard_after_forward=False)

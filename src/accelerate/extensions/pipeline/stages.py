@@ -1,8 +1,8 @@
-"""A model as stages that train: the graph that `torch.export` traces, cut where modules begin, each stage giving the next what later ones need.
+"""A model as trainable stages: the graph of `torch.export`, cut where modules begin. Each stage passes on all values needed later.
 
-Torch's own cut (`torch.distributed.pipelining.pipeline`) sends a value from its stage straight to each that uses it, and returns the gradient
-of one of them. Here a value passes through every stage in between, so that neighbours alone exchange, as interleaved schedules want, and its
-gradient is the sum. A parameter that several stages use (a tied embedding) keeps its name in each.
+Torch's own cut (`torch.distributed.pipelining.pipeline`) sends a value from its stage directly to each user, and returns
+the gradient of one user. Here a value passes through every stage in between. So only neighbours exchange, as interleaved
+schedules need, and the gradient is the sum. A parameter of several stages (a tied embedding) keeps its name in each.
 
 Source:
     https://docs.pytorch.org/docs/stable/export.html
@@ -30,30 +30,30 @@ class Stage(nn.Module):
     """A part of a model's graph: it takes the values that the stage before returns, and returns those that later stages need.
 
     Args:
-        bodies: The part as it is in training, and in evaluation, with the parameters that it uses under the names of the user's model.
-        taken: The values that each takes, on the meta device.
-        returned: Those that it returns.
+        bodies: The graph of the part in training, and in evaluation, with its parameters under the names of the user's model.
+        taken: The arguments of each, on the meta device.
+        returned: The results of each.
         context: Makes the context of its computation, for mixed precision.
     """
 
     def __init__(
-        self, bodies: Mapping[bool, fx.GraphModule], taken: Carried, returned: Carried, context: Context
+        self, bodies: Mapping[bool, fx.GraphModule], arguments: Carried, returned: Carried, context: Context
     ) -> None:
         super().__init__()
         self.bodies = nn.ModuleDict({str(mode): body for mode, body in bodies.items()})
-        self.taken, self.returned, self._context = taken, returned, context
+        self.taken, self.returned, self._context = arguments, returned, context
         self.train(next(iter(bodies)))
 
     def forward(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Compute the stage; each result has memory of its own."""
+        """Compute the stage; each result has separate memory."""
         with self._context():
             results = self.bodies[str(self.training)](*values)
-        taken = {id(value) for value in values}
+        argument_ids = {id(value) for value in values}
         typed = (value.to(like.dtype) for value, like in zip(results, self.returned[self.training], strict=True))
         return tuple(
             # Zero-bubble schedules detach results in place, which views refuse; and gloo sends no strided memory.
             result.clone(memory_format=torch.contiguous_format)
-            if id(result) in taken or is_view(result) or not result.is_contiguous()
+            if id(result) in argument_ids or is_view(result) or not result.is_contiguous()
             else result
             for result in typed
         )
@@ -91,7 +91,7 @@ def _marked(model: nn.Module, points: Sequence[str]) -> Iterator[None]:
 
 @dataclass
 class Traced:
-    """A model as stages, in training and in evaluation, and what it is called with and returns."""
+    """A model as stages, in training and in evaluation, with its inputs and outputs."""
 
     chains: "dict[bool, Chain]"
     inputs: Inputs
@@ -108,17 +108,18 @@ def trace(
     record: Callable[[Any], tuple[torch.Tensor, ...]] | None = None,
     trains: bool = True,
 ) -> Traced:
-    """Divide a model into stages that begin at modules, for a device; the model stays as it is. No communication.
+    """Divide a model into stages that begin at modules, for a device, without changing the model. No communication.
 
-    Returns the model as it is in training, and in evaluation, with gradients; without `trains` as it is now, without.
+    Returns the stages for training and for evaluation, with gradients. Without `trains`, only for the model's current mode,
+    without gradients.
 
-    `record` returns the tensors that count of what the model returns; None: all. ValueError if the names do not cut it into so many stages,
-    or if it cannot be traced.
+    `record` returns the relevant tensors of the model's output; None: all. ValueError if the names do not cut the model into
+    that many stages, or if it cannot be traced.
     """
     inputs = Inputs(model, args, kwargs)
     _check_points(model, points, stages)
     outputs, tensors = Outputs(inputs.rows), inputs.traced()
-    flat = _Flat(model, lambda given: (record or outputs.record)(inputs.call(model, given)))
+    flat = _Flat(model, lambda tensors_of_batch: (record or outputs.record)(inputs.call(model, tensors_of_batch)))
     graphs = {}
     with _marked(model, points), torch.random.fork_rng(devices=[]), torch.set_grad_enabled(trains):
         for mode in (True, False) if trains else (model.training,):
@@ -149,7 +150,7 @@ def _check_points(model: nn.Module, split_points: Sequence[str], stages: int) ->
     if not len(set(split_points)) == len(split_points) == stages - 1:
         raise ValueError(
             f"split_points={list(split_points)} name {len(set(split_points))} modules, but {stages} processes are {stages} stages, "
-            f"each but the first of which begins with one of them. Name {stages - 1} modules, or use 'auto'."
+            f"and each but the first begins with one of them. Name {stages - 1} modules, or use 'auto'."
         )
 
 
@@ -166,12 +167,12 @@ def _untraceable(model: nn.Module, error: BaseException) -> ValueError:
 
 
 class Chain:
-    """A model that is traced and divided into stages, none of which is built yet: each node of the graph has a stage.
+    """A traced model divided into stages that are not built yet: each node of the graph has a stage.
 
     Attributes:
-        carried: The values that each stage takes, and at the end those that the last one returns, on the meta device; what a gradient comes
-            back for requires one. The first stage takes all inputs.
-        names: Of the parameters and buffers that each stage uses.
+        carried: The arguments of each stage, and finally the results of the last one, on the meta device. A value with a
+            gradient requires one. The first stage takes all inputs.
+        names: Of each stage's parameters and buffers.
     """
 
     def __init__(self, model: nn.Module, traced: fx.GraphModule, device: torch.device) -> None:
@@ -185,14 +186,14 @@ class Chain:
         for node in self._nodes:
             if node.op == "get_attr":
                 value = operator.attrgetter(node.target)(traced)
-                # Of tied weights, which have one memory, `named_parameters` gives the first name.
+                # For tied weights, which share memory, `named_parameters` gives the first name.
                 self._read[node] = firsts.get(id(value), node.target.removeprefix("model.")), value
             elif node.op == "placeholder":
                 self._home[node] = 0
             elif "pipe_split" in str(node.target):
                 stage += 1
             elif node.op == "call_function":
-                # Of several results, which are no tensor, it is the part that travels.
+                # A node with several results is no tensor; the selected result is sent.
                 source = node.args[0] if node.target is operator.getitem else None
                 self._home[node] = self._home.get(source, stage)
         last = {node: max((self._home.get(user, stage + 1) for user in node.users), default=-1) for node in self._home}
@@ -227,19 +228,19 @@ class Chain:
             )
         return torch.empty(value.shape, dtype=value.dtype, device="meta", requires_grad=grows[node])
 
-    def body(self, stage: int, held: dict[str, Any]) -> fx.GraphModule:
-        """Return the graph of a stage; what it reads comes from, and into, `held`, on the device. Its parameters are the model's."""
-        graph, made, read = fx.Graph(), {}, {}
+    def body(self, stage: int, constants: dict[str, Any]) -> fx.GraphModule:
+        """Return the graph of a stage, with its constants in `constants`, on the device. Its parameters are the model's."""
+        graph, nodes, read = fx.Graph(), {}, {}
 
         def fetched(node: fx.Node) -> fx.Node:
-            if node not in made:
+            if node not in nodes:
                 name, value = self._read[node]
                 if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
                     value = value.to(self._device)
                 # Constants and parts of the graph may differ between training and evaluation under one name.
-                read[name] = held.setdefault(name, value) if name in self._own else value
-                made[node] = graph.get_attr(name)
-            return made[node]
+                read[name] = constants.setdefault(name, value) if name in self._own else value
+                nodes[node] = graph.get_attr(name)
+            return nodes[node]
 
         def placed(value: Any) -> Any:
             # Tracing has noted the device that the model was on.
@@ -247,18 +248,18 @@ class Chain:
             return self._device if is_other else value
 
         for node in self._carried[stage]:
-            made[node] = graph.placeholder(node.name)
+            nodes[node] = graph.placeholder(node.name)
         for node in self._nodes:
             if self._home.get(node) == stage and node.op != "placeholder":
-                copy = made[node] = graph.node_copy(node, fetched)
+                copy = nodes[node] = graph.node_copy(node, fetched)
                 copy.args, copy.kwargs = fx.node.map_aggregate((copy.args, copy.kwargs), placed)
-        graph.output(tuple(made[node] for node in self._carried[stage + 1]))
+        graph.output(tuple(nodes[node] for node in self._carried[stage + 1]))
         return fx.GraphModule(read, graph, f"Stage{stage}")
 
 
 def build(chains: Mapping[bool, Chain], stage: int, context: Context) -> Stage:
     """Make a stage of what `trace` returned; in training and in evaluation it has the same parameters and buffers."""
-    held: dict[str, Any] = {}
-    bodies = {mode: chain.body(stage, held) for mode, chain in chains.items()}
-    taken, returned = ({mode: chain.carried[at] for mode, chain in chains.items()} for at in (stage, stage + 1))
-    return Stage(bodies, taken, returned, context)
+    constants: dict[str, Any] = {}
+    bodies = {mode: chain.body(stage, constants) for mode, chain in chains.items()}
+    arguments, returned = ({mode: chain.carried[at] for mode, chain in chains.items()} for at in (stage, stage + 1))
+    return Stage(bodies, arguments, returned, context)

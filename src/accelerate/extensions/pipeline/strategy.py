@@ -1,4 +1,4 @@
-"""Pipeline parallelism: each rank has the stages of its place in a pipeline, alone, beside replicas, or as shards of FSDP2."""
+"""Pipeline parallelism: each rank has the stages of its position in a pipeline, with replicas or FSDP2 shards if configured."""
 
 import contextlib
 import itertools
@@ -34,7 +34,7 @@ def _pipelines(accelerator: Run) -> list[Any]:
 
 
 class PipelineParallel(Sharded):
-    """Stages that `training.pipeline` has made; a checkpoint has each rank's own tensors, under the names of the whole model."""
+    """Stages of `training.pipeline`; a checkpoint has each rank's own tensors, under the names of the full model."""
 
     # -- prepare -------------------------------------------------------------------------------------------------
 
@@ -45,7 +45,7 @@ class PipelineParallel(Sharded):
         other_shards = engine.sharded and not accelerator.is_fsdp2
         if other_shards or engine.own_groups or engine.traced or not engine.places_batches:
             raise ValueError(
-                f"pp_size={size} with {accelerator.distributed_type}: a pipeline trains alone, with data parallelism, or with FSDP version 2. Leave the plugin away, "
+                f"pp_size={size} with {accelerator.distributed_type}: a pipeline trains without another strategy, with data parallelism, or with FSDP version 2. Remove the plugin, "
                 "or set pp_size=1."
             )
         if accelerator.mixed_precision not in ("no", "bf16"):
@@ -54,7 +54,10 @@ class PipelineParallel(Sharded):
             )
 
     def check(self, accelerator: Run, objects: Sequence[Any]) -> None:
-        """Refuse models that were not divided, optimizers of other parameters, and settings that stages do not have. All ranks."""
+        """Refuse models that were not divided, optimizers of other parameters, and settings that stages do not have.
+
+        Collective: call on every rank.
+        """
         layout: ParallelismConfig = accelerator.parallelism_config  # type: ignore[assignment]  # pp_size is set
         if accelerator.is_fsdp2:
             FSDP2().check(accelerator, ())
@@ -67,25 +70,25 @@ class PipelineParallel(Sharded):
                     raise ValueError(
                         f"{name}={value!r} with pp_size={layout.pp_size}: stages do not have it. Leave it out, or set pp_size=1."
                     )
-        found = *_pipelines(accelerator), *(obj for obj in objects if is_pipeline(obj))
-        known = {id(parameter) for model in found for parameter in model.parameters()}
+        pipelines = *_pipelines(accelerator), *(obj for obj in objects if is_pipeline(obj))
+        pipeline_ids = {id(parameter) for model in pipelines for parameter in model.parameters()}
         for obj in objects:
             if isinstance(obj, nn.Module) and not is_pipeline(obj) and accelerator.prepared.find(obj) is None:
                 raise ValueError(
-                    f"pp_size={layout.pp_size}, but {type(obj).__name__} is a whole model. Call accelerator.prepare_pipeline(model, ...), make the optimizer from "
+                    f"pp_size={layout.pp_size}, but {type(obj).__name__} is a full model. Call accelerator.prepare_pipeline(model, ...), make the optimizer from "
                     "pipeline.parameters(), and prepare that; a model that does not train goes to prepare_model(model, evaluation_mode=True)."
                 )
             groups = obj.param_groups if isinstance(obj, torch.optim.Optimizer) else ()
-            if any(id(parameter) not in known for group in groups for parameter in group["params"]):
+            if any(id(parameter) not in pipeline_ids for group in groups for parameter in group["params"]):
                 raise ValueError(
                     f"The optimizer ({type(obj).__name__}) has parameters that no pipeline has on this rank. Call accelerator.prepare_pipeline first, and make the optimizer "
                     "from pipeline.parameters()."
                 )
 
     def whole_parameters(self, accelerator: Run, model: nn.Module) -> contextlib.AbstractContextManager[nn.Module]:
-        """Raise NotImplementedError: a rank has the code of its own stages alone."""
+        """Raise NotImplementedError: a rank has only its own stages."""
         raise NotImplementedError(
-            "whole_parameters is not possible with pp_size above 1. Evaluate the pipeline, or load its checkpoint in a process of its own."
+            "whole_parameters is not possible with pp_size above 1. Evaluate the pipeline, or load its checkpoint in a separate process."
         )
 
     # -- step ----------------------------------------------------------------------------------------------------
@@ -101,15 +104,19 @@ class PipelineParallel(Sharded):
     def clip_grad_norm(
         self, accelerator: Run, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float
     ) -> torch.Tensor:
-        """Clip to the norm over all stages, what several have counted once. All ranks."""
-        parameters, found = list(parameters), _pipelines(accelerator)
-        if not found:
+        """Clip to the norm over all stages, what several have counted once. Collective: call on every rank."""
+        parameters, pipelines = list(parameters), _pipelines(accelerator)
+        if not pipelines:
             return super().clip_grad_norm(accelerator, parameters, max_norm, norm_type)
-        repeated = {id(p) for one in found for name, p in one.named_parameters() if name in one.holdings.repeated}
-        return norms.clip_grad_norm(parameters, max_norm, norm_type, stages=found[0].holdings.group, repeated=repeated)
+        repeated = {
+            id(p) for part in pipelines for name, p in part.named_parameters() if name in part.holdings.repeated
+        }
+        return norms.clip_grad_norm(
+            parameters, max_norm, norm_type, stages=pipelines[0].holdings.group, repeated=repeated
+        )
 
     def clip_grad_value(self, accelerator: Run, parameters: Iterable[nn.Parameter], clip_value: float) -> None:
-        """Clip each element of the gradients that this rank has. All ranks."""
+        """Clip each element of the gradients that this rank has. Collective: call on every rank."""
         norms.clip_grad_value(parameters, clip_value)
 
 
@@ -136,26 +143,32 @@ class PipelineIO(ShardedIO):
         """Return how a checkpoint keeps stages: as shards, whatever a plugin says, because no rank has all names."""
         return "sharded"
 
-    def whole_tensors(self, accelerator: Run, model: nn.Module, wanted: Wanted = bool) -> Entries:
-        """Send each tensor from the first rank of the pipeline that has it to the others. All ranks, in step."""
+    def whole_tensors(self, accelerator: Run, model: nn.Module, is_selected: Wanted = bool) -> Entries:
+        """Send each tensor from the first rank of the pipeline that has it to the others.
+
+        Collective: call on every rank.
+        """
         if not is_pipeline(model):
-            yield from super().whole_tensors(accelerator, model, wanted)
+            yield from super().whole_tensors(accelerator, model, is_selected)
             return
         holdings: Any = model.holdings
-        own = io_of(model).model_state(model).values
-        saved = {*own, *holdings.elsewhere}
+        local_values = io_of(model).model_state(model).values
+        saved = {*local_values, *holdings.elsewhere}
         for name, like in holdings.tensors.items():
-            if name not in saved or not wanted(name):
+            if name not in saved or not is_selected(name):
                 continue
             if holdings.place in holdings.holders[name]:
-                value = state.full(own[name]).contiguous()
+                value = state.full(local_values[name]).contiguous()
             else:
                 value = torch.empty_like(like, device=accelerator.device)
             dist.broadcast(value, holdings.ranks[holdings.holders[name][0]], group=holdings.group)
             yield name, value
 
     def save_optimizer(self, accelerator: Run, optimizer: Any, plan: SavePlan, index: int, **options: Any) -> None:
-        """Write what this rank has of an optimizer's state, and the groups with the parameters of all stages. All ranks."""
+        """Write this rank's part of an optimizer's state, and the groups with the parameters of all stages.
+
+        Collective: call on every rank.
+        """
         model, _ = model_of(optimizer, accelerator._models)
         values = io_of(model).optimizer_state(optimizer, model)
         if is_pipeline(model):
@@ -165,13 +178,13 @@ class PipelineIO(ShardedIO):
 
 def _joined(groups: list[dict[str, Any]], holdings: Any) -> list[dict[str, Any]]:
     """Return an optimizer's groups with the names of all stages. All ranks of the pipeline; ValueError if their numbers differ."""
-    every: list[Any] = [None] * len(holdings.ranks)
-    dist.all_gather_object(every, groups, group=holdings.group)
-    if len({len(of_rank) for of_rank in every}) > 1:
+    groups_of_ranks: list[Any] = [None] * len(holdings.ranks)
+    dist.all_gather_object(groups_of_ranks, groups, group=holdings.group)
+    if len({len(of_rank) for of_rank in groups_of_ranks}) > 1:
         raise ValueError(
-            f"The optimizer has {[len(of_rank) for of_rank in every]} groups of parameters on the ranks of the pipeline. Give it the same groups on each, also empty ones."
+            f"The optimizer has {[len(of_rank) for of_rank in groups_of_ranks]} groups of parameters on the ranks of the pipeline. Give it the same groups on each, also empty ones."
         )
     return [
         {**same[0], "params": list(dict.fromkeys(itertools.chain.from_iterable(group["params"] for group in same)))}
-        for same in zip(*every, strict=True)
+        for same in zip(*groups_of_ranks, strict=True)
     ]

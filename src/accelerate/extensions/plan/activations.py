@@ -1,8 +1,8 @@
-"""What one training step allocates beside parameters and optimizer state, measured on fake tensors: shapes are computed, nothing else is.
+"""Memory of one training step besides parameters and optimizer state, measured on fake tensors, which have only shapes.
 
-The step of a model is cut into segments, a forward and a backward one of each unit that FSDP shards and of what lies between
-them. `extensions.reports.estimator` adds to each what a layout keeps meanwhile. Of repeated blocks three are run, and the others follow
-from the difference of the second and the third.
+The step of a model is cut into segments: a forward and a backward one for each unit that FSDP shards, and for the parts
+between units. `extensions.reports.estimator` adds a layout's other memory to each. Only three of repeated blocks are run;
+the others follow from the difference of the second and the third.
 """
 
 import contextlib
@@ -38,15 +38,17 @@ Inputs = Callable[[int, int], Mapping[str, torch.Tensor]]
 def measure(
     build: Callable[[], nn.Module], inputs: Inputs, layout: Layout, sequence: int, gpu: bool = False
 ) -> Profile:
-    """Return what one step of a model allocates. Any rank, alone; with `tp`, `cp`, `sp` or `ep` of a process that has joined no group.
+    """Return the allocations of one step of a model.
+
+    Not a collective. With `tp`, `cp`, `sp` or `ep` the process must have joined no group.
 
     Args:
         build: returns the model, on any device; best on torch's meta device.
         inputs: returns the arguments of its forward for a batch and a length of sequences.
-        layout: a micro-batch of it, its precision, whether it recomputes and casts, and how ranks share layers, sequences and experts,
-            among which tokens are taken to spread evenly.
-        sequence: tokens of a whole sequence.
-        gpu: as a GPU's kernels allocate, where those of the CPU do otherwise.
+        layout: its micro-batch, its precision, whether it recomputes and casts, and how ranks share layers, sequences and
+            experts. Tokens are assumed to spread evenly among experts.
+        sequence: tokens of a full sequence.
+        gpu: with the allocations of a GPU's kernels where they differ.
 
     Raises:
         ValueError: the model cannot be split or has no checkpointing, or its forward looks at values.
@@ -76,10 +78,10 @@ def measure(
         sharing = init_device_mesh("cpu", (tp,), mesh_dim_names=("tp",)) if tp > 1 else None
         if cp * sp > 1:
             last.enter_context(_cut_sequences(model, sequence, "cp" if cp > 1 else "sp", cp * sp))
-        split, each = None, 0 if cp * sp > 1 else None
+        split, tokens_of_expert = None, 0 if cp * sp > 1 else None
         if ep > 1:
             split = experts.splitting(model, ep, ep)[1]
-            each = batch * sequence * getattr(model.config, "num_experts_per_tok", 1) // ep
+            tokens_of_expert = batch * sequence * getattr(model.config, "num_experts_per_tok", 1) // ep
         last.enter_context(torch_private.shapes_only())
         _fake(model, dtype if layout.casts else None)
         if split is not None:
@@ -91,10 +93,10 @@ def measure(
         if sharing is not None:  # FSDP shards the parts over all of its ranks
             inventory = replace(inventory, items=tuple(replace(item, split=1) for item in inventory.items))
         for module in list(experts.modules(model)):  # as FSDP hands them to forward
-            for own, value in list(module._parameters.items()):
-                module._parameters[own] = nn.Parameter(torch_private.local_part(value))
+            for entry, value in list(module._parameters.items()):
+                module._parameters[entry] = nn.Parameter(torch_private.local_part(value))
         units, left_out, stem = _shorten(model)
-        recorder = _Recorder(model, each, gpu)
+        recorder = _Recorder(model, tokens_of_expert, gpu)
         with recorder.watching(model, units), _as_if_real():
             arguments = dict(inputs(batch, sequence // (cp * sp)))
             if cp * sp > 1 and "labels" in arguments:
@@ -107,7 +109,7 @@ def measure(
                 loss.backward()
             except torch_private.looks_at_values() as error:
                 raise ValueError(
-                    f"The forward of {type(model).__name__} looks at values, so it cannot run on shapes alone: {error}."
+                    f"The forward of {type(model).__name__} looks at values, so it cannot run on shapes only: {error}."
                 ) from error
     segments = recorder.segments if not left_out else _lengthen(recorder.segments, stem, left_out)
     return Profile(inventory, tuple(segments), batch * sequence // cp * _keys(model, tp))
@@ -115,7 +117,7 @@ def measure(
 
 @contextlib.contextmanager
 def _joined(ranks: int) -> Iterator[None]:
-    """Let this process be one of so many ranks, of which there are no others, for a time."""
+    """Let this process be one of so many ranks without the others, for a time."""
     if dist.is_initialized():
         raise ValueError("A model that ranks split is measured in a process that has joined no process group.")
     torch_private.join_alone(0, ranks, dist.HashStore())
@@ -127,7 +129,7 @@ def _joined(ranks: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _cut_sequences(model: nn.Module, sequence: int, axis: str, ranks: int) -> Iterator[None]:
-    """Let the attention of a model exchange what it needs, as that of a rank which has a part of each sequence."""
+    """Let the attention of a model exchange data like that of a rank with a part of each sequence."""
     part = init_device_mesh("cpu", (ranks,), mesh_dim_names=(axis,))
     region = sequences.SequenceRegion(part) if axis == "sp" else sequences.GatheringRegion("cp", part, cuts=2)
     sequence_models.check(model, axis)
@@ -148,12 +150,15 @@ def _keys(model: nn.Module, tp: int) -> int:
 
 
 def _as_if_real() -> AbstractContextManager[None]:
-    """Let transformers take the way of a real run: it takes another one, with masks of its own, where it finds fake tensors."""
+    """Let transformers run as in a real run: with fake tensors it would make its own masks."""
     modules = [module for name, module in sys.modules.items() if name.partition(".")[0] == "transformers"]
-    found = [
-        (each, name) for each in modules for name in ("is_tracing", "is_fake_tensor") if callable(vars(each).get(name))
+    patched = [
+        (module, name)
+        for module in modules
+        for name in ("is_tracing", "is_fake_tensor")
+        if callable(vars(module).get(name))
     ]
-    return torch_private.replaced(*((module, name, lambda *_, **__: False) for module, name in found))
+    return torch_private.replaced(*((module, name, lambda *_, **__: False) for module, name in patched))
 
 
 def _loss(output: Any) -> torch.Tensor:
@@ -166,47 +171,47 @@ def _loss(output: Any) -> torch.Tensor:
 
 def _fake(model: nn.Module, dtype: torch.dtype | None) -> None:
     """Put fake tensors in the place of a model's tensors."""
-    made: dict[int, Any] = {}
+    fake_tensors: dict[int, Any] = {}
     for module in list(model.modules()):
-        for own, old in list(module._parameters.items()):
+        for entry, old in list(module._parameters.items()):
             if old is None:
                 continue
-            if id(old) not in made:
+            if id(old) not in fake_tensors:
                 kind = dtype if dtype is not None and old.is_floating_point() else old.dtype
-                made[id(old)] = (nn.Parameter(torch.empty(old.shape, dtype=kind), old.requires_grad), old)
-            module._parameters[own] = made[id(old)][0]
-        for own, old in list(module._buffers.items()):
+                fake_tensors[id(old)] = (nn.Parameter(torch.empty(old.shape, dtype=kind), old.requires_grad), old)
+            module._parameters[entry] = fake_tensors[id(old)][0]
+        for entry, old in list(module._buffers.items()):
             if old is not None:
-                module._buffers[own] = torch.empty(old.shape, dtype=old.dtype)
+                module._buffers[entry] = torch.empty(old.shape, dtype=old.dtype)
 
 
 _RUN = 3
 
 
 def _shorten(model: nn.Module) -> tuple[list[str], int, str]:
-    """Leave three of a model's equal blocks in one list; return the units that are left, how many were taken out, and of which list."""
+    """Keep three of a model's equal blocks in one list; return the remaining units, the number removed, and the list."""
     blocks = block_names(model)
     for name, module in model.named_modules():
         inner = [f"{name}.{number}" for number in range(len(module))] if isinstance(module, nn.ModuleList) else []
         if len(inner) > _RUN and set(inner) <= set(blocks):
-            shapes = {tuple((own, value.shape) for own, value in block.named_parameters()) for block in module}
+            shapes = {tuple((entry, value.shape) for entry, value in block.named_parameters()) for block in module}
             if len(shapes) == 1:
-                left = len(module) - _RUN
+                removed = len(module) - _RUN
                 del module[_RUN:]
-                return [block for block in blocks if block not in inner[_RUN:]], left, name
+                return [block for block in blocks if block not in inner[_RUN:]], removed, name
     return blocks, 0, ""
 
 
 def _lengthen(segments: list[Segment], stem: str, count: int) -> list[Segment]:
-    """Put back the segments of blocks of a list that were taken out after the third one."""
+    """Insert the segments of the blocks that were removed after the third one."""
     second, third = (f"{stem}.{number}" for number in (_RUN - 2, _RUN - 1))
     at = {(segment.backward, segment.unit): segment for segment in segments}
-    grown = {  # what a block leaves in forward, and what it leaves for the backward pass
+    grown = {  # memory that a block keeps in forward, and for the backward pass
         False: at[False, third].end - at[False, second].end,
         True: at[True, third].peak - at[True, second].peak,
     }
     longer: list[Segment] = []
-    # What comes after the blocks in forward and before them in backward has all of their activations below it.
+    # Segments after the blocks in forward, and before them in backward, have all of their activations below them.
     above = 0
     for segment in segments:
         steps, names = [above], [segment.unit]
@@ -223,27 +228,27 @@ def _lengthen(segments: list[Segment], stem: str, count: int) -> list[Segment]:
 class _Recorder(TorchDispatchMode):
     """Follows the memory that a step makes, segment by segment.
 
-    An integer that is read is `each`: with experts on several ranks, how many tokens one gets from another; where ranks share sequences
-    0, for how many places are wrong.
+    `read_value` is the value of integers that the model reads. With experts on several ranks it is the number of tokens that a
+    rank gets from another. If ranks share sequences, it is 0, the number of wrong positions.
     """
 
-    def __init__(self, model: nn.Module, each: int | None, gpu: bool) -> None:
+    def __init__(self, model: nn.Module, tokens_of_expert: int | None, gpu: bool) -> None:
         super().__init__()
-        self.each, self.gpu = each, gpu
+        self.read_value, self.gpu = tokens_of_expert, gpu
         self.segments: list[Segment] = []
         self.tracker = AllocationTracker()
         label(self.tracker, [model], [])
         self._start(False, "")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation, and count what it returns."""
+        """Run an operation, and count its results."""
         if any(map(torch_private.is_distributed, types)):
-            return NotImplemented  # it comes here again as what is done with local parts, exchanges included
+            return NotImplemented  # it is dispatched again as operations on local parts, exchanges included
         if torch_private.reads_value(func):
             if args[0].dtype == torch.bool:
-                return True  # models ask whether a mask is full, or sequences are whole: those of a plan are
-            if self.each is not None and not args[0].is_floating_point():
-                return self.each
+                return True  # models ask whether a mask is full, or sequences are complete: those of a plan are
+            if self.read_value is not None and not args[0].is_floating_point():
+                return self.read_value
         out = torch_private.run_on_shapes(func, args, kwargs or {})
         self.tracker.see(out)
         self.flops += flops_of(func, args, kwargs or {}, out)
@@ -302,7 +307,7 @@ class _Recorder(TorchDispatchMode):
                 return
             self.enter(False, name)
             for leaf in _tracked((args, kwargs)):
-                leaf.register_hook(left)
+                leaf.register_hook(end_unit)
 
         def ended(_: nn.Module, args: Any, output: Any) -> None:
             if self.backward:
@@ -311,7 +316,7 @@ class _Recorder(TorchDispatchMode):
             for leaf in _tracked(output):
                 leaf.register_hook(lambda gradient: self.enter(True, name))
 
-        def left(_: torch.Tensor) -> None:
+        def end_unit(_: torch.Tensor) -> None:
             if self.unit == name:
                 self.enter(True, "")
 

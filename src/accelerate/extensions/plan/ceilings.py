@@ -1,4 +1,4 @@
-"""What a device reaches at most, measured: products of large matrices, and copies within its memory."""
+"""The measured peak rates of a device: products of large matrices, and copies within its memory."""
 
 import statistics
 import time
@@ -13,13 +13,15 @@ from accelerate.devices import row
 from accelerate.extensions.reports.device_specs import DeviceSpec
 
 _DTYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-# Of the sides of the matrices, and of the copy: large enough that starting a kernel does not count.
+# Side of the matrices, and bytes of the copy: large enough to hide the start of a kernel.
 SIDE, COPIED = 8192, 2 << 30
 _TIMES = 10
 
 
 def measured(spec: DeviceSpec, device: torch.device, side: int = SIDE, copied: int = COPIED) -> DeviceSpec:
-    """Return a row of the table with rates that a device of this machine reaches, in a second or two. Any rank, alone.
+    """Return a row of the table with rates that a device of this machine reaches, in a second or two.
+
+    Not a collective.
 
     Args:
         spec: of a device of its kind; precisions that it lacks are not measured.
@@ -38,8 +40,8 @@ def measured(spec: DeviceSpec, device: torch.device, side: int = SIDE, copied: i
     """
     flops = {}
     for name in spec.flops:
-        one, other = (torch.randn(side, side, device=device).to(_DTYPES[name]) for _ in range(2))
-        flops[name] = 2 * side**3 / _seconds(partial(torch.matmul, one, other), device)
+        left_matrix, other = (torch.randn(side, side, device=device).to(_DTYPES[name]) for _ in range(2))
+        flops[name] = 2 * side**3 / _seconds(partial(torch.matmul, left_matrix, other), device)
     source = torch.ones(copied, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     bandwidth = 2 * copied / _seconds(partial(target.copy_, source), device)

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-# Of a device's memory, what its driver, the library of collectives and fragments take; an assumption.
+# The share of a device's memory for its driver, the library of collectives and fragments; an assumption.
 RESERVE = 0.08
 _COLUMNS = ("layout", "micro x steps", "recompute", "memory", "activations", "slow link", "step", "limit")
 _SHOWN = 12
@@ -48,7 +48,7 @@ _SEQUENCE = 2048
 
 @dataclass(frozen=True)
 class Choice:
-    """A layout with what it needs; `why` says what does not fit, or is empty."""
+    """A layout with its needs; `why` says why it does not fit, or is empty."""
 
     layout: Layout
     memory: Memory | None = None
@@ -77,11 +77,11 @@ def name_of(layout: Layout) -> str:
 def load(
     name: str, trust_remote_code: bool = False
 ) -> tuple[Callable[[], "nn.Module"], Callable[..., dict[str, Any]]]:
-    """Return what builds a model on the meta device, and what makes the arguments of its forward for a batch and a sequence.
+    """Return a builder of the model on the meta device, and one of its arguments for a batch and a sequence.
 
     Args:
-        name: a folder or file with a transformers configuration, the name of a model on the Hub, or "package.module:factory", where
-            the factory returns a model, or a model and a function of batch and sequence that returns the arguments.
+        name: a folder or file with a transformers configuration, the name of a model on the Hub, or "package.module:factory".
+            The factory returns a model, or a model and a function of batch and sequence that returns the arguments.
 
     Raises:
         LaunchError: it cannot be found or built.
@@ -116,7 +116,7 @@ def inputs_of(model: "nn.Module") -> Callable[[int, int], dict[str, Any]]:
     main, config = getattr(model, "main_input_name", None), getattr(model, "config", None)
     if main not in ("input_ids", "pixel_values"):
         raise LaunchError(
-            f"What {type(model).__name__} takes is not known (main_input_name is {main!r}). Name a package.module:factory that "
+            f"The inputs of {type(model).__name__} are not known (main_input_name is {main!r}). Name a package.module:factory that "
             "returns the model and a function of batch and sequence with the arguments of its forward."
         )
     takes_labels = "labels" in inspect.signature(model.forward).parameters
@@ -125,12 +125,12 @@ def inputs_of(model: "nn.Module") -> Callable[[int, int], dict[str, Any]]:
     )
 
     def arguments(batch: int, sequence: int) -> dict[str, Any]:
-        given = torch.zeros(batch, sequence, dtype=torch.long)
-        labels = torch.zeros(batch, dtype=torch.long) if one_label else given.clone()
+        inputs = torch.zeros(batch, sequence, dtype=torch.long)
+        labels = torch.zeros(batch, dtype=torch.long) if one_label else inputs.clone()
         if main == "pixel_values":
             sides = config.image_size if isinstance(config.image_size, (tuple, list)) else [config.image_size] * 2
-            given = torch.zeros(batch, getattr(config, "num_channels", 3), *sides)
-        return {main: given, **({"labels": labels} if takes_labels else {})}
+            inputs = torch.zeros(batch, getattr(config, "num_channels", 3), *sides)
+        return {main: inputs, **({"labels": labels} if takes_labels else {})}
 
     return arguments
 
@@ -150,10 +150,10 @@ def load_program(args: argparse.Namespace) -> tuple[Callable[[], "nn.Module"], C
     from accelerate.extensions.simulate import simulation
     from accelerate.runtime.torch_private import pytree
 
-    own = Ranks(0, args.gpus, 0, args.gpus // args.nodes, "torchrun")
+    rank_layout = Ranks(0, args.gpus, 0, args.gpus // args.nodes, "torchrun")
     settings = {"accelerate_use_cpu": "true", "accelerate_mixed_precision": args.mixed_precision}
-    with patch_environment(**own.variables, **settings), contextlib.redirect_stdout(sys.stderr):
-        call = simulation.first_call(args.script, own)
+    with patch_environment(**rank_layout.variables, **settings), contextlib.redirect_stdout(sys.stderr):
+        call = simulation.first_call(args.script, rank_layout)
     tensors = [leaf for leaf in pytree.tree_leaves(call.arguments) if isinstance(leaf, torch.Tensor) and leaf.ndim]
     if not tensors:
         called = f"{args.script[0]} calls {type(call.model).__name__}"
@@ -220,7 +220,7 @@ class Profiles:
         config = getattr(model, "config", None)
         names = ("num_local_experts", "num_experts", "n_routed_experts")
         counts = [getattr(config, name, None) for name in names if getattr(model, "ep_plan", None)]
-        # Of a layer that ranks can share; 0 if they cannot.
+        # Number of experts of a layer that ranks can share; 0 if they cannot.
         self.experts = next((count for count in counts if isinstance(count, int)), 0)
 
     def of(self, layout: Layout) -> Profile:
@@ -230,25 +230,27 @@ class Profiles:
         within = layout.tp, layout.cp, layout.sp, layout.ep
         key = (layout.precision, layout.checkpointing, layout.casts, *within)
         if key not in self._found:
-            # torch's context parallelism keeps what a rank's own keys need
+            # torch's context parallelism keeps the memory of a rank's own keys
             alone = dataclasses.replace(layout, cp=1, fsdp=layout.shards > 0)
-            one, two = (dataclasses.replace(alone, micro_batch=size) for size in (1, 2))
+            single, two = (dataclasses.replace(alone, micro_batch=size) for size in (1, 2))
             length = self._sequence // layout.cp
             try:
-                self._found[key] = tuple(measure(*self._arguments, each, length, gpu=True) for each in (one, two))
+                self._found[key] = tuple(
+                    measure(*self._arguments, size_layout, length, gpu=True) for size_layout in (single, two)
+                )
             except ValueError as error:
                 self._found[key] = str(error)
-        found = self._found[key]
-        if isinstance(found, str):
-            raise ValueError(found)
-        one, two = found
-        profile = two.extended(one, layout.micro_batch)
+        measured = self._found[key]
+        if isinstance(measured, str):
+            raise ValueError(measured)
+        single, two = measured
+        profile = two.extended(single, layout.micro_batch)
         if layout.cp == 1:
             return profile
-        # Each rank's queries meet the keys of all: arithmetic is the part of that of the whole sequence.
+        # Each rank's queries meet the keys of all: arithmetic is a part of that of the full sequence.
         whole = self.of(dataclasses.replace(layout, cp=1, fsdp=True))
         pairs = zip(profile.segments, whole.segments, strict=True)
-        parts = (dataclasses.replace(own, flops=all_of.flops // layout.cp) for own, all_of in pairs)
+        parts = (dataclasses.replace(segment, flops=all_of.flops // layout.cp) for segment, all_of in pairs)
         return dataclasses.replace(profile, segments=tuple(parts))
 
 
@@ -284,8 +286,8 @@ def choose(profiles: Profiles, base: Layout, fleet: Fleet, global_batch: int, si
     room = fleet.device.memory * (1 - RESERVE)
     micros = [size for size in sizes if global_batch % (base.batches * size) == 0]
     if not micros:
-        each = f" with micro-batches of {sizes[0]}" if sizes[0] > 1 else ""
-        why = f"global_batch={global_batch} is not a multiple of its {base.batches} data-parallel ranks{each}"
+        batches_text = f" with micro-batches of {sizes[0]}" if sizes[0] > 1 else ""
+        why = f"global_batch={global_batch} is not a multiple of its {base.batches} data-parallel ranks{batches_text}"
         return Choice(base, why=why)
 
     def arranged(micro: int, again: bool) -> Layout:
@@ -296,8 +298,11 @@ def choose(profiles: Profiles, base: Layout, fleet: Fleet, global_batch: int, si
     least: Choice | None = None
     for again in (False, True):
         wholes = [arranged(micro, False) for micro in micros] if again and best else []
-        if wholes and min(step_seconds(profiles.of(each), each, fleet).total for each in wholes) >= best.time.total:
-            break  # to compute again takes longer with each micro-batch, and those that would fit then are no faster without it
+        if (
+            wholes
+            and min(step_seconds(profiles.of(layout), layout, fleet).total for layout in wholes) >= best.time.total
+        ):
+            break  # recomputation takes longer with each micro-batch, and smaller ones that would fit are no faster without it
         for layout in (arranged(micro, again) for micro in micros):
             try:
                 profile = profiles.of(layout)
@@ -311,7 +316,7 @@ def choose(profiles: Profiles, base: Layout, fleet: Fleet, global_batch: int, si
                 break
             time = step_seconds(profile, layout, fleet)
             if best is None or time.total < best.time.total:
-                slow = sum(each.bytes for each in traffic(profile, layout) if fleet.crosses(each))
+                slow = sum(transfer.bytes for transfer in traffic(profile, layout) if fleet.crosses(transfer))
                 best = Choice(layout, needs, time, slow)
     return best or least
 
@@ -323,25 +328,28 @@ def _advice(needs: Memory, layout: Layout, fleet: Fleet) -> str:
         cut = layout.cp * layout.tp * layout.sp > 1
         hint = "a larger cp_size or a shorter --sequence" if cut else "cp_size=2 or tp_size=2"
     elif needs.largest == "gathered":
-        hint = "tp_size=2, so that less is whole at once" if layout.shards else "FSDP2, which has no buckets"
+        hint = "tp_size=2, so that less is gathered at once" if layout.shards else "FSDP2, which has no buckets"
     else:
         hint = "more ranks, tp_size or offload" if layout.shards else "FSDP2, which shards them"
     return f"{needs.largest} {size} of {room}, {size_text(needs.total)} in all: use {hint}"
 
 
 def plan(profiles: Profiles, fleet: Fleet, args: argparse.Namespace) -> list[Choice]:
-    """Return all layouts, those that fit first and the fastest of them first; offload is tried where none fits."""
-    found = layouts(args.gpus, args.nodes, args.sequence, args.mixed_precision, profiles.experts)
-    bases = [dataclasses.replace(base, state=args.state) for base in found]
+    """Return all layouts, fitting ones first and the fastest of them first; offload is tried if none fits."""
+    choices = layouts(args.gpus, args.nodes, args.sequence, args.mixed_precision, profiles.experts)
+    bases = [dataclasses.replace(base, state=args.state) for base in choices]
     sizes = [args.micro_batch] if args.micro_batch else [2**power for power in range(7)]
-    found = [choose(profiles, base, fleet, args.global_batch, sizes) for base in bases]
-    if all(each.why for each in found):
+    choices = [choose(profiles, base, fleet, args.global_batch, sizes) for base in bases]
+    if all(choice.why for choice in choices):
         able = (dataclasses.replace(base, offload=True) for base in bases if base.shards and base.reshard)
-        found += [choose(profiles, base, fleet, args.global_batch, sizes) for base in able]
-    return sorted(found, key=lambda each: (bool(each.why), each.time.total if each.time else 0, each.layout.zero or 0))
+        choices += [choose(profiles, base, fleet, args.global_batch, sizes) for base in able]
+    return sorted(
+        choices,
+        key=lambda choice: (bool(choice.why), choice.time.total if choice.time else 0, choice.layout.zero or 0),
+    )
 
 
-# -- what is written ---------------------------------------------------------------------------------------------------
+# -- the configuration file --------------------------------------------------------------------------------------------
 
 
 def configuration(layout: Layout, nodes: int) -> dict[str, Any]:
@@ -378,7 +386,7 @@ def configuration(layout: Layout, nodes: int) -> dict[str, Any]:
 
 
 def in_the_program(layout: Layout) -> str:
-    """Say what the training program has to do for a layout, which no configuration file can."""
+    """Return the changes of the training program for a layout, which no configuration file can make."""
     steps = f"Accelerator(gradient_accumulation_steps={layout.accumulation})"
     lines = [f"a batch size of {layout.micro_batch}, and {steps}."]
     if layout.cp * layout.sp > 1:
@@ -403,7 +411,7 @@ def plan_command(args: argparse.Namespace) -> None:
         if (number := getattr(args, name)) is not None and number < 1:
             raise LaunchError(f"--{name} is {number}; it must be at least 1.")
     if bool(args.model) == bool(args.script):
-        raise LaunchError("Name one of MODEL and --script train.py: what is planned for.")
+        raise LaunchError("Name one of MODEL and --script train.py: the model to plan for.")
     if args.global_batch is None and args.model:
         raise LaunchError("--global_batch is missing: how many samples an optimizer step has, on all ranks together.")
     if not 0 < args.efficiency <= 1 or not 0 <= args.overlap <= 1:
@@ -422,13 +430,15 @@ def plan_command(args: argparse.Namespace) -> None:
     args.state = Layout.state
     build, inputs = load_program(args) if args.script else load(args.model, args.trust_remote_code)
     args.sequence = args.sequence or _SEQUENCE
-    found = plan(Profiles(build, inputs, args.sequence), fleet, args)
+    choices = plan(Profiles(build, inputs, args.sequence), fleet, args)
     if args.json:
-        print(json.dumps([dataclasses.asdict(each) | {"name": name_of(each.layout)} for each in found], indent=1))
+        print(
+            json.dumps([dataclasses.asdict(choice) | {"name": name_of(choice.layout)} for choice in choices], indent=1)
+        )
     else:
-        _print(args, found, fleet)
+        _print(args, choices, fleet)
     if args.write:
-        best = found[0]  # those that fit come first
+        best = choices[0]  # fitting ones come first
         if best.why:
             raise LaunchError(f"No layout fits, so {args.write} was not written; the reasons are above.")
         config_utils.check_writable(args.write)
@@ -442,28 +452,28 @@ def _measured(device: device_specs.DeviceSpec) -> device_specs.DeviceSpec:
     from accelerate.devices import table as devices
     from accelerate.extensions.plan.ceilings import measured
 
-    here = devices.detect()
-    name = here.namespace().get_device_name() if here.type != "cpu" else "the CPU"
+    machine_device = devices.detect()
+    name = machine_device.namespace().get_device_name() if machine_device.type != "cpu" else "the CPU"
     if not any(word in name for word in device.words):
         asked = f"--measure takes the rates of this machine's device, which is {name}, and --gpu is {device.name}"
         raise LaunchError(f"{asked}; leave it out, or name the kind that is here.")
-    return measured(device, here.current())
+    return measured(device, machine_device.current())
 
 
-def _print(args: argparse.Namespace, found: list[Choice], fleet: Fleet) -> None:
+def _print(args: argparse.Namespace, choices: list[Choice], fleet: Fleet) -> None:
     rows = [
         (
-            name_of(each.layout),
-            f"{each.layout.micro_batch} x {each.layout.accumulation}",
-            "yes" if each.layout.checkpointing else "no",
-            size_text(each.memory.total),
-            size_text(each.memory.activations),
-            size_text(each.slow),
-            f"{each.time.total:.3g} s",
-            each.time.limit,
+            name_of(choice.layout),
+            f"{choice.layout.micro_batch} x {choice.layout.accumulation}",
+            "yes" if choice.layout.checkpointing else "no",
+            size_text(choice.memory.total),
+            size_text(choice.memory.activations),
+            size_text(choice.slow),
+            f"{choice.time.total:.3g} s",
+            choice.time.limit,
         )
-        for each in found
-        if not each.why
+        for choice in choices
+        if not choice.why
     ]
     where = f"{args.gpus} x {fleet.device.name} on {args.nodes} machine(s)"
     step = f"{args.global_batch} sequences of {args.sequence} a step"
@@ -477,7 +487,7 @@ def _print(args: argparse.Namespace, found: list[Choice], fleet: Fleet) -> None:
         f"Step: estimated, with {fleet.efficiency:.0%} of the peak rate, and {fleet.overlap:.0%} of a pass hiding exchanges of data "
         f"parallelism.\nMemory: of one rank at its peak; {RESERVE:.0%} of the device is left for driver, collectives and fragments."
     )
-    if left_out := [f"  {name_of(each.layout)}: {each.why}" for each in found if each.why]:
+    if left_out := [f"  {name_of(choice.layout)}: {choice.why}" for choice in choices if choice.why]:
         print("\nDo not fit:", *left_out, sep="\n")
 
 

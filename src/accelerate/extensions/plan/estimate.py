@@ -20,11 +20,11 @@ from accelerate.extensions.reports.inventory import CONFIG, Inventory, inventory
 from accelerate.launch.errors import LaunchError, MissingPackageError
 
 _STRATEGIES = ("ddp", "fsdp", "shard_grad_op", "zero1", "zero2", "zero3")
-# Those element types that a model can be trained in; half-precision types stand for mixed precision.
+# Element types that a model can be trained in; half-precision types stand for mixed precision.
 _PRECISIONS = {"float32": "no", "float16": "fp16", "bfloat16": "bf16"}
 # How many bytes of an fp32 model one byte of it becomes.
 _SHRINKS = {"float32": 1, "float16": 2, "bfloat16": 2, "int8": 4, "int4": 8}
-# Beside its weights, inference needs room for activations, the cache of keys and values, and the library's workspace.
+# Besides its weights, inference needs room for activations, the cache of keys and values, and the library's workspace.
 _INFERENCE_FACTOR = 1.2
 # The columns of the two tables: keys of the JSON, and headings.
 _SIZES = {
@@ -34,7 +34,7 @@ _SIZES = {
     "inference": "Inference",
     "training": "Training using Adam",
 }
-# What a training needs -> the field of `Memory` that has it.
+# A row of the table -> the field of `Memory`.
 _PARTS = {"weights": "parameters", "gradients": "gradients", "optimizer": "optimizer", "working": "gathered"}
 _PARTS["total"] = "total"
 _TRAINING = {"strategy": "strategy", "dtype": "dtype", **{part: part.capitalize() for part in _PARTS}}
@@ -56,7 +56,7 @@ def verify_on_hub(repo: str, token: str | None = None) -> Any:
         token: an access token.
 
     Returns:
-        What the Hub knows about the model; "gated" if its owner must agree first, "repo" if there is none of this name,
+        The Hub's record of the model; "gated" if its owner must agree first, "repo" if there is none of this name,
         False if the Hub cannot be reached.
     """
     from huggingface_hub import model_info
@@ -68,7 +68,7 @@ def verify_on_hub(repo: str, token: str | None = None) -> Any:
         return "gated"
     except RepositoryNotFoundError:
         return "repo"
-    except Exception:  # every failure of the network has a type of its own
+    except Exception:  # every failure of the network has its own type
         return False
 
 
@@ -132,8 +132,8 @@ def create_empty_model(
     elif library is None:
         library = _library_on_hub(model_name, access_token)
     if library not in _LIBRARIES:
-        known = " or ".join(_LIBRARIES)
-        raise LaunchError(f"Models of the library {library!r} cannot be built; --library_name takes {known}.")
+        supported = " or ".join(_LIBRARIES)
+        raise LaunchError(f"Models of the library {library!r} cannot be built; --library_name takes {supported}.")
     try:
         package = importlib.import_module(library)
     except Exception as error:  # such as compiled parts for another version of torch
@@ -183,13 +183,13 @@ def _library_on_hub(model_name: str, access_token: str | None) -> str:
 
 def _transformers_model(transformers: Any, name: str, trust_remote_code: bool, token: str | None) -> Any:
     config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, token=token)
-    # The class that the checkpoint was saved from, where it says so: a bare AutoModel would lack the head.
+    # The class that the checkpoint was saved from, if it is named: a bare AutoModel would lack the head.
     named = (getattr(transformers, str(name), None) for name in getattr(config, "architectures", None) or ())
     base = transformers.PreTrainedModel  # a configuration may name anything of transformers, and that is called
-    classes = [one for one in named if isinstance(one, type) and issubclass(one, base) and one is not base]
+    classes = [cls for cls in named if isinstance(cls, type) and issubclass(cls, base) and cls is not base]
     if classes:
         return classes[0](config)
-    # A repository with code of its own may have no bare model.
+    # A repository with its own code may have no bare model.
     autos = [key for key in getattr(config, "auto_map", None) or () if key.startswith("AutoModel")]
     auto = "AutoModel" if "AutoModel" in autos or not autos else autos[0]
     return getattr(transformers, auto).from_config(config, trust_remote_code=trust_remote_code)
@@ -206,14 +206,14 @@ def _timm_model(timm: Any, name: str, content: dict[str, Any]) -> Any:
 
 
 def _inventory(args: argparse.Namespace) -> Inventory:
-    """Count a model by its weights, where they lie here, or else by its configuration."""
+    """Count a model by its weights if they are on this machine, or else by its configuration."""
     name = os.path.expanduser(args.model_name)
     try:
-        found = inventory_of_path(name) if args.library_name is None and os.path.lexists(name) else None
+        stored = inventory_of_path(name) if args.library_name is None and os.path.lexists(name) else None
     except ValueError as error:
         raise LaunchError(str(error)) from error
-    if found is not None:
-        return found
+    if stored is not None:
+        return stored
     model = create_empty_model(name, args.library_name, args.trust_remote_code)
     return inventory_of_model(model, f"the configuration ({type(model).__name__})")
 
@@ -232,10 +232,10 @@ def layout_of(strategy: str, dtype: str, processes: int) -> Layout:
 
 
 def training(model: Inventory, dtype: str, strategy: str = "ddp", processes: int = 1) -> dict[str, Any]:
-    """Return the bytes that training with Adam needs on the rank that needs the most, activations left out.
+    """Return the bytes that training with Adam needs on the rank with the highest need, without activations.
 
-    "optimizer" has Adam's two moments, and the fp32 weights that ZeRO keeps beside the others; "working" what comes
-    and goes within a step: half-precision copies, gathered weights, buckets.
+    "optimizer" has Adam's two moments, and ZeRO's additional fp32 weights. "working" has temporary data of a step:
+    half-precision copies, gathered weights, buckets.
     """
     rest = resting(model, layout_of(strategy, dtype, processes))
     sizes = {part: getattr(rest, kind) for part, kind in _PARTS.items()}
@@ -278,7 +278,7 @@ def gather_data(args: argparse.Namespace) -> list[list[Any]]:
 
 
 def _loaded(model: Inventory, dtype: str) -> list[float]:
-    """Bytes of the largest layer and of the whole model in an element type."""
+    """Bytes of the largest layer and of the full model in an element type."""
     return [size if dtype == "float32" else size / _SHRINKS[dtype] for size in (model.largest, model.size)]
 
 
@@ -299,11 +299,11 @@ def _facts(inventory: Inventory, args: argparse.Namespace) -> dict[str, Any]:
         "source": inventory.source,
         "parameters": sum(item.elements for item in inventory.parameters),
         "sizes": rows,
-        "training": [training(inventory, dtype, each, ranks) for each in strategies for dtype in trainable],
+        "training": [training(inventory, dtype, strategy, ranks) for strategy in strategies for dtype in trainable],
     }
 
 
-# -- what is shown -----------------------------------------------------------------------------------------------------
+# -- output ------------------------------------------------------------------------------------------------------------
 
 
 def create_ascii_table(headers: list[str], rows: list[list[Any]], title: str) -> str:

@@ -1,7 +1,7 @@
-"""What a GPU's kernels keep where those of the CPU keep something else: attention, dropout, and what autocast computes in float32.
+"""Memory of a GPU's kernels where it differs from the CPU's: attention, dropout, and operators that autocast runs in float32.
 
-A profile is measured on fake tensors of the CPU, for torch cannot make others where it was built without GPUs. Inside `as_on_gpus`
-the few functions whose memory differs are others, which allocate what a GPU allocates; values are of no interest.
+A profile is measured on fake tensors of the CPU, because torch without GPUs cannot make others. Inside `as_on_gpus` the few
+functions whose memory differs are replaced by ones that allocate like a GPU; values do not matter.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from accelerate.runtime import torch_private
 from accelerate.runtime.torch_private import pytree
 
-# Of those that autocast runs in float32 on GPUs and in half precision on CPUs the ones that models use in their layers:
+# Operators that autocast runs in float32 on GPUs and in half precision on CPUs, as far as models use them in their layers:
 # https://docs.pytorch.org/docs/stable/amp.html#cuda-ops-that-can-autocast-to-float32
 _IN_FLOAT32 = (
     *(
@@ -30,7 +30,10 @@ _IN_FLOAT32 = (
 
 @contextlib.contextmanager
 def as_on_gpus(*attention: tuple[Any, str]) -> Iterator[None]:
-    """Let fake tensors of the CPU take the memory of a GPU's for a block, also where attention has other names, such as these. Any rank, alone."""
+    """Let fake tensors of the CPU take the memory of a GPU's for a block, also where attention has other names, such as these.
+
+    Not a collective.
+    """
     fused = _attention(functional.scaled_dot_product_attention)
     names = [(functional, "scaled_dot_product_attention"), *attention]
     wider = [(place, name, _in_float32(getattr(place, name))) for place, name in _IN_FLOAT32]

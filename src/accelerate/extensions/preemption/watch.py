@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 # A launcher passes on a signal that its processes got from the scheduler already; that is one request, not two.
 REPEAT_S = 5.0
-# Those that end a process at once whatever it wants, that report its own faults, or that torch's data loaders live on.
+# Signals that end a process at once, that report its faults, or that torch's data loaders use.
 _UNSUITABLE = {"SIGKILL", "SIGSTOP", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT", "SIGTRAP", "SIGCHLD"}
 
 
@@ -104,19 +104,23 @@ class Preemption(Extension):
 
 
 def should_stop(accelerator: Any) -> bool:
-    """Whether a signal of ``ProjectConfiguration.save_on_signal`` came to some rank. Any rank, alone.
+    """Whether a signal of ``ProjectConfiguration.save_on_signal`` came to some rank.
 
     It changes when a prepared optimizer steps, on every rank at the same step. A loop over a prepared loader need not
     look at it: asked for the next batch, the loader saves a checkpoint and leaves.
+
+    Not a collective.
     """
     return _installed is not None and _installed.accelerator() is not None and _installed.stops
 
 
 def check_stop(accelerator: Any) -> bool:
-    """Ask all ranks whether a signal of ``ProjectConfiguration.save_on_signal`` came, and wait for the answer. All ranks.
+    """Ask all ranks whether a signal of ``ProjectConfiguration.save_on_signal`` came, and wait for the answer.
 
     For code without optimizer steps, such as a long evaluation; ``should_stop`` is the same afterwards. Without
     ``save_on_signal`` it is False, and nothing is exchanged.
+
+    Collective: call on every rank.
 
     Example:
         >>> from accelerate import Accelerator
@@ -147,7 +151,7 @@ def install(accelerator: TrainingRun) -> None:
         )
     received = 0
     if _installed is not None and not _installed.closed:
-        # A run that builds a new Accelerator has not done yet what it was asked to.
+        # A run that builds a new Accelerator has not yet handled the signal.
         received = 0 if _installed.leaving else _installed.received
         _installed.close()
     _installed = Watch(accelerator, numbers, received)
@@ -156,30 +160,30 @@ def install(accelerator: TrainingRun) -> None:
         _follows_forks = True
 
 
-def signals_of(given: Any) -> tuple[signal.Signals, ...]:
+def signals_of(signals: Any) -> tuple[signal.Signals, ...]:
     """Return the signals that numbers, names and members of ``signal.Signals`` stand for, each once, or ValueError."""
-    each = given if isinstance(given, Iterable) and not isinstance(given, str) else [given]
-    return tuple(dict.fromkeys(_signal(value) for value in each))
+    values = signals if isinstance(signals, Iterable) and not isinstance(signals, str) else [signals]
+    return tuple(dict.fromkeys(_signal(value) for value in values))
 
 
 def _signal(value: Any) -> signal.Signals:
-    found = None
+    number = None
     if isinstance(value, str):
-        found = signal.Signals.__members__.get(f"SIG{value.upper().removeprefix('SIG')}")
+        number = signal.Signals.__members__.get(f"SIG{value.upper().removeprefix('SIG')}")
     elif isinstance(value, int) and not isinstance(value, bool):
         with suppress(ValueError):
-            found = signal.Signals(value)
-    if found is None or found.name in _UNSUITABLE:
+            number = signal.Signals(value)
+    if number is None or number.name in _UNSUITABLE:
         raise ValueError(
             f"save_on_signal got {value!r}, which is no signal that a process can wait for. Use SIGTERM, SIGUSR1 or SIGUSR2."
         )
-    return found
+    return number
 
 
 class Watch:
-    """What a process knows of the signals it watches, and of the training between two batches.
+    """The signals that a process watches, and the state of the training between two batches.
 
-    It lets go of a dead Accelerator: the signals go to those who handled them before. `received` came before, or is 0.
+    It releases a dead Accelerator: the former handlers get the signals. `received` is an earlier signal, or 0.
     """
 
     def __init__(self, accelerator: TrainingRun, numbers: tuple[signal.Signals, ...], received: int = 0) -> None:
@@ -200,7 +204,7 @@ class Watch:
 
     @property
     def stops(self) -> bool:
-        """Whether the run shall stop, as far as all ranks know."""
+        """Whether the run must stop, as far as all ranks know."""
         if self._alone:
             self.number = self.number or self.received
         return bool(self.number)
@@ -209,9 +213,9 @@ class Watch:
 
     def _on_signal(self, number: int, frame: types.FrameType | None) -> None:
         # It runs between any two instructions of the main thread, so it takes notes and nothing else.
-        now, first = time.monotonic(), self._times.get(number)
-        self._times.setdefault(number, now)
-        again = first is not None and now - first >= REPEAT_S
+        current_time, first = time.monotonic(), self._times.get(number)
+        self._times.setdefault(number, current_time)
+        again = first is not None and current_time - first >= REPEAT_S
         if self.closed or (again and not self.leaving):
             self._give_back(number)
             signal.raise_signal(number)
@@ -235,14 +239,14 @@ class Watch:
     # -- steps -------------------------------------------------------------------------------------------------------
 
     def stepped(self) -> None:
-        """Take note that a prepared optimizer ends an accumulation step. All ranks."""
+        """Take note that a prepared optimizer ends an accumulation step. Collective: call on every rank."""
         accelerator = self.accelerator()
         if accelerator is None or self.closed or ends_are_uneven():
             return
         self._stepped = True
         # The progress of each prepared loader that is being iterated; a loader's views share it.
-        each = [getattr(reference(), "_progress", None) for reference in accelerator.gradient_state._active]
-        self._loops = [weakref.ref(progress) for progress in each if progress is not None]
+        progresses = [getattr(reference(), "_progress", None) for reference in accelerator.gradient_state._active]
+        self._loops = [weakref.ref(progress) for progress in progresses if progress is not None]
         self._agreement = self._agree(self._agreement)
         if self._agreement is None:
             self.ask()
@@ -257,7 +261,7 @@ class Watch:
         return StopStep(watcher, next(_agreements))
 
     def ask(self) -> bool:
-        """Exchange which ranks got a signal. All ranks."""
+        """Exchange which ranks got a signal. Collective: call on every rank."""
         if not (self.closed or self._alone or self.number):
             self.number = int(comm.current().all_reduce(torch.tensor([self.received]), "max"))
         return self.stops
@@ -265,10 +269,11 @@ class Watch:
     # -- loaders -----------------------------------------------------------------------------------------------------
 
     def leave_if_due(self, loader: Any) -> None:
-        """Leave right after a step, where a loader of the loop that took it goes on, or begins its next epoch. All ranks.
+        """Leave right after a step, when a loader of the step's loop continues, or begins its next epoch.
 
-        So an evaluation in the middle of a training loop, or after it, is never cut off, and what a program does
-        between two epochs is done.
+        So an evaluation in the middle of a training loop, or after it, is never cut off, and code between two epochs runs.
+
+        Collective: call on every rank.
         """
         if not self._stepped or all(progress() is not loader._progress for progress in self._loops):
             return
@@ -280,12 +285,12 @@ class Watch:
     def _leave(self, accelerator: TrainingRun) -> NoReturn:
         number = signal.Signals(self.number)
         location = str(_save(accelerator))
-        # From here on the process is ending; the launcher may still pass on what it was asked to.
+        # From here on the process is ending; the launcher may still pass on the signal.
         self.leaving = True
         if accelerator.is_main_process:
             logger.warning(
                 f"{number.name} came: the run is saved in {location}, and ends with status {PREEMPTED}. Submitted again, it "
-                "goes on there with load_state(latest=True, missing_ok=True)."
+                "resumes there with load_state(latest=True, missing_ok=True)."
             )
         metrics.finish(accelerator)
         accelerator.wait_for_everyone()
@@ -295,13 +300,16 @@ class Watch:
 
 
 def _save(accelerator: TrainingRun) -> Any:
-    """Save under the next free number of the project, and wait until the checkpoint is in its place. All ranks."""
+    """Save under the next free number of the project, and wait until the checkpoint is in its place.
+
+    Collective: call on every rank.
+    """
     accelerator._background.wait()  # one that failed has been logged, and is no reason not to save now
     project = accelerator.project_configuration
     storage = storage_of(project.project_dir).child(CHECKPOINTS_FOLDER)  # type: ignore[arg-type]  # `install` has looked
-    taken = [number for number, _ in storage.checkpoints()] if accelerator.is_main_process else []
-    (following,) = comm.current().broadcast_object_list([max(taken, default=-1) + 1])
-    # A run that began anew beside older checkpoints must not fail now, nor save under a number that is not the latest.
+    used_numbers = [number for number, _ in storage.checkpoints()] if accelerator.is_main_process else []
+    (following,) = comm.current().broadcast_object_list([max(used_numbers, default=-1) + 1])
+    # A run that started anew next to older checkpoints must not fail now, nor save under a number that is not the latest.
     project.iteration = max(project.iteration, following)
     location = storage.child(numbered_folder(project.iteration)).location
     accelerator.save_state(None if project.automatic_checkpoint_naming else location)

@@ -13,13 +13,13 @@ from torch.utils.data import DataLoader
 
 
 class SignalMask:
-    """A `worker_init_fn` that blocks signals in the worker, which takes them from its parent alone.
+    """A `worker_init_fn` that blocks signals in the worker, which only its parent may stop.
 
     Schedulers signal all processes of a job; a worker that ended would make torch fail in the training process.
     """
 
-    def __init__(self, own: Callable[[int], Any] | None, numbers: tuple[int, ...]) -> None:
-        self.own = own
+    def __init__(self, user_init: Callable[[int], Any] | None, numbers: tuple[int, ...]) -> None:
+        self.own = user_init
         self.numbers = numbers
 
     def __call__(self, worker: int) -> None:
@@ -38,19 +38,19 @@ class SignalMask:
 
 @contextmanager
 def masked_start(loader: DataLoader, numbers: tuple[int, ...]) -> Iterator[None]:
-    """Mask signals in the workers that a loader starts inside the block. Any rank, alone; main thread."""
+    """Mask signals in the workers that a loader starts inside the block. Main thread only. Not a collective."""
     if not loader.num_workers or not hasattr(signal, "sigwaitinfo"):
         yield
         return
-    own = loader.worker_init_fn
+    user_init = loader.worker_init_fn
     _start_servers(loader)
     # New processes inherit which signals are blocked, so there is no moment at which one could end a worker.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
-    loader.worker_init_fn = SignalMask(own, numbers)
+    loader.worker_init_fn = SignalMask(user_init, numbers)
     try:
         yield
     finally:
-        loader.worker_init_fn = own
+        loader.worker_init_fn = user_init
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 

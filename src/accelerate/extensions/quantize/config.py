@@ -21,7 +21,7 @@ def _dtype(name: str, value: str | torch.dtype) -> torch.dtype:
 @at_public_path
 @dataclass
 class BnbQuantizationConfig:
-    """How `load_and_quantize_model` quantises a model with bitsandbytes. One of the two `load_in_*` must be True.
+    """The quantisation of a model with bitsandbytes by `load_and_quantize_model`. One of the two `load_in_*` must be True.
 
     Args:
         load_in_8bit: quantise linear layers to 8-bit integers.
@@ -29,9 +29,9 @@ class BnbQuantizationConfig:
         load_in_4bit: quantise linear layers to 4 bits.
         bnb_4bit_quant_type: the 4-bit format: "fp4" or "nf4".
         bnb_4bit_use_double_quant: quantise the quantisation constants as well.
-        bnb_4bit_compute_dtype: what 4-bit layers compute in: a `torch.dtype` or "fp32", "fp16", "bf16".
-        torch_dtype: what the other layers are kept in; None takes the compute dtype with 4 bits and fp16 with 8 bits.
-        skip_modules: names of modules that are not quantised; None leaves the last layer alone.
+        bnb_4bit_compute_dtype: the dtype that 4-bit layers compute in: a `torch.dtype` or "fp32", "fp16", "bf16".
+        torch_dtype: the dtype of the other layers; None takes the compute dtype with 4 bits and fp16 with 8 bits.
+        skip_modules: names of modules that are not quantised; None skips the last layer.
         keep_in_fp32_modules: names of modules that stay in float32.
 
     Raises:
@@ -71,4 +71,4 @@ class BnbQuantizationConfig:
             self.torch_dtype = self.bnb_4bit_compute_dtype if self.load_in_4bit else torch.float16
         for name in ("bnb_4bit_compute_dtype", "torch_dtype"):
             setattr(self, name, _dtype(name, getattr(self, name)))
-        self.target_dtype = CustomDtype.INT4 if self.load_in_4bit else torch.int8  # what a weight takes up, for sizes
+        self.target_dtype = CustomDtype.INT4 if self.load_in_4bit else torch.int8  # size of a weight

@@ -33,20 +33,20 @@ def load_and_quantize_model(
     offload_folder: str | os.PathLike | None = None,
     offload_state_dict: bool = False,
 ) -> nn.Module:
-    """Replace a model's linear layers by quantised ones, load its weights and put it on its devices.
+    """Replace a model's linear layers by quantised ones, load its weights and move it to its devices.
 
-    Modules on ``"disk"``, and on ``"cpu"`` where an accelerator computes, are offloaded: with 8 bits their weights are stored
-    quantised, with 4 bits they stay unquantised. Arguments are checked before the model is changed.
+    Modules on ``"disk"``, and on ``"cpu"`` if an accelerator computes, are offloaded. With 8 bits their weights are stored
+    quantised; with 4 bits they stay unquantised. Arguments are checked before the model is changed.
 
     Args:
         model: The model, changed in place; best made under `init_empty_weights`. If it has its weights, those are quantised.
-        bnb_quantization_config: What to quantise, and how.
+        bnb_quantization_config: The settings of the quantisation.
         weights_location: Checkpoint to load into an empty model, as for `load_checkpoint_in_model`.
-        device_map: Module name to device, or one of ``"auto"``, ``"balanced"``, ``"balanced_low_0"``, ``"sequential"``. None:
-            everything on the device of this process, which may be the CPU.
+        device_map: Module name to device, or one of ``"auto"``, ``"balanced"``, ``"balanced_low_0"``, ``"sequential"``. None
+            puts everything on the device of this process, which may be the CPU.
         no_split_module_classes: For a computed map, names of classes whose instances stay on one device.
         max_memory: For a computed map, the most that each device may take: bytes, or text such as ``"2GiB"``.
-        offload_folder: Where weights go whose device is ``"disk"``.
+        offload_folder: The folder for weights whose device is ``"disk"``.
         offload_state_dict: As for `load_checkpoint_in_model`.
 
     Returns:
@@ -112,13 +112,13 @@ def load_and_quantize_model(
 
 
 def _settled(
-    model: nn.Module, given: BnbQuantizationConfig, device_map: str | dict[str, Device] | None
+    model: nn.Module, requested: BnbQuantizationConfig, device_map: str | dict[str, Device] | None
 ) -> BnbQuantizationConfig:
     """A copy of the configuration that says of every module whether it is quantised."""
-    config = copy.copy(given)
+    config = copy.copy(requested)
     names = [f".{name}." for kind in (model.named_modules(), model.named_parameters()) for name, _ in kind]
     for field, mark in (("skip_modules", "."), ("keep_in_fp32_modules", "")):
-        parts = getattr(given, field) or []
+        parts = getattr(requested, field) or []
         unknown = [part for part in parts if not any(mark + part + mark in name for name in names)]
         if unknown:
             logger.warning("%s names %s: no effect, the model has no such module.", field, unknown)
@@ -161,7 +161,7 @@ def _quantize_in_place(
     for name, parameter in list(model.named_parameters()):
         if quantizes(parameter):
             device = computes if device_map is None else device_of(name, device_map)
-            # What is offloaded is quantised where it will compute.
+            # Offloaded modules are quantised on the device that computes them.
             for step in (computes, "cpu") if str(device) in ("cpu", "disk") else (device,):
                 set_module_tensor_to_device(model, name, step)
 
@@ -173,12 +173,12 @@ def get_quantized_model_device_map(
     max_memory: Mapping[int | str, int | str] | None = None,
     no_split_module_classes: Sequence[str] | None = None,
 ) -> dict[str, Device]:
-    """Return the device map of a model that will be quantised, computed for the size that it will have then.
+    """Return the device map of a model that will be quantised, computed for its quantised size.
 
     Args:
         model: The model, on the meta device.
-        bnb_quantization_config: What is quantised, and how.
-        device_map: A map to check, the name of a way to compute one, or None: everything on the device of this process.
+        bnb_quantization_config: The settings of the quantisation.
+        device_map: A map to check, the name of a method to compute one, or None: everything on the device of this process.
         max_memory: For a computed map, the most that each device may take.
         no_split_module_classes: For a computed map, names of classes whose instances stay on one device.
 
@@ -200,7 +200,7 @@ def get_quantized_model_device_map(
     stay = [*(config.skip_modules or []), *in_fp32]
     if not isinstance(device_map, Mapping):
         quantised = {f"{name}.weight" for _, name, _ in _convertible(model, stay, [])}
-        # Embeddings, norms and biases are not quantised, and count with what they take.
+        # Embeddings, norms and biases are not quantised, and count with their own size.
         special = {
             name: torch.float32 if any(part in name for part in in_fp32) else config.torch_dtype
             for name, parameter in model.named_parameters(remove_duplicate=False)
@@ -213,7 +213,7 @@ def get_quantized_model_device_map(
     if elsewhere and config.load_in_4bit:
         raise ValueError(
             f"device_map offloads {listed(elsewhere, 5)}, and 4-bit layers are not offloaded while they are loaded. Give devices "
-            "more `max_memory`, quantise to 8 bits, give a device_map of your own, whose offloaded modules then stay unquantised, "
+            "more `max_memory`, quantise to 8 bits, pass your own device_map, whose offloaded modules then stay unquantised, "
             "or load everything to one device and offload it with `dispatch_model`."
         )
     return device_map
@@ -229,12 +229,12 @@ def replace_with_bnb_layers(
 
     Args:
         model: The model, changed in place.
-        bnb_quantization_config: Which kind of layer, and its options.
-        modules_to_not_convert: Names of modules, whole or as a part of the full name, that stay.
+        bnb_quantization_config: The kind of layer, and its options.
+        modules_to_not_convert: Names of modules to keep, in full or as a part of the full name.
         current_key_name: Parts of the name of ``model`` in a larger one.
 
     Returns:
-        The same model. Its layers are quantised when they are moved, be it to the device where they are.
+        The same model. Its layers are quantised when they are moved, even to their current device.
 
     Raises:
         ImportError: bitsandbytes is missing.
@@ -249,18 +249,18 @@ def _replace_with_bnb_layers(
     current_key_name: Sequence[str] | None = None,
 ) -> tuple[nn.Module, bool]:
     """Do what `replace_with_bnb_layers` does, and return whether there was a layer to replace, too."""
-    found = list(_convertible(model, list(modules_to_not_convert or ()), list(current_key_name or ())))
-    made: dict[nn.Linear, nn.Module] = {}
-    for parent, name, layer in found:
-        if layer not in made:  # else it is shared, and stays so
-            made[layer] = _bnb_layer(layer, bnb_quantization_config)
-        setattr(parent, name.rpartition(".")[2], made[layer])
+    convertible = list(_convertible(model, list(modules_to_not_convert or ()), list(current_key_name or ())))
+    converted: dict[nn.Linear, nn.Module] = {}
+    for parent, name, layer in convertible:
+        if layer not in converted:  # else it is shared, and stays so
+            converted[layer] = _bnb_layer(layer, bnb_quantization_config)
+        setattr(parent, name.rpartition(".")[2], converted[layer])
         if isinstance(parent, nn.TransformerEncoderLayer):
             # Its fused kernel reads the weights of its linear layers itself; without a known activation it is not used.
             parent.activation_relu_or_gelu = 0
-    if not found:
+    if not convertible:
         logger.warning("%s has no linear layer to quantise; it stays as it is.", type(model).__name__)
-    return model, bool(found)
+    return model, bool(convertible)
 
 
 def _convertible(
@@ -273,7 +273,7 @@ def _convertible(
             continue
         if not isinstance(child, nn.Linear):
             yield from _convertible(child, unconverted, [*path, name])
-        # nn.MultiheadAttention reads the weight of its output layer itself; what is quantised already stays so.
+        # nn.MultiheadAttention reads the weight of its output layer itself; quantised layers are not changed.
         elif not isinstance(child, NonDynamicallyQuantizableLinear) and not _is_quantised(child):
             yield module, full, child
 
@@ -287,11 +287,11 @@ def _bnb_layer(layer: nn.Linear, config: BnbQuantizationConfig) -> nn.Module:
     import bitsandbytes as bnb
 
     size = (layer.in_features, layer.out_features, layer.bias is not None)
-    with torch.device("meta"):  # what it would be filled with is not wanted
+    with torch.device("meta"):  # its initial values are not needed
         if config.load_in_8bit:
-            made = bnb.nn.Linear8bitLt(*size, has_fp16_weights=False, threshold=config.llm_int8_threshold)
+            bnb_layer = bnb.nn.Linear8bitLt(*size, has_fp16_weights=False, threshold=config.llm_int8_threshold)
         else:
-            made = bnb.nn.Linear4bit(
+            bnb_layer = bnb.nn.Linear4bit(
                 *size,
                 compute_dtype=config.bnb_4bit_compute_dtype,
                 compress_statistics=config.bnb_4bit_use_double_quant,
@@ -299,12 +299,12 @@ def _bnb_layer(layer: nn.Linear, config: BnbQuantizationConfig) -> nn.Module:
             )
     if layer.out_features % _PACKED_ROWS or layer.in_features % _PACKED_COLUMNS:
         # On some CPUs bitsandbytes packs 4-bit weights in tiles for evaluation, and fails where none fits.
-        made.support_avx512bf16_for_cpu = False
-    empty = made.weight
-    made.weight = type(empty)(layer.weight.data, requires_grad=False, **empty.__dict__)
+        bnb_layer.support_avx512bf16_for_cpu = False
+    empty = bnb_layer.weight
+    bnb_layer.weight = type(empty)(layer.weight.data, requires_grad=False, **empty.__dict__)
     if layer.bias is not None:
-        made.bias = nn.Parameter(layer.bias.data)
-    return made.requires_grad_(False).train(layer.training)
+        bnb_layer.bias = nn.Parameter(layer.bias.data)
+    return bnb_layer.requires_grad_(False).train(layer.training)
 
 
 def get_keys_to_not_convert(model: nn.Module) -> list[str]:

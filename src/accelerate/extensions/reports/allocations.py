@@ -1,4 +1,4 @@
-"""What holds a rank's memory at its peak: the memory of tensors that live, by what they are and by module, on any device or on none."""
+"""The contents of a rank's memory at its peak: living tensors by kind and by module, on any device or on none."""
 
 import contextlib
 import re
@@ -23,7 +23,7 @@ _HIGHER = 1.001
 
 @dataclass(eq=False)
 class _Held:
-    """Memory of tensors: its bytes, what it is, and the module whose forward made it, or the name of one."""
+    """Memory of tensors: its bytes, its kind, and the module whose forward made it, or a name."""
 
     size: int
     reference: Any
@@ -32,19 +32,21 @@ class _Held:
 
 
 class AllocationTracker:
-    """Follows the memory of tensors from the operators that make them; `see` gets what each returns. Any rank, alone.
+    """Follows the memory of tensors from the operators that make them; `see` gets the result of each.
 
-    It counts what tensors take: not what an allocator rounds up or keeps, nor what kernels need for themselves.
+    It counts tensors, without the rounding and cache of an allocator and the workspace of kernels.
+
+    Not a collective.
     """
 
     def __init__(self) -> None:
         self._live: dict[int, _Held] = {}
-        # What lives now, by kind.
+        # Living memory, by kind.
         self.bytes: Counter[str] = Counter()
         self._looked_at = 0
         self._at_peak: list[tuple[_Held, int]] = []
         self._modules: list[nn.Module] = []
-        # Of modules that no other module called, by identity: how often, since the last `peak`.
+        # Calls since the last `peak` of modules that no other module called, by identity.
         self.forwards: Counter[int] = Counter()
 
     @contextlib.contextmanager
@@ -53,12 +55,12 @@ class AllocationTracker:
         resize = torch.UntypedStorage.resize_
 
         def resized(storage: Any, size: int) -> Any:
-            held = self._live.get(id(storage))
-            if held is not None and size < held.size:
+            allocation = self._live.get(id(storage))
+            if allocation is not None and size < allocation.size:
                 self._look()
             result = resize(storage, size)
-            if held is not None:
-                self._count(held, size, EXCHANGED)  # of whole parameters, which `fully_shard` frees in this way
+            if allocation is not None:
+                self._count(allocation, size, EXCHANGED)  # unsharded parameters, which `fully_shard` frees in this way
             return result
 
         hooks = nn.modules.module
@@ -78,7 +80,7 @@ class AllocationTracker:
             continue  # of a module that was left by an error
 
     def see(self, result: Any, kind: str | None = None, module: Any = None) -> None:
-        """Take note of the memory of tensors, which may be nested, and of what it is for."""
+        """Note the memory of tensors, which may be nested, and its kind."""
         for tensor in (result,) if isinstance(result, torch.Tensor) else pytree.tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
                 self._see(torch_private.local_part(tensor), kind, module)
@@ -88,30 +90,30 @@ class AllocationTracker:
             return
         storage = tensor.untyped_storage()
         key = id(storage)
-        held = self._live.get(key)
-        if held is None:
+        allocation = self._live.get(key)
+        if allocation is None:
             made_in = weakref.ref(self._modules[-1]) if self._modules else None
             reference = weakref.ref(storage, lambda _: self._freed(key))
-            held = self._live[key] = _Held(0, reference, made_in)
-            self._count(held, storage.nbytes(), ACTIVATIONS)
+            allocation = self._live[key] = _Held(0, reference, made_in)
+            self._count(allocation, storage.nbytes(), ACTIVATIONS)
         if kind is not None:
-            self._count(held, held.size, kind)
-            held.module = module if module is not None else held.module
+            self._count(allocation, allocation.size, kind)
+            allocation.module = module if module is not None else allocation.module
 
-    def _count(self, held: _Held, size: int, kind: str) -> None:
-        self.bytes[held.kind] -= held.size
+    def _count(self, allocation: _Held, size: int, kind: str) -> None:
+        self.bytes[allocation.kind] -= allocation.size
         self.bytes[kind] += size
-        held.size, held.kind = size, kind
+        allocation.size, allocation.kind = size, kind
 
     def _freed(self, key: int) -> None:
         self._look()
-        if (held := self._live.pop(key, None)) is not None:
-            self.bytes[held.kind] -= held.size
+        if (allocation := self._live.pop(key, None)) is not None:
+            self.bytes[allocation.kind] -= allocation.size
 
     def _look(self) -> None:
-        if (now := self.bytes.total()) > self._looked_at * _HIGHER:
-            self._looked_at = now
-            self._at_peak = [(held, held.size) for held in self._live.values()]
+        if (current_bytes := self.bytes.total()) > self._looked_at * _HIGHER:
+            self._looked_at = current_bytes
+            self._at_peak = [(allocation, allocation.size) for allocation in self._live.values()]
 
     def peak(self, name_of: Callable[[nn.Module], str]) -> tuple[dict[str, int], dict[str, int]]:
         """Return the bytes at the peak since the last call by kind and by module, and begin anew; a step has ended.
@@ -120,13 +122,13 @@ class AllocationTracker:
             name_of: gives the name of a module.
         """
         self._look()
-        for held in self._live.values():
-            if held.kind == ACTIVATIONS:  # what outlives a step is none
-                self._count(held, held.size, PROGRAM)
+        for allocation in self._live.values():
+            if allocation.kind == ACTIVATIONS:  # what outlives a step is none
+                self._count(allocation, allocation.size, PROGRAM)
         kinds, modules = dict.fromkeys(KINDS, 0), Counter[str]()
-        for held, size in self._at_peak:
-            kinds[held.kind] += size
-            made_in = held.module() if isinstance(held.module, weakref.ref) else held.module
+        for allocation, size in self._at_peak:
+            kinds[allocation.kind] += size
+            made_in = allocation.module() if isinstance(allocation.module, weakref.ref) else allocation.module
             name = name_of(made_in) if isinstance(made_in, nn.Module) else made_in
             if name is not None:
                 modules[re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)] += size

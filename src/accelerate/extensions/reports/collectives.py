@@ -1,4 +1,4 @@
-"""What a rank sends: each collective of a piece of code with its group, count and bytes, on any backend, also torch's fake one."""
+"""The collectives of a piece of code on a rank, with group, count and bytes, on any backend, also torch's fake one."""
 
 import re
 from collections import Counter
@@ -37,7 +37,7 @@ class Collective:
         group: the dimension of the mesh, "all ranks", or how many ranks.
         kind: such as "all_gather".
         count: how many calls.
-        bytes: of the larger of what goes in and what comes out of each call on this rank, so that of an all-gather the whole.
+        bytes: for each call the larger of its input and its output on this rank; for an all-gather the full tensor.
     """
 
     group: str
@@ -47,10 +47,12 @@ class Collective:
 
 
 class CollectiveRecorder(torch_private.TorchDispatchMode):
-    """A context in which each collective of this thread, and of backward passes that it starts, is counted. Any rank, alone.
+    """A context in which each collective of this thread, and of backward passes that it starts, is counted.
 
-    It does not distinguish ranks that share a mesh, so a count of one rank of a run with `gloo` or `nccl` is the count of the same rank
-    on torch's fake process group.
+    It does not distinguish ranks that share a mesh. So the count of a rank in a run with `gloo` or `nccl` equals the count of
+    the same rank on torch's fake process group.
+
+    Not a collective.
 
     Example:
         >>> with CollectiveRecorder() as recorder:
@@ -67,26 +69,26 @@ class CollectiveRecorder(torch_private.TorchDispatchMode):
         self._sizes: dict[str, int] = {}
 
     def name(self, mesh: Any | None) -> None:
-        """Call groups by the dimensions of a mesh, those that several were flattened into included."""
+        """Name groups by the dimensions of a mesh, also by flattened dimensions."""
         self._labels.update(groups_of(mesh))
 
     def take(self) -> list[Collective]:
-        """Return what was counted since the last call, in the order of groups and kinds."""
-        found = [
+        """Return the counts since the last call, in the order of groups and kinds."""
+        collectives = [
             Collective(self._label(group), kind, count, self._bytes[group, kind])
             for (group, kind), count in self._calls.items()
         ]
         self._calls.clear()
         self._bytes.clear()
-        return sorted(found)
+        return sorted(collectives)
 
     def extents(self) -> dict[str, tuple[int, int]]:
-        """Return by group how many ranks it has, and how many ranks lie between neighbours."""
-        found = {}
+        """Return by group its number of ranks, and the number of ranks between neighbours."""
+        extents = {}
         for group in self._sizes:
             first, *others = dist.get_process_group_ranks(torch_private.group_named(group))
-            found[self._label(group)] = (1 + len(others), others[0] - first if others else 1)
-        return found
+            extents[self._label(group)] = (1 + len(others), others[0] - first if others else 1)
+        return extents
 
     def _label(self, group: str) -> str:
         if dist.is_initialized() and group == dist.group.WORLD.group_name:
@@ -94,13 +96,13 @@ class CollectiveRecorder(torch_private.TorchDispatchMode):
         return self._labels.get(group, f"{self._sizes[group]} ranks")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Those of DTensors come here again as what they do with their local parts, exchanges included.
+        # Operators on DTensors are dispatched again as operators on local parts, exchanges included.
         if any(torch_private.is_distributed(kind) for kind in types):
             return NotImplemented
         result = self.run_operator(func, args, kwargs or {})
-        if (found := collective_of(func, args, result)) is None:
+        if (collective := collective_of(func, args, result)) is None:
             return self.seen(func, args, result)
-        kind, sent = found
+        kind, sent = collective
         group, size = _group(args)
         self._sizes[group] = size
         self._calls[group, kind] += 1

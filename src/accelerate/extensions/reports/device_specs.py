@@ -1,4 +1,4 @@
-"""What devices and the links between them can do, by their makers: the one table of peak rates.
+"""The peak rates of devices and of the links between them, from their makers: the only table of such rates.
 
 Rates are those of dense arithmetic. Links count the bytes that one device sends, in one direction.
 """
@@ -12,10 +12,10 @@ _T, _G = 1e12, 1e9
 
 @dataclass(frozen=True)
 class Link:
-    """What connects ranks.
+    """A connection between ranks.
 
     Attributes:
-        bytes_per_second: that one rank sends, in one direction.
+        bytes_per_second: the rate at which one rank sends, in one direction.
         source: where the number is published.
     """
 
@@ -95,8 +95,8 @@ def _nvidia(
     """Return a row from gigabytes, TFLOP/s in half and single precision, GB/s of memory, and the datasheet with its page."""
     name, bf16, page = f"{model.lower()}-{size}gb", more.pop("bf16", True), more.pop("page", model.lower())
     source = f"NVIDIA {title}, {_NVIDIA}/{page}/"
-    given = {"words": (model,), **more}
-    return DeviceSpec(name, size * 10**9, _flops(half, single, bf16), bandwidth * _G, node, source, **given)
+    fields = {"words": (model,), **more}
+    return DeviceSpec(name, size * 10**9, _flops(half, single, bf16), bandwidth * _G, node, source, **fields)
 
 
 _ROWS = (
@@ -150,9 +150,9 @@ def link(name: str) -> Link:
 
 
 def peak_flops(device_name: str, precision: str = "bf16") -> float | None:
-    """Return the peak rate of a device by the name that torch has for it; None if it is not in the table.
+    """Return the peak rate of a device by torch's name of it; None if it is not in the table.
 
-    Where the table has no rate for bfloat16 (V100), it is that for float16.
+    If the table has no rate for bfloat16 (V100), it is the one for float16.
 
     Example:
         >>> peak_flops("NVIDIA H100 80GB HBM3"), peak_flops("NVIDIA H100 PCIe")

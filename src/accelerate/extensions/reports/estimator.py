@@ -1,7 +1,7 @@
-"""The one estimator: what a layout of ranks needs of memory, what it sends, and how long a step takes. Pure arithmetic, any rank.
+"""The only estimator of memory, exchanged bytes and step time of a layout of ranks. Pure arithmetic, any rank.
 
-`accelerate plan`, `accelerate estimate-memory` and the advice of a run that is out of memory ask it. What activations need is
-measured by `extensions.plan.activations`; without that, the sums are of what is known from shapes alone.
+`accelerate plan`, `accelerate estimate-memory` and the advice after running out of memory use it.
+`extensions.plan.activations` measures activations; without it, the sums contain only values known from shapes.
 """
 
 import math
@@ -83,12 +83,12 @@ class Layout:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank at its peak, by kind; of host memory where they are offloaded.
+    """Bytes of one rank at its peak, by kind; `host` has those in host memory.
 
     Attributes:
-        gathered: parameters that are whole for a time, buckets and buffers of collectives, copies in half precision.
+        gathered: parameters that are unsharded for a time, buckets and buffers of collectives, copies in half precision.
         activations: with temporaries.
-        host: what rests in the host's memory.
+        host: the data that stays in host memory.
         when: the segment of the step that has the peak.
     """
 
@@ -116,12 +116,12 @@ class Memory:
 
 
 def resting(model: Inventory, layout: Layout) -> Memory:
-    """Return what a rank keeps between steps with Adam, and while a step works "gathered", as far as shapes tell it.
+    """Return a rank's memory between steps with Adam, and as "gathered" that during a step, as far as shapes determine it.
 
-    Half-precision types stand for mixed precision. The rank is the one that needs the most.
+    Half-precision types stand for mixed precision. The rank is the one with the highest need.
     """
     compute, ranks = layout.compute, layout.batches
-    numbers, trained = (sum(item.elements for item in each.parameters) for each in (model, model.trained))
+    numbers, trained = (sum(item.elements for item in part.parameters) for part in (model, model.trained))
     buffers, copies = model.size - 4 * numbers, compute * numbers if compute < 4 else 0
     if layout.zero is not None:
         # DeepSpeed lays parameters end to end, and fills up to a multiple of two numbers a rank.
@@ -132,38 +132,38 @@ def resting(model: Inventory, layout: Layout) -> Memory:
         gathered = 0 if ranks == 1 else compute * exchanged
         return Memory(weights + buffers, gradients, (4 + layout.state) * part, gathered)
     if layout.shards:
-        every, mine = (sum(_cut(item, layout)[1] for item in each.parameters) for each in (model, model.trained))
-        return Memory(4 * every + buffers, 4 * mine, layout.state * mine, compute * _whole(model, layout.reshard))
+        total, local = (sum(_cut(item, layout)[1] for item in part.parameters) for part in (model, model.trained))
+        return Memory(4 * total + buffers, 4 * local, layout.state * local, compute * _whole(model, layout.reshard))
     gathered = copies + (0 if ranks == 1 else 4 * trained)
     return Memory(4 * numbers + buffers, 4 * trained, layout.state * trained, gathered)
 
 
 def _cut(item: Item, layout: Layout) -> tuple[int, int]:
-    """Numbers of a tensor, whole and on the first rank: FSDP cuts along the first dimension, so that rank has the most rows, and others are filled up."""
+    """Numbers of a tensor, in full and on the first rank. FSDP shards the first dimension: that rank has the most rows, others are padded."""
     rows, *row = item.shape or (1,)
     ranks = max(1, layout.shards // item.split)
-    mine = math.ceil(rows / ranks) * math.prod(row)
-    return mine * ranks, mine
+    local_numbers = math.ceil(rows / ranks) * math.prod(row)
+    return local_numbers * ranks, local_numbers
 
 
 def _units(model: Inventory, layout: Layout) -> tuple[Counter[str], Counter[str]]:
-    """Numbers of each unit of FSDP, whole and on the first rank."""
-    whole, mine = Counter[str](), Counter[str]()
+    """Numbers of each unit of FSDP, in full and on the first rank."""
+    whole, local_counts = Counter[str](), Counter[str]()
     for item in model.parameters:
         counts = _cut(item, layout)
         whole[item.block] += counts[0]
-        mine[item.block] += counts[1]
-    return whole, mine
+        local_counts[item.block] += counts[1]
+    return whole, local_counts
 
 
 def _whole(model: Inventory, again: bool) -> int:
-    """Numbers that are whole at once under FSDP: weights of blocks, and the gradients of the block that was computed last."""
+    """Numbers that are unsharded at once under FSDP: weights of blocks, and the gradients of the last computed block."""
     counted = Counter[str]()
     for item in model.parameters:
         counted[item.block] += item.elements
     root = counted.pop("", 0)
     blocks = sorted(counted.values(), reverse=True)
-    # The next block is fetched while one is computed; what is outside of blocks stays, for it is used first and last.
+    # The next block is fetched while one is computed. Parameters outside of blocks stay, since they are used first and last.
     return root + sum(blocks[:2] if again else blocks) + max([root, *blocks])
 
 
@@ -171,14 +171,14 @@ def _whole(model: Inventory, again: bool) -> int:
 
 
 def memory(profile: Profile, layout: Layout, device: DeviceSpec | None = None) -> Memory:
-    """Return what the rank that needs the most has at the peak of a step, for a profile of the layout's micro-batch and split.
+    """Return the peak of a step on the rank with the highest need, for a profile of the layout's micro-batch and split.
 
-    The profile is of a pass on a device as its kernels allocate (`measure(gpu=True)`); without a device the ranks are processes on a CPU.
+    The profile is of a pass with a device's kernels (`measure(gpu=True)`). Without a device the ranks are processes on a CPU.
     """
     rest = resting(profile.inventory, layout)
     moments = _sharded_moments if layout.shards else _whole_moments
-    found = list(moments(profile, layout, rest)) + [_optimizer_step(profile.inventory, layout, rest, device)]
-    best = max(found, key=lambda moment: moment.total)
+    moments_of_step = list(moments(profile, layout, rest)) + [_optimizer_step(profile.inventory, layout, rest, device)]
+    best = max(moments_of_step, key=lambda moment: moment.total)
     if device is not None:
         # Context parallelism on devices gathers keys and values of one layer at a time, and their gradients in backward.
         layers = len({segment.unit for segment in profile.segments if segment.unit}) or 1
@@ -191,10 +191,10 @@ def memory(profile: Profile, layout: Layout, device: DeviceSpec | None = None) -
 
 
 def _optimizer_step(model: Inventory, layout: Layout, rest: Memory, device: DeviceSpec | None) -> Memory:
-    """Adam's temporaries beside all gradients: on devices torch steps all tensors together, on the CPU one by one with two of its size."""
+    """Adam's temporaries with all gradients: on devices torch steps all tensors together, on the CPU one by one with two of its size."""
     sizes = [4 * _cut(item, layout)[1] for item in model.trained.parameters]
     gradients, buckets = rest.gradients, rest.gradients if layout.batches > 1 and not layout.shards else 0
-    if layout.zero is not None:  # one tensor, of which the optimizer has the weights in fp32, with gradients in fp32
+    if layout.zero is not None:  # one tensor: the optimizer has fp32 weights and fp32 gradients for it
         gradients, buckets = 4 * rest.optimizer // (4 + layout.state), 0
         sizes = [gradients]
     temporary = sum(sizes) if device is not None else 2 * max(sizes, default=0)
@@ -202,7 +202,7 @@ def _optimizer_step(model: Inventory, layout: Layout, rest: Memory, device: Devi
 
 
 def _whole_moments(profile: Profile, layout: Layout, rest: Memory) -> Iterable[Memory]:
-    """Yield the peak of each segment where a rank has whole parameters: one process, DDP, tensor parallelism, ZeRO below 3."""
+    """Yield the peak of each segment of a rank with unsharded parameters: one process, DDP, tensor parallelism, ZeRO below 3."""
     zero, kept = layout.zero, layout.accumulation > 1
     buckets = rest.gradients if zero is None and layout.batches > 1 else 0
     partial = zero is not None and zero >= 2
@@ -231,19 +231,19 @@ def _sharded_moments(profile: Profile, layout: Layout, rest: Memory) -> Iterable
     it is that of the unit before, fetched ahead. In backward the buffer of the last reduction stays as well.
     """
     unit = {name: layout.compute * size for name, size in _units(profile.inventory, layout)[0].items()}
-    trained, mine = _units(profile.inventory.trained, layout)
+    trained, local_trained = _units(profile.inventory.trained, layout)
     root = unit.pop("", 0)
-    held = 0 if layout.reshard else sum(unit.values())
+    kept_gathered = 0 if layout.reshard else sum(unit.values())
     order = [segment.unit for segment in profile.segments if not segment.backward and segment.unit in unit]
     before = dict(zip(order[1:], order, strict=False))
     sharded = rest.gradients if layout.accumulation > 1 else 0
-    whole = layout.compute * trained.total() if layout.accumulation > 1 else 0  # no_sync keeps whole gradients
+    whole = layout.compute * trained.total() if layout.accumulation > 1 else 0  # no_sync keeps unsharded gradients
     received, reduced, of_root = root, 0, 0
     for segment in profile.segments:
-        own, name = unit.get(segment.unit, 0), segment.unit
-        present = root + (own if layout.reshard else held)
+        unit_size, name = unit.get(segment.unit, 0), segment.unit
+        present = root + (unit_size if layout.reshard else kept_gathered)
         if not segment.backward:
-            received = own or received
+            received = unit_size or received
             yield _moment(rest, sharded + whole, present + received, segment.peak, segment.name)
             continue
         following = before.get(name) if name else order[-1] if order and not reduced else None
@@ -252,28 +252,28 @@ def _sharded_moments(profile: Profile, layout: Layout, rest: Memory) -> Iterable
         if name:
             # The gradients of the unit are copied into a buffer, which replaces that of the reduction before.
             reduced = layout.compute * trained[name]
-            present = root + held + ahead + reduced
+            present = root + kept_gathered + ahead + reduced
             yield _moment(rest, sharded + of_root + segment.created, present, segment.end, segment.name)
-            sharded += 4 * mine[name] if layout.accumulation == 1 else 0
+            sharded += 4 * local_trained[name] if layout.accumulation == 1 else 0
             if layout.dp_replicate > 1 and layout.compute < 4:
-                # What copies exchange stays until the pass ends, beside the fp32 gradients.
-                sharded += layout.compute * mine[name]
+                # Tensors exchanged between copies stay until the pass ends, next to the fp32 gradients.
+                sharded += layout.compute * local_trained[name]
         else:
             of_root += segment.created
     yield _moment(rest, sharded + of_root, root, 0, "reduction")
 
 
-# -- what is sent ------------------------------------------------------------------------------------------------------
+# -- exchanges ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """What one rank exchanges in a step over one dimension of the mesh by one kind of collective.
+    """The exchange of one rank in a step over one dimension of the mesh by one kind of collective.
 
     Attributes:
-        ranks: how many take part.
-        stride: how many ranks lie between neighbours of the group.
-        bytes: of the whole tensors: what an all-gather returns, a reduce-scatter takes, an all-reduce has.
+        ranks: the number of ranks of the group.
+        stride: the number of ranks between neighbours of the group.
+        bytes: of the full tensors: the output of an all-gather, the input of a reduce-scatter, the tensor of an all-reduce.
     """
 
     dimension: str
@@ -290,26 +290,26 @@ class Transfer:
 
 
 def traffic(profile: Profile, layout: Layout) -> list[Transfer]:
-    """Return what a rank exchanges in a step, for a profile as `memory` takes it."""
+    """Return a rank's exchanges in a step, for a profile like that of `memory`."""
     model, compute, windows = profile.inventory, layout.compute, layout.accumulation
-    numbers, trained = (sum(item.elements for item in each.parameters) for each in (model, model.trained))
+    numbers, trained = (sum(item.elements for item in inventory.parameters) for inventory in (model, model.trained))
     inner = layout.tp * layout.sp * layout.cp
-    found: list[Transfer] = []
+    transfers: list[Transfer] = []
 
     def add(dimension: str, collective: str, ranks: int, stride: int, size: float) -> None:
         if ranks > 1 and size:
-            found.append(Transfer(dimension, collective, ranks, stride, int(size)))
+            transfers.append(Transfer(dimension, collective, ranks, stride, int(size)))
 
     if layout.shards:
         for dimension, split in {"efsdp": layout.ep, "dp_shard": 1}.items() if layout.ep > 1 else [("dp_shard", 1)]:
             part = replace(model, items=tuple(item for item in model.items if item.split == split))
-            units, (reduced, own) = _units(part, layout)[0], _units(part.trained, layout)
+            units, (reduced, trained_local) = _units(part, layout)[0], _units(part.trained, layout)
             ranks, stride = layout.shards // split, layout.tp * split
             gathered = 2 * units.total() - units.get("", 0) if layout.reshard else units.total()
             add(dimension, "all_gather", ranks, stride, windows * compute * gathered)
             add(dimension, "reduce_scatter", ranks, stride, compute * reduced.total())
             stride = layout.tp * layout.shards
-            add("dp_replicate", "all_reduce", layout.dp_replicate, stride, compute * own.total())
+            add("dp_replicate", "all_reduce", layout.dp_replicate, stride, compute * trained_local.total())
     elif layout.zero is not None:
         reduction, times = ("all_reduce", 1) if layout.zero < 2 else ("reduce_scatter", windows)
         gathered = 2 * windows * numbers if layout.zero == 3 else trained
@@ -328,7 +328,7 @@ def traffic(profile: Profile, layout: Layout) -> list[Transfer]:
         keys = windows * compute * profile.keys * layout.cp  # keys and values of all ranks, forward and backward
         add("cp", "all_gather", layout.cp, layout.tp, 2 * keys)
         add("cp", "reduce_scatter", layout.cp, layout.tp, keys)
-    return found
+    return transfers
 
 
 # -- how long it takes -------------------------------------------------------------------------------------------------
@@ -360,13 +360,13 @@ class Fleet:
         return sum(count / rates.get(kind, rates["no"]) for kind, count in flops.items()) / self.efficiency
 
     def seconds(self, transfer: Transfer) -> float:
-        """Return how long an exchange takes alone."""
+        """Return the duration of an exchange without others."""
         return transfer.sent / (self.between if self.crosses(transfer) else self.device.node).bytes_per_second
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """An estimate of a step, in seconds: arithmetic, exchanges that a pass waits for, and those that it does not hide."""
+    """An estimate of a step, in seconds: arithmetic, blocking exchanges, and other exchanges that arithmetic does not hide."""
 
     arithmetic: float
     waiting: float
@@ -379,7 +379,7 @@ class StepTime:
 
     @property
     def limit(self) -> str:
-        """What takes the most."""
+        """The largest share."""
         names = ("arithmetic", "exchanges within layers", "exchanges of data parallelism")
         return max(zip((self.arithmetic, self.waiting, self.exposed), names, strict=True), key=lambda part: part[0])[1]
 
@@ -393,14 +393,14 @@ def step_seconds(profile: Profile, layout: Layout, fleet: Fleet) -> StepTime:
 
 
 def step_time(arithmetic: float, sent: Iterable[Transfer], fleet: Fleet, offloaded: float = 0.0) -> StepTime:
-    """Return an estimate of a step of so many seconds of arithmetic, in which a rank exchanges what is `sent`.
+    """Return an estimate of a step with so many seconds of arithmetic and the exchanges `sent`.
 
-    Exchanges within layers (tensor, context, sequence and expert parallelism) are waited for. The others, and what is `offloaded`, in
-    seconds, hide behind the stated part of the arithmetic.
+    Exchanges within layers (tensor, context, sequence and expert parallelism) block. The others, and the `offloaded` seconds,
+    hide behind the stated part of the arithmetic.
     """
-    # Experts lie along the shards of a mesh, whose only exchanges of this kind are those of tokens.
-    within = [each.dimension in WITHIN_LAYERS or each.collective == "all_to_all" for each in sent]
+    # Experts are spread along the shards of a mesh, and all-to-all exchanges there are those of tokens.
+    within = [transfer.dimension in WITHIN_LAYERS or transfer.collective == "all_to_all" for transfer in sent]
     seconds = list(zip(within, map(fleet.seconds, sent), strict=True))
-    waiting = sum(taken for within, taken in seconds if within)
-    hidden = offloaded + sum(taken for within, taken in seconds if not within)
+    waiting = sum(duration for within, duration in seconds if within)
+    hidden = offloaded + sum(duration for within, duration in seconds if not within)
     return StepTime(arithmetic, waiting, max(0.0, hidden - fleet.overlap * arithmetic))

@@ -1,4 +1,4 @@
-"""What a model consists of, as far as memory goes: its tensors with their shapes, blocks and layers, and the segments of a step. Nothing is loaded."""
+"""The parts of a model that take memory: its tensors with their shapes, blocks and layers, and the segments of a step. Nothing is loaded."""
 
 import math
 import os
@@ -27,11 +27,11 @@ class Item:
 
     Attributes:
         size: its bytes with floating-point numbers in fp32; integers stay as they are.
-        parameter: whether it is one, so that strategies cast and shard it.
-        block: the block that FSDP gathers at once; empty for what lies outside of all blocks.
-        layer: the layer that it belongs to, which has to be on a device at once.
-        split: among how many ranks it was split, which have a part of this shape each; FSDP shards the parts over the others.
-        frozen: whether training leaves it as it is.
+        parameter: whether it is a parameter, so that strategies cast and shard it.
+        block: the block that FSDP gathers at once; empty outside of all blocks.
+        layer: its layer, which must be on a device at once.
+        split: the number of ranks with a part of this shape each; FSDP shards the parts over the other ranks.
+        frozen: whether training does not change it.
     """
 
     shape: tuple[int, ...]
@@ -50,7 +50,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Inventory:
-    """A model, as far as memory goes: its tensors, those that share memory once, and where they are listed."""
+    """The memory of a model: its tensors (shared memory counts once), and their source."""
 
     source: str
     items: tuple[Item, ...]
@@ -108,10 +108,10 @@ class Segment:
 
 @dataclass(frozen=True)
 class Profile:
-    """What `activations.measure` found: the model as one rank of tensor parallelism has it, and the segments of a step in their order.
+    """The result of `activations.measure`: the model on one rank of tensor parallelism, and the segments of a step in order.
 
     Attributes:
-        keys: numbers of the keys and values of all layers, for the tokens of the rank; 0 where they are not known.
+        keys: numbers of the keys and values of all layers, for the tokens of the rank; 0 if not known.
     """
 
     inventory: Inventory
@@ -123,11 +123,11 @@ class Profile:
         """Floating-point operations of a forward and a backward pass."""
         return sum(segment.flops for segment in self.segments)
 
-    def extended(self, one: "Profile", factor: int) -> "Profile":
-        """Return the profile of a batch that is larger, where this is of two samples and `one` of one: sizes are linear in it."""
-        pairs = zip(one.segments, self.segments, strict=True)
+    def extended(self, single: "Profile", factor: int) -> "Profile":
+        """Return the profile of a larger batch; this one is of two samples, `single` of one: sizes are linear in the batch."""
+        pairs = zip(single.segments, self.segments, strict=True)
         segments = tuple(_line(first, second, factor - 1) for first, second in pairs)
-        return replace(self, segments=segments, keys=one.keys * factor)
+        return replace(self, segments=segments, keys=single.keys * factor)
 
 
 def _line(first: Segment, second: Segment, steps: int) -> Segment:
@@ -148,7 +148,7 @@ def block_names(model: "nn.Module") -> list[str]:
 
 
 def inventory_of_model(model: "nn.Module", source: str) -> Inventory:
-    """Return what a model consists of, which may be on the meta device."""
+    """Return the inventory of a model, which may be on the meta device."""
     from accelerate.runtime import torch_private
 
     parameters = dict(model.named_parameters())
@@ -168,16 +168,16 @@ def inventory_of_model(model: "nn.Module", source: str) -> Inventory:
 
 
 def _block(name: str) -> str:
-    found = _BLOCK.match(name)
-    return found[1] if found else ""
+    match = _BLOCK.match(name)
+    return match[1] if match else ""
 
 
 def inventory_of_path(path: str) -> Inventory | None:
-    """Return what the weights at a path consist of; None for a configuration without weights.
+    """Return the inventory of the weights at a path; None for a configuration without weights.
 
     A path is a safetensors file, an index of several, a folder with one of them or with shards of torch's distributed
-    checkpoints, or a JSON file. All floating-point tensors are taken for parameters. A ValueError names what is
-    damaged, ambiguous, missing or packed into integers.
+    checkpoints, or a JSON file. All floating-point tensors count as parameters. A ValueError names damaged, ambiguous or
+    missing files, and weights packed into integers.
     """
     tensors: dict[str, TensorEntry] = {}
     try:
@@ -215,21 +215,21 @@ def _files_of(path: str) -> list[str]:
         return [os.path.join(os.path.dirname(path), name) for name in sorted(names)]
     if path.endswith(".json"):
         return []
-    known = "a .safetensors file, its .index.json, a config.json, or a folder with one of them"
-    raise ValueError(f"The tensors of {path!r} cannot be listed without loading it. Name {known}.")
+    readable = "a .safetensors file, its .index.json, a config.json, or a folder with one of them"
+    raise ValueError(f"The tensors of {path!r} cannot be listed without loading it. Name {readable}.")
 
 
 def _files_in(folder: str) -> list[str]:
     names = sorted(os.listdir(folder))
     if METADATA in names:
         return [folder]
-    # What libraries load from a folder; others may lie beside it, such as the same weights in their author's layout.
+    # Names that libraries load from a folder. Others may exist next to them, such as the same weights in their author's layout.
     usual = [name for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, f"{FSDP_MODEL_NAME}_0") if name in names]
-    found = usual[:1] or [name for name in names if name.endswith((_SUFFIX, _SUFFIX + INDEX_SUFFIX))]
-    if len(found) == 1:
-        return _files_of(os.path.join(folder, found[0]))
-    if found:
-        raise ValueError(f"{folder!r} has several files of weights: {', '.join(found[:5])}. Name one, or an index.")
+    files = usual[:1] or [name for name in names if name.endswith((_SUFFIX, _SUFFIX + INDEX_SUFFIX))]
+    if len(files) == 1:
+        return _files_of(os.path.join(folder, files[0]))
+    if files:
+        raise ValueError(f"{folder!r} has several files of weights: {', '.join(files[:5])}. Name one, or an index.")
     if CONFIG in names:
         return []
     inside = ", ".join(names[:5]) or "nothing"

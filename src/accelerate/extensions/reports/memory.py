@@ -20,7 +20,7 @@ from accelerate.runtime.torch_private import local_part, pytree
 _ENGINE = "optimizer: with DeepSpeed its copies of the weights, too. Its buffers of communication are in no column."
 _COLUMNS = ("rank", "parameters", "buffers", "gradients", "optimizer", "activations", "peak")
 _ADVICE = (
-    "What makes it smaller: shards (--use_fsdp --fsdp_version 2, or DeepSpeedPlugin(zero_stage=3)), activation checkpointing\n"
+    "To reduce it, use shards (--use_fsdp --fsdp_version 2, or DeepSpeedPlugin(zero_stage=3)), activation checkpointing\n"
     "(model.gradient_checkpointing_enable(), or torch.utils.checkpoint), half the batch size with twice the\n"
     "gradient_accumulation_steps, mixed_precision='bf16', an 8-bit optimizer, and on a GPU offload to the host.\n"
 )
@@ -29,11 +29,11 @@ _CACHED = "cache: {} that torch has reserved, and no tensor takes; PYTORCH_CUDA_
 
 @dataclass(frozen=True)
 class MemoryRow:
-    """What one rank holds, in bytes of its own memory; memory that several tensors share counts once.
+    """The memory of one rank, in bytes; memory that several tensors share counts once.
 
     Attributes:
-        gradients: whole ones included that wait for an exchange.
-        activations: the part of the peak that is in no other column; None where the device does not count its allocations.
+        gradients: with unsharded ones that wait for an exchange.
+        activations: the part of the peak that is in no other column; None if the device does not count its allocations.
         peak: the peak of the device's allocations, or of the process's resident memory on a CPU.
     """
 
@@ -58,16 +58,18 @@ def memory_report(
     gather: Callable[[torch.Tensor], torch.Tensor] | None,
     rank: int = 0,
 ) -> Report:
-    """Return what each rank holds, the same report on every rank; most after a first backward. All ranks.
+    """Return each rank's memory, the same report on every rank; call it after a first backward pass.
 
-    Without a `gather`, the report is of this rank alone, with this number, and needs no memory of the device.
+    Without a `gather`, the report has only this rank, under this number, and needs no memory of the device.
+
+    Collective: call on every rank.
     """
     counted: dict[Any, None] = {}
     states = pytree.tree_leaves([dict(optimizer.state) for optimizer in optimizers])
     states = [value for value in states if isinstance(value, torch.Tensor)]
     notes = [_ENGINE] if any(zero_stage(model) is not None for model in models) else []
-    here = [*map(tensors_here, models), {"optimizer": states}]
-    held = [_count((each for kinds in here for each in kinds.get(kind, ())), counted) for kind in _COLUMNS[1:5]]
+    groups = [*map(tensors_here, models), {"optimizer": states}]
+    sizes = [_count((t for kinds in groups for t in kinds.get(kind, ())), counted) for kind in _COLUMNS[1:5]]
     allocated = getattr(getattr(torch, device.type, None), "max_memory_allocated", None)
     if device.type == "cpu" or allocated is None:
         peak = _resident_peak()
@@ -78,7 +80,7 @@ def memory_report(
         note = f"peak: most that torch had allocated since the start or torch.{device.type}.reset_peak_memory_stats()."
         rest = max(0, peak - sum(key[2] for key in counted if key[0].type == device.type))
         kind = "the part of the peak that is in no other column, buffers of communication included"
-    lines = [[*held, rest, peak]]
+    lines = [[*sizes, rest, peak]]
     if gather is not None:
         rank, lines = 0, gather(torch.tensor(lines, dtype=torch.int64, device=device)).tolist()
     rows = [
@@ -120,24 +122,24 @@ def _resident_peak() -> int:
 def explain(runs: Sequence[Run]) -> str:
     """Return what holds the memory of this rank's runs, and what would help. Not a collective."""
     run = runs[-1]
-    models = [model for each in runs for model in each._models]
-    optimizers = [optimizer for each in runs for optimizer in each._optimizers]
+    models = [model for former_run in runs for model in former_run._models]
+    optimizers = [optimizer for former_run in runs for optimizer in former_run._optimizers]
     report = memory_report(models, optimizers, run.device, None, run.process_index)
     kept = _CACHED.format(size(cache)) if (cache := cached(run.device)) else ""
     return f"\n{report}\n{kept}\n{_ADVICE}{_with_shards(run, models)}"
 
 
 def _with_shards(run: Run, models: Sequence[nn.Module]) -> str:
-    """Return what this rank would keep if FSDP2 sharded its models over all ranks; an empty text where they are sharded, or it is alone."""
+    """Return this rank's need if FSDP2 sharded its models over all ranks; an empty text if they are sharded, or with one rank."""
     ranks = run.num_processes
     if ranks == 1 or any(piece.strategy for model in models for piece in pieces(model)):
         return ""
     inventories = [inventory_of_model(model, "") for model in models]
-    now, then = (
+    replicated, then = (
         sum(
             rest.parameters + rest.gradients + rest.optimizer
-            for rest in (resting(each, layout) for each in inventories)
+            for rest in (resting(inventory, layout) for inventory in inventories)
         )
         for layout in (Layout(dp_replicate=ranks), Layout(dp_shard=ranks, fsdp=True))
     )
-    return f"Parameters, gradients and Adam's moments take {size(now)} on each rank; sharded over these {ranks} ranks, {size(then)}.\n"
+    return f"Parameters, gradients and Adam's moments take {size(replicated)} on each rank; sharded over these {ranks} ranks, {size(then)}.\n"

@@ -1,4 +1,4 @@
-"""Methods of the Accelerator that report what a run does."""
+"""Methods of the Accelerator that report on a run."""
 
 from typing import Any
 
@@ -11,9 +11,11 @@ from accelerate.extensions.reports.throughput import Meter, report
 
 
 def precision_report(accelerator: Any, model: nn.Module) -> Report:
-    """Return which copy of a model is in which dtype: weights, computation, gradients, reduction, optimizer. Any rank, alone.
+    """Return which copy of a model is in which dtype: weights, computation, gradients, reduction, optimizer.
 
     Gradients and optimizer state are there after the first step.
+
+    Not a collective.
 
     Args:
         model: A prepared model.
@@ -34,7 +36,9 @@ def precision_report(accelerator: Any, model: nn.Module) -> Report:
 
 
 def memory_report(accelerator: Any) -> Report:
-    """Return how much memory each rank's parameters, gradients and optimizer states take, and its peak. All ranks.
+    """Return how much memory each rank's parameters, gradients and optimizer states take, and its peak.
+
+    Collective: call on every rank.
 
     Returns:
         A report with a row per rank; its text is a table.
@@ -47,22 +51,24 @@ def memory_report(accelerator: Any) -> Report:
         >>> accelerator.memory_report().rows[0].parameters
         12
     """
-    held = accelerator._models, accelerator._optimizers
-    return memory.memory_report(*held, accelerator.device, accelerator.gather)
+    prepared = accelerator._models, accelerator._optimizers
+    return memory.memory_report(*prepared, accelerator.device, accelerator.gather)
 
 
 def throughput(
     accelerator: Any, tokens: float | None = None, samples: float | None = None, flops: float | None = None
 ) -> None:
-    """End a step of so many tokens and samples, for `throughput_report`. Any rank, alone; the first call starts to measure.
+    """End a step of so many tokens and samples, for `throughput_report`. The first call starts the measurement.
 
     Without any number it counts no step, and the next one begins here: after an evaluation, say.
+
+    Not a collective.
 
     Args:
         tokens: How many this rank has trained on since the last call.
         samples: How many this rank has trained on since the last call.
-        flops: Of the model in them, forward and backward, on this rank. None: `FlopCounterMode` counts those of the next
-            step once, which takes longer and is not measured; other steps have as many for each token (or sample).
+        flops: FLOPs of the model for them, forward and backward, on this rank. None: `FlopCounterMode` counts the next step
+            once, which takes longer and is not measured; other steps have as many for each token (or sample).
 
     Raises:
         ValueError: No model was prepared yet.
@@ -86,10 +92,12 @@ def throughput(
 
 
 def throughput_report(accelerator: Any, peak_flops: float | None = None) -> Report:
-    """Return each rank's rates, MFU and shares of its time since the last report, and which rank is slow. All ranks.
+    """Return each rank's rates, MFU and shares of its time since the last report, and the slow rank.
+
+    Collective: call on every rank.
 
     Args:
-        peak_flops: Of a device, per second; None takes a known GPU's dense bfloat16 figure.
+        peak_flops: Of a device, per second; None uses a known GPU's dense bfloat16 figure.
 
     Returns:
         A report with a row per rank; its text is a table, `values()` a dict for `log`, `slowest` the rank or None.

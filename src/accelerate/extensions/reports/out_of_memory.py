@@ -1,4 +1,4 @@
-"""What a program that runs out of memory reports as it ends: what holds the memory of its rank, and what makes it smaller."""
+"""The report of a program that runs out of memory: the contents of its rank's memory, and ways to reduce them."""
 
 import weakref
 from typing import Any
@@ -22,12 +22,15 @@ class OutOfMemory(Extension):
 
 
 def newest() -> Run | None:
-    """Return the Accelerator that was made last, of those that live. Not a collective."""
+    """Return the last Accelerator that was made and still lives. Not a collective."""
     return next(iter(reversed(list(_LIVE))), None)
 
 
 def explain(error: BaseException) -> str:
-    """Return what to add to an error that ends the program; an empty text for one of another kind. Not a collective."""
+    """Return the addition to an error that ends the program; an empty text for other errors.
+
+    Not a collective.
+    """
     runs = list(_LIVE)
     if not runs or not isinstance(error, Exception) or not should_reduce_batch_size(error):
         return ""

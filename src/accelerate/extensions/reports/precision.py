@@ -26,8 +26,8 @@ class PrecisionRow:
 
     Attributes:
         before: its dtype when the model came to ``prepare``.
-        count: elements of the whole, over all ranks of a shard group; None where nothing is counted.
-        local: bytes on this rank; `nbytes` are those of the whole.
+        count: elements of the full tensors, over all ranks of a shard group; None if not counted.
+        local: bytes on this rank; `nbytes` are those of the full tensors.
     """
 
     copy: str
@@ -45,11 +45,11 @@ class PrecisionRow:
 
 @dataclass(frozen=True)
 class PrecisionReport(Report):
-    """In which dtype each copy of a model's numbers is; printed, a table.
+    """The dtype of each copy of a model's numbers; printed as a table.
 
     Attributes:
         strategy: ``"none"``, ``"ddp"``, ``"fsdp1"``, ``"fsdp2"``, ``"tp"``, ``"zero0"`` to ``"zero3"``, or two of them joined by ``" x "``.
-        warnings: how many of the notes, from the first, contradict what was asked for.
+        warnings: how many of the notes, from the first, contradict the settings.
     """
 
     model: str = ""
@@ -68,7 +68,7 @@ def precision_report(
     fp8_backend: FP8BackendType = FP8BackendType.NO,
     comm_hook: Any = None,
 ) -> PrecisionReport:
-    """Return in which dtype each copy of a model's numbers is; most after the first step. Any rank, alone."""
+    """Return in which dtype each copy of a model's numbers is; most after the first step. Not a collective."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"precision_report() got {model!r} ({type(model).__name__}); pass a prepared model.")
     inner = extract_model_from_parallel(model, keep_torch_compile=False)
@@ -81,18 +81,18 @@ def precision_report(
         engine = ENGINES.get(fp8_backend)
     layers = engine.converted(inner) if engine is not None else 0
     stage = zero_stage(model)
-    held, missed = _held(model, optimizers) if stage is None else (_held_by_engine(model), 0)
+    optimized, missed = _list_optimized(model, optimizers) if stage is None else (_held_by_engine(model), 0)
     rows = list(_model_rows(model, inner, parts))
     if layers:
         rows.append(PrecisionRow(f"forward of {layers} {engine.title} layers", "-", "float8"))
     rows += _gradient_rows(model, strategy, parts, comm_hook) if stage is None else _exchanged_by_engine(model)
-    updated = _sums("updated by optimizers", (_tensor(parameter) for parameter, _ in held))
-    states = pytree.tree_leaves([state for _, state in held])
+    updated = _sums("updated by optimizers", (_tensor(parameter) for parameter, _ in optimized))
+    states = pytree.tree_leaves([state for _, state in optimized])
     # A step counter is a scalar, and says nothing about the precision of the state.
     updated += _sums("optimizer state", (_tensor(v) for v in states if isinstance(v, torch.Tensor) and v.dim()))
-    if stage and held:
+    if stage and optimized:
         # Each rank has a part, filled up to a size that all ranks can divide.
-        parted = sum(piece.numel for piece in parts if piece.trainable) / sum(part.numel() for part, _ in held)
+        parted = sum(piece.numel for piece in parts if piece.trainable) / sum(part.numel() for part, _ in optimized)
         updated = [replace(row, count=round(row.count * parted), nbytes=round(row.nbytes * parted)) for row in updated]
     rows += updated
     # Modules with a rule compute without autocast.
@@ -104,7 +104,7 @@ def precision_report(
         )
     if optimizers and missed:
         alarms.append(
-            f"{missed} of {missed + len(held)} trainable parameters are in no prepared optimizer and stay as they are. If the model was "
+            f"{missed} of {missed + len(optimized)} trainable parameters are in no prepared optimizer and stay as they are. If the model was "
             "changed after the optimizer was made, make it afterwards."
         )
     notes = [f"warning: {alarm}" for alarm in alarms]
@@ -118,17 +118,17 @@ def precision_report(
     return PrecisionReport(title, _COLUMNS, tuple(rows), tuple(notes), 3, kind.__name__, strategy, len(alarms))
 
 
-def _held(model: nn.Module, optimizers: Sequence[Any]) -> tuple[list[tuple[torch.Tensor, Any]], int]:
+def _list_optimized(model: nn.Module, optimizers: Sequence[Any]) -> tuple[list[tuple[torch.Tensor, Any]], int]:
     """Return the parameters to train that optimizers have, with their state, and how many none has."""
-    own = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
-    held = [
+    trained_ids = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    optimized = [
         (parameter, optimizer.state.get(parameter, {}))
         for optimizer in optimizers
         for group in optimizer.param_groups
         for parameter in group["params"]
-        if id(parameter) in own
+        if id(parameter) in trained_ids
     ]
-    return held, len(own - {id(parameter) for parameter, _ in held})
+    return optimized, len(trained_ids - {id(parameter) for parameter, _ in optimized})
 
 
 def _held_by_engine(engine: Any) -> list[tuple[torch.Tensor, Any]]:
@@ -146,21 +146,21 @@ def _exchanged_by_engine(engine: Any) -> Iterator[PrecisionRow]:
 def _strategy(model: nn.Module, parts: Sequence[Piece]) -> str:
     if (stage := zero_stage(model)) is not None:
         return f"zero{stage}"
-    found = sorted({piece.strategy for piece in parts if piece.strategy})
+    names = sorted({piece.strategy for piece in parts if piece.strategy})
     if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()):
-        found.append("ddp")
+        names.append("ddp")
     meshes = [getattr(parameter, "device_mesh", None) for parameter in model.parameters()]
     if any(mesh is not None and "tp" in (mesh.mesh_dim_names or ()) for mesh in meshes):
-        found.append("tp")
-    return " x ".join(found) or "none"
+        names.append("tp")
+    return " x ".join(names) or "none"
 
 
 def _sums(copy: str, items: Iterable[tuple[str, str, int, int, int]]) -> list[PrecisionRow]:
     """Return a row for each pair of dtypes, with the sums of elements, of bytes and of this rank's bytes."""
     sums: dict[tuple[str, str], list[int]] = {}
     for before, after, *numbers in items:
-        known = sums.get((before, after), [0, 0, 0])
-        sums[before, after] = [one + other for one, other in zip(known, numbers, strict=True)]
+        totals = sums.get((before, after), [0, 0, 0])
+        sums[before, after] = [total + other for total, other in zip(totals, numbers, strict=True)]
     return [PrecisionRow(copy, *dtypes, *numbers) for dtypes, numbers in sorted(sums.items())]
 
 
@@ -190,7 +190,7 @@ def _model_rows(model: nn.Module, inner: nn.Module, parts: Sequence[Piece]) -> I
     if any(piece.strategy for piece in parts):
         yield PrecisionRow("gathered parameters", "-", handed)
     outputs = "float32" if autocast_of(inner.__dict__.get("forward")) is not None else handed
-    for module in (inner, model):  # torch.compile lies around what fully_shard made
+    for module in (inner, model):  # torch.compile is around the classes of fully_shard
         if (dtype := torch_private.output_dtype(module)) is not None:
             outputs = short(dtype)
     yield PrecisionRow("outputs", at_rest, outputs)
@@ -213,10 +213,10 @@ def _gradient_rows(model: nn.Module, strategy: str, parts: Sequence[Piece], comm
     trained = [piece for piece in parts if piece.trainable]
     if not trained:
         return
-    there = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    seen = _names(gradient.dtype for gradient in there) if there else _names(piece.gradient for piece in trained)
+    present = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    seen = _names(gradient.dtype for gradient in present) if present else _names(piece.gradient for piece in trained)
     whole = sum(piece.numel * piece.gradient.itemsize for piece in trained)
-    local = sum(local_part(gradient).numel() * gradient.element_size() for gradient in there)
+    local = sum(local_part(gradient).numel() * gradient.element_size() for gradient in present)
     yield PrecisionRow("gradients", "-", seen, sum(piece.numel for piece in trained), whole, local)
     if strategy in ("none", "tp"):
         return
@@ -228,20 +228,20 @@ def _gradient_rows(model: nn.Module, strategy: str, parts: Sequence[Piece], comm
 
 
 def _contradictions(mixed_precision: str, autocast: torch.dtype | None, parts: Sequence[Piece]) -> list[str]:
-    found = []
+    alarms = []
     low = [piece.dtype for piece in parts if piece.trainable and piece.dtype in _LOW]
     if low and precision(mixed_precision).autocast_dtype is not None:
-        found.append(
+        alarms.append(
             f"mixed_precision={mixed_precision!r} asked for, but {len(low)} trainable parameters are {_names(low)}: pure "
             f"{_names(low)} training, without float32 master weights, loses small updates. Load the model in float32."
         )
     policies = {piece.compute for piece in parts if piece.strategy and piece.compute != piece.dtype}
     if autocast is not None and policies - {autocast}:
-        found.append(
+        alarms.append(
             f"FSDP hands parameters to forward in {_names(policies)}, and autocast computes in {short(autocast)}. Leave one of "
             "mixed_precision and the plugin's mixed_precision_policy to the other."
         )
-    return found
+    return alarms
 
 
 def _names(dtypes: Iterable[torch.dtype]) -> str:

@@ -1,7 +1,7 @@
-"""Throughput: tokens and samples per second, MFU, where the time of a step goes, and the rank that the others wait for.
+"""Throughput: tokens and samples per second, MFU, the parts of a step's time, and the rank that the others wait for.
 
-A clock stamps the moments at which a step goes from one part to the next: CUDA events, which are read when a report is asked
-for, elsewhere the host's clock. So the parts add up to the whole, and nothing is synchronised in a step.
+A clock stamps the moments at which a step enters its next part: CUDA events, read when a report is requested, or else the
+host's clock. So the parts add up to the full step, and nothing is synchronised in a step.
 """
 
 import bisect
@@ -29,7 +29,7 @@ from accelerate.runtime.run import Run
 PARTS = ("data", "forward", "backward", "communication", "optimizer", "checkpoint", "rest")
 # The part of a step that each call of the Accelerator is.
 _PHASES = {"backward": "backward", "save_state": "checkpoint", "gather": "communication", "reduce": "communication"}
-# Where a rank waits for the others; the remainder of a step is its own work.
+# Parts in which a rank waits for the others; the remainder of a step is its own work.
 _WAITING = ("communication", "checkpoint")
 _RATES = ("tokens", "samples", "flops")
 _COLUMNS = ("rank", "step", "tokens/s", "samples/s", "MFU", *PARTS, "score")
@@ -49,12 +49,12 @@ def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *_: Any
     return 2 * _attention(query, key, value)
 
 
-def _grouped(left: Any, right: Any, *_: Any, out_shape: Any, **__: Any) -> int:
-    # Of two matrices each group is the product of its part of the columns and rows; a stack has a matrix for each group of rows.
-    return 2 * math.prod(out_shape) * left[-1] // (out_shape[0] if len(left) == len(right) == 2 else 1)
+def _grouped(first: Any, right: Any, *_: Any, out_shape: Any, **__: Any) -> int:
+    # For two matrices each group is the product of its columns and rows; a stack has a matrix for each group of rows.
+    return 2 * math.prod(out_shape) * first[-1] // (out_shape[0] if len(first) == len(right) == 2 else 1)
 
 
-# torch counts no grouped products and no attention kernel of the CPU, and in the backward passes of all of them what they compute again.
+# torch counts neither grouped products nor attention kernels of the CPU, nor recomputation in their backward passes.
 COUNTED = dict.fromkeys(torch_private.attention_operators("_backward"), _attention_backward)
 COUNTED |= dict.fromkeys(torch_private.attention_operators("_for_cpu"), _attention)
 COUNTED |= dict.fromkeys(torch_private.grouped_products(), _grouped)
@@ -69,15 +69,15 @@ def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
 
 @dataclass(frozen=True)
 class ThroughputRow:
-    """What one rank measured; nan is what it does not know.
+    """The measurements of one rank; nan if unknown.
 
     Attributes:
         step: seconds of a step, on average.
-        tokens, samples, flops: a second.
+        tokens, samples, flops: per second.
         shares: of the wall time, in the order of `PARTS`; their sum is 1.
-        own: seconds of the middle step without communication and checkpoint, where a rank waits for the others.
+        own: seconds of the median step without communication and checkpoint, in which a rank waits for the others.
         spread: the standard error of `own`, from its median deviation.
-        score: how much slower it is than the middle of the others, in multiples of what chance explains.
+        score: how much slower it is than the median of the others, as a multiple of the difference that chance explains.
     """
 
     rank: int
@@ -101,7 +101,7 @@ class ThroughputRow:
 
 @dataclass(frozen=True)
 class ThroughputReport(Report):
-    """What all ranks measured since the report before; printed, a table.
+    """The measurements of all ranks since the last report; printed as a table.
 
     Attributes:
         slowest: the rank that the others wait for; None if none stands out.
@@ -118,14 +118,14 @@ class ThroughputReport(Report):
             "mfu": statistics.mean(row.mfu for row in self.rows),
             "step_seconds": max(row.step for row in self.rows),
         }
-        found = {**rates, **means, "slowest_rank": -1 if self.slowest is None else self.slowest}
-        return {f"throughput/{name}": number for name, number in found.items() if not math.isnan(number)}
+        values = {**rates, **means, "slowest_rank": -1 if self.slowest is None else self.slowest}
+        return {f"throughput/{name}": number for name, number in values.items() if not math.isnan(number)}
 
 
 class Meter(Extension):
     """Measures the steps of one rank from its construction on; `step` ends one, `row` reads them."""
 
-    # Of a copy in another process, which measures nothing.
+    # A copy in another process measures nothing.
     _open: deque[tuple[str, Any]] = deque(maxlen=1)
     _stamp: Callable[[], Any] = staticmethod(time.perf_counter)
 
@@ -134,7 +134,7 @@ class Meter(Extension):
         if not accelerator._models:
             raise ValueError("throughput() found no prepared model to measure. Call it after `prepare`.")
         row = traits_of(accelerator.distributed_type)
-        # Whether what the ranks wait for is inside the passes, where it is not distinguished.
+        # Whether ranks wait for each other inside the passes, where waiting is not distinguished.
         self.hidden = row.steps_in_backward or (row.sharded and not accelerator.is_fsdp2)
         self.device, self._by_engine = accelerator.device, row.steps_in_backward
         if self.device.type == "cuda":
@@ -150,7 +150,7 @@ class Meter(Extension):
             if isinstance(optimizer, torch.optim.Optimizer):
                 self._hooks.append(optimizer.register_step_pre_hook(partial(self.enter, "optimizer")))
                 self._hooks.append(optimizer.register_step_post_hook(partial(self.enter, "rest")))
-        self._before: list[str] = []  # what goes on after each open phase
+        self._before: list[str] = []  # the part that continues after each open phase
         self._flops_each: float | None = None
         self._counter: FlopCounterMode | None = None
         self._open = deque(maxlen=0)  # the step before the first call is not measured
@@ -203,15 +203,15 @@ class Meter(Extension):
     def step(self, *numbers: float | None) -> None:
         """End a step of so many tokens, samples and FLOPs, or begin anew where all are None."""
         tokens, samples, flops = numbers
-        given, items = numbers != (None, None, None), tokens or samples or 1
+        has_numbers, items = numbers != (None, None, None), tokens or samples or 1
         # Bounded, for a loop that calls this no more.
         stamps, self._open = self._open, deque(maxlen=_STAMPS)
         self.enter("data")
         counter, self._counter = self._counter, None
         if counter is not None:
             counter.__exit__(None, None, None)
-            self._flops_each = counter.get_total_flops() / items or math.nan if given else None
-        elif given and stamps:
+            self._flops_each = counter.get_total_flops() / items or math.nan if has_numbers else None
+        elif has_numbers and stamps:
             work = (self._flops_each or math.nan) * items if flops is None else flops
             counts = [math.nan if number is None else number for number in (tokens, samples, work)]
             self._steps.append(([*stamps, self._open[0]], counts))
@@ -225,25 +225,25 @@ class Meter(Extension):
                 self._counter.__enter__()
 
     def row(self, rank: int, peak: float) -> ThroughputRow | None:
-        """Return what was measured since the last call; None if there was no step."""
+        """Return the measurements since the last call; None without a step."""
         if not self._steps:
             return None
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        totals, own = dict.fromkeys(PARTS, 0.0), []
+        totals, busy = dict.fromkeys(PARTS, 0.0), []
         for stamps, _ in self._steps:
-            own.append(0.0)
+            busy.append(0.0)
             for (part, start), (_, end) in pairwise(stamps):
                 seconds = end - start if isinstance(end, float) else start.elapsed_time(end) / 1000
                 totals[part] += seconds
-                own[-1] += 0.0 if part in _WAITING else seconds
-        wall, middle = sum(totals.values()), statistics.median(own)
-        # Of a normal distribution, the median has 1.25 and the median deviation 1.48 times the usual error.
-        spread = 1.25 * 1.48 * statistics.median(abs(one - middle) for one in own) / len(own) ** 0.5
+                busy[-1] += 0.0 if part in _WAITING else seconds
+        wall, middle = sum(totals.values()), statistics.median(busy)
+        # For a normal distribution, the median has 1.25 and the median deviation 1.48 times the usual error.
+        spread = 1.25 * 1.48 * statistics.median(abs(step - middle) for step in busy) / len(busy) ** 0.5
         rates = [sum(numbers) / wall for numbers in zip(*(counts for _, counts in self._steps), strict=True)]
         shares = tuple(total / wall for total in totals.values())
         self._steps.clear()
-        return ThroughputRow(rank, wall / len(own), *rates, rates[2] / peak, shares, middle, spread)
+        return ThroughputRow(rank, wall / len(busy), *rates, rates[2] / peak, shares, middle, spread)
 
 
 def scored(rows: Sequence[ThroughputRow]) -> list[ThroughputRow]:
@@ -257,20 +257,23 @@ def scored(rows: Sequence[ThroughputRow]) -> list[ThroughputRow]:
     ]
 
 
-def _median_of_others(ordered: Sequence[float], own: float) -> float:
-    """Return the median of numbers in order without one of them; that one where it is alone."""
-    place, count = bisect.bisect_left(ordered, own), len(ordered) - 1
+def _median_of_others(ordered: Sequence[float], number_left_out: float) -> float:
+    """Return the median of numbers in order without one of them; that number if it is the only one."""
+    place, count = bisect.bisect_left(ordered, number_left_out), len(ordered) - 1
     middle = [number + (number >= place) for number in ((count - 1) // 2, count // 2)]
-    return sum(ordered[number] for number in middle) / 2 if count else own
+    return sum(ordered[number] for number in middle) / 2 if count else number_left_out
 
 
 def report(
     meter: Meter | None, gather: Callable[[Any], list[Any]], rank: int, peak_flops: float | None
 ) -> ThroughputReport:
-    """Return what all ranks measured since the last report; RuntimeError on all where one measured nothing. All ranks."""
+    """Return all ranks' measurements since the last report; RuntimeError on all if one measured nothing.
+
+    Collective: call on every rank.
+    """
     cuda = meter is not None and meter.device.type == "cuda"
-    known = device_specs.peak_flops(torch.cuda.get_device_name(meter.device)) if cuda else None
-    peak = peak_flops or known or math.nan
+    table_flops = device_specs.peak_flops(torch.cuda.get_device_name(meter.device)) if cuda else None
+    peak = peak_flops or table_flops or math.nan
     rows = gather(None if meter is None else meter.row(rank, peak))
     if meter is None or None in rows:
         raise RuntimeError(

@@ -107,9 +107,9 @@ def _start(job: Any, account: tuple[str | None, str | None], arguments: dict[str
 
 def job_variables(settings: Mapping[str, Resolved]) -> dict[str, str]:
     """Return the variables that carry settings, by option name, into the container of a job."""
-    given = exports(settings)
-    given.pop("ACCELERATE_USE_CPU", None)  # the container has its own devices
-    return {name: value for name, value in given.items() if name.startswith("ACCELERATE_")}
+    variables = exports(settings)
+    variables.pop("ACCELERATE_USE_CPU", None)  # the container has its own devices
+    return {name: value for name, value in variables.items() if name.startswith("ACCELERATE_")}
 
 
 def _described(plan: LaunchPlan) -> tuple[Any, dict[str, Any], _Inputs]:
@@ -118,13 +118,13 @@ def _described(plan: LaunchPlan) -> tuple[Any, dict[str, Any], _Inputs]:
     for name in ("module", "no_python"):
         if plan[name]:
             raise LaunchError(f"--{name} does not go with SageMaker, which starts a Python file.")
-    path = config_file.find(plan["config_file"], os.environ)  # it alone can ask for SageMaker
+    path = config_file.find(plan["config_file"], os.environ)  # only it can ask for SageMaker
     content = config_file.modernise(config_file.load_mapping(path))
-    known = {name: content[name] for name in _JOB if content.get(name) is not None}
+    job_settings = {name: content[name] for name in _JOB if content.get(name) is not None}
     # A flag or a variable may name the number as well; where neither does, the plan has the value of the file.
-    job = SimpleNamespace(**{**_JOB, **known, "num_machines": plan["num_machines"] or 1})
+    job = SimpleNamespace(**{**_JOB, **job_settings, "num_machines": plan["num_machines"] or 1})
     for name in ("ec2_instance_type", "iam_role_name"):
-        if name not in known:
+        if name not in job_settings:
             raise LaunchError(f"The configuration file {path} lacks {name}. Add it, or run `accelerate config` again.")
     if not isinstance(job.additional_args or {}, dict):
         raise LaunchError(f"additional_args in {path} must hold keys and values, such as `volume_size: 100`.")
@@ -142,12 +142,12 @@ def estimator_arguments(
     if not script.endswith(".py"):
         raise LaunchError(f"{script!r} is no Python file; a SageMaker job starts a script ending in .py.")
     kind = SageMakerDistributedType(job.distributed_type)
-    given = dict(job.additional_args or {})
+    additional = dict(job.additional_args or {})
     inputs = dict(_table(job.sagemaker_inputs_file, "sagemaker_inputs_file")) or None
     metrics = _table(job.sagemaker_metrics_file, "sagemaker_metrics_file")
     variables = {"ACCELERATE_USE_SAGEMAKER": "true", **environment}
     variables["ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE"] = kind.value
-    variables |= given.pop("environment", None) or {}
+    variables |= additional.pop("environment", None) or {}
     arguments = {
         "entry_point": os.path.basename(script),
         "source_dir": os.path.dirname(script) or ".",
@@ -161,11 +161,11 @@ def estimator_arguments(
         "environment": variables,
         "metric_definitions": [{"Name": name, "Regex": regex} for name, regex in metrics] or None,
     }
-    return {**arguments, **given}, inputs
+    return {**arguments, **additional}, inputs
 
 
 def keys(access_key_id: str | None, secret_access_key: str | None) -> tuple[str | None, str | None]:
-    """Return the two keys of an AWS account, or two times None; one alone is refused."""
+    """Return the two keys of an AWS account, or two times None; a single one is refused."""
     if bool(access_key_id) != bool(secret_access_key):
         lacking = "--aws_secret_access_key" if access_key_id else "--aws_access_key_id"
         raise LaunchError(f"{lacking} is missing: the two keys go together. A profile in the file needs neither.")

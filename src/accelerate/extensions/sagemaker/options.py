@@ -4,7 +4,7 @@ from accelerate.config.options.schema import Feature, rows
 
 _aws = rows("AWS Arguments", key="", feature="sagemaker", chapter="other", before="compute_environment")
 
-# What only a file for SageMaker has; `SageMakerConfig` holds it.
+# Settings that only a file for SageMaker has; `SageMakerConfig` holds them.
 KEYS = (
     *("ec2_instance_type", "iam_role_name", "image_uri", "profile", "region", "base_job_name", "additional_args"),
     *("pytorch_version", "transformers_version", "py_version", "sagemaker_inputs_file", "sagemaker_metrics_file"),

@@ -1,4 +1,4 @@
-"""Packed documents: where they lie in the rows of a batch, and attention within each of them alone."""
+"""Packed documents: their positions in the rows of a batch, and attention within each of them only."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ from accelerate.runtime import torch_private
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents of a batch, and which keys the queries of this rank see. All keys are at hand, whoever has the queries.
+    """The documents of a batch, and the keys that this rank's queries see. Every rank has all keys.
 
     Attributes:
-        bounds: for each row where its documents begin, and its length; one row stands for all.
-        pieces: for each row, queries that follow each other in one document, where that begins, where they end in the row, and it.
-        order: [length], where the keys of each place are; None if they are in the order of the row.
+        bounds: the beginnings of each row's documents, and the row's length; one row stands for all.
+        pieces: per row, runs of queries in one document: the slice, the document's begin, the run's end, the document's end.
+        order: [length], the index of each position's key; None if the keys are in the order of the row.
     """
 
     bounds: tuple[tuple[int, ...], ...]
@@ -42,11 +42,13 @@ class Documents:
         return max(int(np.diff(row).max()) for row in self.bounds)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, causal: bool, **options: Any) -> Tensor:
-        """Return what attention returns if a query sees the keys of its document alone. Any rank, alone.
+        """Return attention in which a query sees only the keys of its document.
 
-        A document costs as much as it would in a row of its own. There is no mask of rows and columns but for a document within which the
+        A document costs as much as in a separate row. A mask of rows and columns is only made for a document within which the
         queries begin. Tensors are [batch, heads, queries or length, width]; `options` are those of
-        `scaled_dot_product_attention` but for masks.
+        `scaled_dot_product_attention` except masks.
+
+        Not a collective.
         """
         if self.order is not None:
             key, value = (tensor.index_select(-2, self.order) for tensor in (key, value))
@@ -66,12 +68,12 @@ class Documents:
 
 
 def _pieces(bounds: Sequence[int], places: np.ndarray) -> list[tuple[slice, int, int, int]]:
-    found = []
+    pieces = []
     runs = [0, *(np.flatnonzero(np.diff(places) != 1) + 1).tolist(), len(places)]
     for begin, end in pairwise(runs):
         first = int(places[begin])
         for start, stop in pairwise(bounds):
             low, high = max(start, first), min(stop, first + end - begin)
             if low < high:
-                found.append((slice(begin + low - first, begin + high - first), start, high, stop))
-    return found
+                pieces.append((slice(begin + low - first, begin + high - first), start, high, stop))
+    return pieces

@@ -1,4 +1,4 @@
-"""What context and sequence parallelism do at `prepare`."""
+"""The actions of context and sequence parallelism at `prepare`."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ class SharedSequences(Extension):
         if layout._sp_by_deepspeed and not evaluation:
             raise ValueError(
                 f"sp_size={layout.sp_size} with sp_backend='deepspeed' needs deepspeed_plugin=DeepSpeedPlugin(...). Pass it, or set "
-                "sp_backend='torch', which does the same with torch alone."
+                "sp_backend='torch', which does the same with torch only."
             )
 
     def convert(self, model: Any, evaluation: bool) -> Any:

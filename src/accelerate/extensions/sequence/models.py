@@ -1,4 +1,4 @@
-"""Models of transformers whose sequences are cut: what they must be, and hooks that act inside the context alone."""
+"""Models of transformers with sharded sequences: their requirements, and hooks that act only inside the context."""
 
 import inspect
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from accelerate.extensions.sequence.documents import Documents
 from accelerate.extensions.sequence.region import WHAT, Active, Region
 from accelerate.runtime import torch_private
 
-# Heads that need the whole sequence in one place, for more than attention.
+# Heads that need the full sequence on one rank, for more than attention.
 _WHOLE = ("ForSequenceClassification", "ForMultipleChoice", "ForQuestionAnswering", "ForNextSentencePrediction")
 _SHIFTING = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _ATTENTION_NAMES = ("self_attn", "attn", "attention", "self_attention")
@@ -29,7 +29,7 @@ def outermost(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def check(model: nn.Module, axis: str) -> None:
-    """Refuse (ValueError) a model that would compute something else on parts of a sequence. Any rank, alone."""
+    """Refuse (ValueError) a model that would compute something else on parts of a sequence. Not a collective."""
     what = WHAT[axis]
     for name, module in model.named_modules():
         if isinstance(module, nn.MultiheadAttention):
@@ -37,22 +37,22 @@ def check(model: nn.Module, axis: str) -> None:
                 f"{name or 'the model'} is a torch.nn.MultiheadAttention, which under {what} may attend within its shard. Write "
                 "the attention with torch.nn.functional.scaled_dot_product_attention."
             )
-    for found in outermost(model):
-        kind, config = type(found).__name__, found.config
-        for part in found.modules():
+    for inner in outermost(model):
+        kind, config = type(inner).__name__, inner.config
+        for part in inner.modules():
             used = getattr(getattr(part, "config", None), "_attn_implementation", None)
             if used not in (None, "sdpa"):
                 raise ValueError(
                     f"{kind} was loaded with attn_implementation={used!r}, but {what} works through "
-                    "torch.nn.functional.scaled_dot_product_attention alone. Load it with attn_implementation='sdpa'."
+                    "torch.nn.functional.scaled_dot_product_attention only. Load it with attn_implementation='sdpa'."
                 )
         kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
         reason = None
         if getattr(config, "is_encoder_decoder", False):
             reason = f"is an encoder-decoder, whose two sequences {what} cannot cut"
         elif kind.endswith(_WHOLE):
-            reason = "pools or compares tokens over the whole sequence after attention, and a rank has a part"
-        elif "position_ids" not in _parameters(found):
+            reason = "pools or compares tokens over the full sequence after attention, and a rank has a part"
+        elif "position_ids" not in _parameters(inner):
             reason = "takes no position_ids in its forward, so positions would restart on every rank"
         elif kinds:
             reason = f"has layers of the kinds {sorted(kinds)}, which are local or recurrent along the sequence"
@@ -74,7 +74,10 @@ def join(model: nn.Module, region: Any) -> None:
 
 
 def is_causal(model: nn.Module) -> bool:
-    """Say whether all attention of a model is causal, as its modules say by `is_causal`; without a word it is. Any rank, alone."""
+    """Say whether all attention of a model is causal, as its modules say by `is_causal`; without a word it is.
+
+    Not a collective.
+    """
     return all(getattr(module, "is_causal", True) for module in model.modules())
 
 
@@ -84,12 +87,12 @@ def attach(model: nn.Module, region: Region) -> None:
         region.cuts = 1  # nothing to balance: every token sees all others
     if not _hooked(model, OutsideHook, region):
         model.register_forward_pre_hook(OutsideHook(region))
-    for found in outermost(model):
-        if _hooked(found, ModelHook, region):
+    for inner in outermost(model):
+        if _hooked(inner, ModelHook, region):
             continue
-        # First of all hooks: those of strategies may move or cast what is checked here.
-        found.register_forward_pre_hook(ModelHook(region, found), with_kwargs=True, prepend=True)
-        for module in _attention_modules(found):
+        # First of all hooks: those of strategies may move or cast the tensors checked here.
+        inner.register_forward_pre_hook(ModelHook(region, inner), with_kwargs=True, prepend=True)
+        for module in _attention_modules(inner):
             hook = AttentionHook(region, _parameters(module))
             module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
 
@@ -106,7 +109,10 @@ def _causal_without_mask(module: nn.Module, args: tuple, kwargs: dict[str, Any])
 
 
 def _refuse_recurrent_layers_under_sequence_parallelism(model: nn.Module) -> None:
-    """Refuse (ValueError) a model whose configuration lists layers with a state along the sequence. Any rank, alone."""
+    """Refuse (ValueError) a model whose configuration lists layers with a state along the sequence.
+
+    Not a collective.
+    """
     kinds = getattr(getattr(model, "config", None), "layer_types", None) or ()
     if recurrent := sorted({kind for kind in kinds if kind == "linear_attention"}):
         raise ValueError(
@@ -131,9 +137,9 @@ def _hooked(module: nn.Module, kind: type, region: Region) -> bool:
 def _parameters(module: nn.Module) -> tuple[str, ...]:
     # The class's: compilation and hooks of ours replace the instance's by something without a signature.
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    found = list(inspect.signature(type(module).forward).parameters.values())[1:]
-    names = tuple(parameter.name for parameter in found if parameter.kind in kinds)
-    return (*names, "**") if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in found) else names
+    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    names = tuple(parameter.name for parameter in parameters if parameter.kind in kinds)
+    return (*names, "**") if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters) else names
 
 
 class OutsideHook:
@@ -145,9 +151,9 @@ class OutsideHook:
         self.done = False
 
     def __call__(self, module: nn.Module, args: tuple) -> None:
-        """Look at the first call in training alone; ValueError for a call inside that is refused."""
+        """Check only the first call in training; ValueError for a refused call inside the context."""
         if self.region.active is not None and self.refusal:
-            raise ValueError(f"{self.refusal} Or call it outside of maybe_context_parallel, on whole sequences.")
+            raise ValueError(f"{self.refusal} Or call it outside of maybe_context_parallel, on unsharded sequences.")
         if self.done or not (module.training and torch.is_grad_enabled()):
             return
         self.done = True
@@ -217,13 +223,13 @@ class ModelHook:
     def _check_lengths(self, active: Active, kwargs: dict[str, Any]) -> None:
         share = active.length // self.region.size
         for name in ("input_ids", "inputs_embeds", "position_ids", "labels", "shift_labels"):
-            given = kwargs.get(name)
-            if given is None:
+            tensor = kwargs.get(name)
+            if tensor is None:
                 continue
-            length = given.shape[1] if name == "inputs_embeds" else given.shape[-1]
+            length = tensor.shape[1] if name == "inputs_embeds" else tensor.shape[-1]
             if length != share:
                 raise ValueError(
-                    f"{name} of shape {tuple(given.shape)} has {length} tokens, but under {self.region.what} this rank has "
+                    f"{name} of shape {tuple(tensor.shape)} has {length} tokens, but under {self.region.what} this rank has "
                     f"{active.length} / {self.region.size} = {share}. Name {name} in the buffers of maybe_context_parallel."
                 )
 
@@ -239,18 +245,18 @@ class ModelHook:
         if self.shifts and kwargs.get("labels") is not None and kwargs.get("shift_labels") is None:
             raise ValueError(
                 f"{self.name} was called with labels= under {self.region.what}, and would lose the last label of every part. Shift "
-                "the whole labels before the context, `shifted = accelerate.utils.shift_labels(labels)`, name `shifted` in its "
+                "the unsharded labels before the context, `shifted = accelerate.utils.shift_labels(labels)`, name `shifted` in its "
                 "buffers, and pass labels=shifted, shift_labels=shifted; or compute the loss from the logits."
             )
 
     def _check_places(self, active: Active, kwargs: dict[str, Any]) -> Documents | None:
-        """Supply positions; of given ones, or a mask, check what all ranks have, and return their documents, if rows are packed."""
-        mask, given = kwargs.get("attention_mask"), kwargs.get("position_ids")
-        if given is None:
+        """Supply positions, or check given positions or a mask with all ranks. Return the documents, if rows are packed."""
+        mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+        if positions is None:
             if active.positions is None or not self.numbers_from_zero:
                 raise ValueError(
                     f"{self.name} was called without position_ids under {self.region.what}, and would count from 0 on every rank. "
-                    "Make position_ids for the whole sequence, name them in the buffers, and pass them to the model."
+                    "Make position_ids for the full sequence, name them in the buffers, and pass them to the model."
                 )
             kwargs["position_ids"] = active.positions
         if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2 or active.positions is None):
@@ -260,24 +266,24 @@ class ModelHook:
                 "cannot be given there: leave it out, or give a mask of [batch, length] that pads at the right, with buffers."
             )
         # Positions of several axes (images) are the model's own.
-        if active.positions is None or (given is not None and given.dim() > 2 and not self.numbers_from_zero):
-            given = None
-        return None if mask is None and given is None else self._compare(active, mask, given)
+        if active.positions is None or (positions is not None and positions.dim() > 2 and not self.numbers_from_zero):
+            positions = None
+        return None if mask is None and positions is None else self._compare(active, mask, positions)
 
     @torch.compiler.disable  # what follows waits for the device
-    def _compare(self, active: Active, mask: Tensor | None, given: Tensor | None) -> Documents | None:
+    def _compare(self, active: Active, mask: Tensor | None, ids: Tensor | None) -> Documents | None:
         """Check a mask and positions on all ranks in one message and one wait for the device; return the documents, if packed."""
-        named = given is None or (given.dim() < 3 and active.has(given))
-        rows = [active.positions, active.positions if given is None else given[0] if given.dim() > 2 else given]
+        named = ids is None or (ids.dim() < 3 and active.has(ids))
+        rows = [active.positions, active.positions if ids is None else ids[0] if ids.dim() > 2 else ids]
         rows.append(torch.ones_like(rows[0]) if mask is None else mask)
-        if rows[2].shape[-1] == active.length != rows[0].shape[-1]:  # it is whole
+        if rows[2].shape[-1] == active.length != rows[0].shape[-1]:  # the mask is unsharded
             rows[2] = rows[2][:, active.positions[0]]
         rows.append(torch.full_like(active.positions, not named))
-        mine = torch.stack(torch.broadcast_tensors(*(row.to(torch.int32) for row in rows)))
-        parts = [torch.empty_like(mine) for _ in range(self.region.size)]
-        distributed.all_gather(parts, mine, group=self.region.group)
-        # Of a simulated run, or of shapes, nothing of other ranks can be seen.
-        if torch_private.is_fake(self.region.group) or torch_private.is_shape(mine):
+        local_places = torch.stack(torch.broadcast_tensors(*(row.to(torch.int32) for row in rows)))
+        parts = [torch.empty_like(local_places) for _ in range(self.region.size)]
+        distributed.all_gather(parts, local_places, group=self.region.group)
+        # A simulated run, or tensors without values, have nothing of other ranks.
+        if torch_private.is_fake(self.region.group) or torch_private.is_shape(local_places):
             return None
         gathered = torch.cat(parts, dim=-1)
         whole = gathered.cpu().numpy()
@@ -285,7 +291,7 @@ class ModelHook:
         places, positions, real, unnamed = whole[..., order]
         real = real != 0
         if ((real != (places < real.sum(axis=-1, keepdims=True))).any()) if self.causal else not real.all():
-            # Where every token sees all others, padding anywhere would be seen.
+            # If every token sees all others, padding anywhere would be seen.
             raise ValueError(
                 f"attention_mask of {self.name} has padding that {self.region.what} cannot mask: only padding at the right "
                 "(padding_side='right' of the tokenizer) of causal attention needs no mask, and this is padding before real tokens "
@@ -293,16 +299,16 @@ class ModelHook:
             )
         if self.numbers_from_zero and unnamed.any() and ((positions != places) & real).any():
             raise ValueError(
-                f"position_ids are not 0, 1, 2, ... over the whole sequence ({active.length} tokens). If they were made for a part, "
-                "name whole ones in the buffers, or none; name those of packed documents there, too, and pass the same tensor."
+                f"position_ids are not 0, 1, 2, ... over the full sequence ({active.length} tokens). If they were made for a part, "
+                "name unsharded ones in the buffers, or none; name those of packed documents there, too, and pass the same tensor."
             )
         if not ((np.diff(positions) != 1) & real[:, 1:]).any():
             return None
         if mask is not None:
             raise ValueError(
                 f"{self.name} was called with an attention_mask and position_ids of packed documents (they start again within a row). "
-                "Leave attention_mask out: position_ids alone separate the documents."
+                "Omit attention_mask: position_ids separate the documents."
             )
         ordered, size = bool((np.diff(order) == 1).all()), self.region.size
-        mine = places[0] if self.region.axis == "sp" else np.split(whole[0, 0], size)[self.region.rank]
-        return Documents.find(positions, mine, None if ordered else gathered[0, 0].argsort())
+        local_places = places[0] if self.region.axis == "sp" else np.split(whole[0, 0], size)[self.region.rank]
+        return Documents.find(positions, local_places, None if ordered else gathered[0, 0].argsort())

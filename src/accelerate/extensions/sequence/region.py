@@ -1,4 +1,4 @@
-"""The region in which a sequence is shared by ranks: its tensors are cut on entry, attention is exact inside, all is put back.
+"""The region in which ranks share a sequence: tensors are sharded on entry, attention is exact inside, and tensors are restored.
 
 A region belongs to one Accelerator and is entered once for every batch.
 """
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
 ATTENTION = torch_private.scaled_dot_product_attention
 WHAT = {"cp": "context parallelism", "sp": "sequence parallelism"}
 NO_MASK = (
-    "attn_mask was given to scaled_dot_product_attention under {what}, where each rank holds a part of the rows and columns, and "
-    "a mask of that part says nothing about the whole. Pass attn_mask=None; padding at the right needs no mask if is_causal=True."
+    "attn_mask was given to scaled_dot_product_attention under {what}, where each rank has a part of the rows and columns. A mask "
+    "of that part does not describe the full one. Pass attn_mask=None; padding at the right needs no mask if is_causal=True."
 )
 
 
 @dataclass
 class Active:
-    """Between entry and exit: tokens of the whole sequence, and this rank's places in it; None without buffers.
+    """The state between entry and exit: tokens of the full sequence, and this rank's positions in it; None without buffers.
 
     Attributes:
-        buffers: what was cut.
-        documents: those that the models called so far attend within; None if rows are whole, `...` before the first call.
+        buffers: the sharded tensors.
+        documents: the documents of attention in the models called so far; None if rows are unpacked, `...` before a call.
     """
 
     length: int | None
@@ -44,11 +44,11 @@ class Active:
     documents: Any = ...
 
     def has(self, tensor: Tensor) -> bool:
-        """Say whether a tensor is a buffer, or a view of a whole one."""
+        """Say whether a tensor is a buffer, or a view of an unsharded one."""
         return any(tensor.data_ptr() == buffer.data_ptr() for buffer in self.buffers)
 
     def separate(self, documents: Documents | None, name: str) -> None:
-        """Set what attention stays within; ValueError if it differs from what an earlier call, which backward repeats, had."""
+        """Set the documents; ValueError if they differ from those of an earlier call, which backward repeats."""
         before = getattr(self.documents, "bounds", None)
         if self.documents is not ... and getattr(documents, "bounds", None) != before:
             raise ValueError(
@@ -61,8 +61,8 @@ class Active:
 class Attention(TorchFunctionMode):
     """Sends each `scaled_dot_product_attention` of this thread through `attend`, whatever name it is called by.
 
-    The name in `torch.nn.functional` is replaced beside it: a replaced name misses earlier imports and compiled graphs,
-    and a mode is off while it handles a function, as `backward` is, in which checkpointed activations are recomputed.
+    The name in `torch.nn.functional` is also replaced. A replaced name misses earlier imports and compiled graphs. A mode is
+    off while it handles a function, such as `backward`, in which checkpointed activations are recomputed.
     """
 
     def __init__(self, attend: Callable[..., Tensor], what: str) -> None:
@@ -83,9 +83,11 @@ class Attention(TorchFunctionMode):
 
 
 class Region:
-    """A factory of contexts, called for each batch with the tensors to cut. All ranks of the group enter together.
+    """A factory of contexts, called for each batch with the tensors to shard.
 
-    A subclass computes exact attention over the whole sequence, of which each rank gets `cuts` equal parts.
+    A subclass computes exact attention over the full sequence, of which each rank gets `cuts` equal parts.
+
+    Collective: enter on every rank of the group.
     """
 
     def __init__(self, axis: str, mesh: "DeviceMesh", cuts: int = 1) -> None:
@@ -101,7 +103,7 @@ class Region:
         self._mode = Attention(self._attention, self.what)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Process groups mean nothing elsewhere, and no copy is inside the region.
+        # Process groups cannot be pickled or copied, and no copy is inside the region.
         dropped = {"mesh": None, "group": None, "active": None, "_mode": None, "_compared": False}
         return {**self.__dict__, **dropped}
 
@@ -119,7 +121,7 @@ class Region:
         buffer_seq_dims: Sequence[int] | None = None,
         no_restore_buffers: Iterable[Tensor] | None = None,
     ) -> Iterator[None]:
-        """Return the context for one batch; `no_restore_buffers` stay cut, which frees the whole ones at once."""
+        """Return the context for one batch; `no_restore_buffers` stay sharded, which frees the full ones at once."""
         buffers, dims, lasting = list(buffers or ()), list(buffer_seq_dims or ()), list(no_restore_buffers or ())
         if self.group is None:
             raise RuntimeError(f"This {self.what} came from a pickle, without its group. Call `prepare` again.")
@@ -182,7 +184,7 @@ class Region:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """Stand in for `scaled_dot_product_attention`, whose arguments these are."""
+        """Replace `scaled_dot_product_attention`, with its arguments."""
         if attn_mask is not None:
             raise ValueError(NO_MASK.format(what=self.what))
         # Called by its name, the mode is still on, and would catch the plain attention within.
@@ -191,31 +193,31 @@ class Region:
 
     @property
     def _documents(self) -> Documents | None:
-        """What attention stays within, if rows are packed."""
-        found = None if self.active is None else self.active.documents
-        return None if found is ... else found
+        """The documents of attention, if rows are packed."""
+        documents = None if self.active is None else self.active.documents
+        return None if documents is ... else documents
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, dropout: float, causal: bool, scale: float | None, gqa: bool
     ) -> Tensor:
-        """Attend over the whole sequence. Tensors are [batch, heads, length / size, width], of equal shapes on all ranks."""
+        """Attend over the full sequence. Tensors are [batch, heads, length / size, width], of equal shapes on all ranks."""
         raise NotImplementedError
 
     # -- checks, before anything is changed ----------------------------------------------------------------------
 
     def _check(self, buffers: list[Any], dims: list[Any], lasting: list[Any]) -> None:
-        """Refuse on all ranks what one cannot cut, or what differs; off the CPU at the first entry alone."""
+        """Refuse tensors on all ranks if one cannot shard them, or if they differ; off the CPU only at the first entry."""
         problem = self._problem(buffers, dims, lasting)
         on_cpu = all(not isinstance(buffer, Tensor) or buffer.device.type == "cpu" for buffer in buffers)
         seen: list[Any] = [(problem, None)]
         if on_cpu or not self._compared:
-            mine = (problem, None if problem else [_content(buffer) for buffer in buffers])
-            if not same_on_all(mine, self.mesh.device_type, self.group):
+            local_content = (problem, None if problem else [_content(buffer) for buffer in buffers])
+            if not same_on_all(local_content, self.mesh.device_type, self.group):
                 seen = [None] * self.size
-                distributed.all_gather_object(seen, mine, group=self.group)
+                distributed.all_gather_object(seen, local_content, group=self.group)
             self._compared = True
-        if found := next((other for other, _ in seen if other), None):
-            raise ValueError(found)
+        if first_problem := next((other for other, _ in seen if other), None):
+            raise ValueError(first_problem)
         for rank, (_, content) in enumerate(seen):
             if content != seen[0][1]:
                 raise ValueError(
@@ -235,7 +237,7 @@ class Region:
             if isinstance(buffer, torch.nn.Parameter) or buffer.requires_grad:
                 return (
                     f"buffers[{place}] of shape {shape} requires a gradient, and cannot be cut in place. Give the inputs of the "
-                    "model; what is computed from them inside the context is cut already."
+                    "model; tensors computed from them inside the context are sharded already."
                 )
             if any(buffer is other for other in buffers[:place]):
                 return f"buffers[{place}] of shape {shape} is in the list twice, and would be cut twice."

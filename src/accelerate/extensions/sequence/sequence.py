@@ -1,7 +1,7 @@
-"""Sequences that ranks share: context parallelism, where keys and values travel, and Ulysses, where heads are swapped for tokens.
+"""Sequences shared by ranks: context parallelism exchanges keys and values; Ulysses exchanges heads for tokens.
 
-Either way each rank holds a part of every sequence, and attention sees the whole of it. Labels are shifted before a sequence is
-cut, and losses weighted by tokens after.
+In both, each rank holds a part of every sequence, and attention sees the full sequence. Labels are shifted before a
+sequence is sharded, and losses are weighted by tokens afterwards.
 """
 
 import logging
@@ -27,16 +27,18 @@ _HEADS, _LENGTH = 1, 2  # dimensions of query, key and value
 
 
 def prepare(accelerator: Any, axis: str, objects: Sequence[Any]) -> tuple[Any, ...]:
-    """Get models and the Accelerator ready for sequences cut over the mesh's `axis`, "cp" or "sp". All ranks.
+    """Prepare models and the Accelerator for sequences sharded over the mesh's `axis`, "cp" or "sp".
 
-    Raises ValueError for a model that cannot be exact on parts, for heads that cannot be dealt out, and for settings
-    that only DeepSpeed has a use for; ImportError if this torch has no context parallelism for the device.
+    ValueError: a model cannot be exact on parts, its heads cannot be divided, or a setting is only for DeepSpeed.
+    ImportError: this torch has no context parallelism for the device.
+
+    Collective: call on every rank.
 
     Source: https://pytorch.org/tutorials/prototype/context_parallel.html, DeepSpeed Ulysses (arXiv 2309.14509)
     """
     layout = accelerator.parallelism_config
-    found = [item for item in objects if isinstance(item, nn.Module)]
-    for model in found:
+    new_models = [item for item in objects if isinstance(item, nn.Module)]
+    for model in new_models:
         models.check(model, axis)
         if axis == "sp":
             for inner in models.outermost(model):
@@ -50,11 +52,11 @@ def prepare(accelerator: Any, axis: str, objects: Sequence[Any]) -> tuple[Any, .
         elif accelerator.device.type == "cpu":
             if layout.cp_handler.cp_comm_strategy != "allgather":
                 logger.warning("On CPU context parallelism gathers keys and values: cp_comm_strategy has no effect.")
-            # torch deals out two parts to each rank; a length that would fail on an accelerator shall fail on a laptop, too.
+            # torch gives two parts to each rank; a length that fails on an accelerator must also fail on a CPU.
             accelerator._cp_context = GatheringRegion("cp", part, cuts=2)
         else:
             accelerator._cp_context = TorchRegion(part, layout.cp_handler.cp_comm_strategy)
-    for model in found:
+    for model in new_models:
         models.attach(model, accelerator._cp_context)
     return tuple(objects)
 
@@ -76,7 +78,7 @@ class GatheringRegion(Region):
         if dropout > 0:
             raise ValueError(
                 f"dropout_p={dropout} in scaled_dot_product_attention: context parallelism on CPU, or of packed documents, would draw "
-                "other numbers than over a whole sequence. Set the attention dropout of the model to 0 (`attention_dropout`, "
+                "other numbers than over a full sequence. Set the attention dropout of the model to 0 (`attention_dropout`, "
                 "`attn_pdrop` or `attention_probs_dropout_prob` of a transformers config)."
             )
         together = torch.cat((key, value), dim=-1)
@@ -105,11 +107,11 @@ class TorchRegion(GatheringRegion):
 
     @contextmanager
     def _cut(self, buffers: list[Tensor], dims: list[int], length: int) -> Iterator[None]:
-        # torch resizes the memory itself, also that of a larger tensor which a buffer is a view of: give it copies. Putting
-        # back is our caller's work, so torch need not keep copies of its own.
+        # torch resizes the memory itself, also that of a larger tensor which a buffer is a view of: give it copies. Our caller
+        # restores the buffers, so torch need not keep copies.
         for buffer in buffers:
             replace(buffer, buffer.data.clone(memory_format=torch.contiguous_format))
-        # One setting for the process, and other Accelerators may want another. Balanced parts are for causal attention alone.
+        # One setting per process, and other Accelerators may need another. Balanced parts are only for causal attention.
         self._set_rotation(self.strategy)
         self._options.enable_load_balance = self.cuts > 1
         # torch counts dimensions from the front.
@@ -132,12 +134,12 @@ class TorchRegion(GatheringRegion):
         if self._documents is not None:
             return self._of_documents(query, args, kwargs)
         if type(query) is Tensor:
-            # Called by a name that was imported before torch replaced it: what is under the name now cuts the tensors up.
+            # The caller imported the name before torch replaced it: the name now refers to the function that shards the tensors.
             return torch.nn.functional.scaled_dot_product_attention(*args, **kwargs)
         return ATTENTION(*args, **kwargs)
 
     def _of_documents(self, query: Tensor, args: tuple, kwargs: dict[str, Any]) -> Tensor:
-        """Attend within documents, on what this rank has: called by its name, torch has made DTensors of that."""
+        """Attend within documents on this rank's tensors; a call by name would get torch's DTensors of them."""
 
         def local(value: Any) -> Any:
             return value.to_local() if hasattr(value, "to_local") else value
@@ -148,7 +150,7 @@ class TorchRegion(GatheringRegion):
         return type(query).from_local(out, query.device_mesh, query.placements, run_check=False)
 
     def _no_buffers(self) -> str | None:
-        return "maybe_context_parallel got no buffers; torch's context parallelism needs at least the input that it shall cut."
+        return "maybe_context_parallel got no buffers; torch's context parallelism needs at least the input to shard."
 
 
 def _torch_parts() -> tuple[Callable, Callable, Any]:
@@ -159,7 +161,7 @@ def _torch_parts() -> tuple[Callable, Callable, Any]:
 
 
 def _all_to_all(parts: Tensor, group: Any) -> Tensor:
-    """Give rank i of a group the i-th of the parts, and return what all ranks gave this one, differentiably."""
+    """Give rank i of a group the i-th of the parts, and return the parts of all ranks for this one, differentiably."""
     return torch_private.all_to_all_single_autograd(parts.contiguous(), None, None, group)
 
 
@@ -191,7 +193,7 @@ def _fixed_length(handler: "DeepSpeedSequenceParallelConfig | None") -> int | No
     if handler.sp_attn_implementation not in (None, "sdpa"):
         raise ValueError(
             f"sp_handler.sp_attn_implementation is {handler.sp_attn_implementation!r}, but sp_backend='torch' works through "
-            "scaled_dot_product_attention alone. Set it to 'sdpa' or leave it out, or use sp_backend='deepspeed'."
+            "scaled_dot_product_attention only. Set it to 'sdpa' or remove it, or use sp_backend='deepspeed'."
         )
     if handler.sp_seq_length is not None and handler.sp_seq_length_is_variable:
         warn_user(
@@ -202,7 +204,7 @@ def _fixed_length(handler: "DeepSpeedSequenceParallelConfig | None") -> int | No
 
 
 class SequenceRegion(Region):
-    """Attention in which each rank has the whole sequence (`length` tokens, if set) for some of the heads."""
+    """Attention in which each rank has the full sequence (`length` tokens, if set) for some of the heads."""
 
     def __init__(self, part: Any, length: int | None = None) -> None:
         super().__init__("sp", part)
@@ -237,7 +239,7 @@ class SequenceRegion(Region):
         return self._exchange(out, _LENGTH, _HEADS)
 
     def _exchange(self, tensor: Tensor, split: int, join: int) -> Tensor:
-        """Distribute the dimension `split`, which is whole here, and make `join` whole, which is distributed."""
+        """Shard the dimension `split`, which is complete here, and gather the dimension `join`, which is sharded."""
         parts = torch.stack(tensor.chunk(self.size, dim=split))
         return torch.cat(_all_to_all(parts, self.group).unbind(0), dim=join)
 
@@ -246,14 +248,14 @@ class SequenceRegion(Region):
 
 
 def shift_labels(labels: Tensor, ignore_index: int = -100) -> Tensor:
-    """Move every label to the place whose output predicts it, which must happen before a sequence is cut.
+    """Move every label to the position whose output predicts it. Call it before a sequence is sharded.
 
-    A causal language model predicts token i + 1 at place i. Shifted inside a shard, the last place of every shard would lose its
-    label, which is the first token of the next shard.
+    A causal language model predicts token i + 1 at position i. Shifted inside a shard, the last position of every shard would
+    lose its label, which is the first token of the next shard.
 
     Args:
-        labels: [..., length], integers, of the whole sequence.
-        ignore_index: what the last place gets, which predicts nothing.
+        labels: [..., length], integers, of the full sequence.
+        ignore_index: the label of the last position, which predicts nothing.
 
     Returns:
         A new tensor of the same shape; pass it to a transformers model as `shift_labels=`.
@@ -273,16 +275,18 @@ def shift_labels(labels: Tensor, ignore_index: int = -100) -> Tensor:
 
 
 def aggregate_loss(loss: Tensor, num_tokens: Tensor | int, group: Any = None) -> Tensor:
-    """Make the mean over one's own tokens the mean over the tokens of all ranks, differentiably. All ranks of the group call it.
+    """Turn the mean over this rank's tokens into the mean over the tokens of all ranks, differentiably.
 
-    Where shards hold different numbers of tokens that count (padding, prompts that are masked), the plain mean over ranks weighs
-    a token of a short shard more. The result has the value of the whole mean on every rank. Its gradient is made for strategies
-    that *average* gradients over ranks, as DDP and FSDP do: it is this rank's share times the number of ranks of the group, so
-    that the average over them is the gradient of the whole mean. Do not use it where gradients are summed.
+    If shards hold different numbers of counted tokens (padding, masked prompts), the plain mean over ranks weighs a token of a
+    short shard more. The result is the mean over all tokens on every rank. Its gradient is for strategies that *average*
+    gradients over ranks, such as DDP and FSDP. It is this rank's share times the number of ranks of the group, so that the
+    average is the gradient of the full mean. Do not use it if gradients are summed.
+
+    Collective: call on every rank of the group.
 
     Args:
-        loss: scalar, the mean over this rank's tokens; what it is where there is none (nan) does not matter.
-        num_tokens: how many tokens that was, an integer or a tensor of one, on any device.
+        loss: scalar, the mean over this rank's tokens; its value without tokens (nan) does not matter.
+        num_tokens: the number of these tokens, an integer or a tensor of one, on any device.
         group: process group, or mesh of one dimension, over which the mean is taken; None means all processes. With the
             sequence's own group, `accelerator.torch_device_mesh["cp"]`, every batch counts the same, as under DDP.
 

@@ -52,8 +52,8 @@ class MeasuredSave(Save):
 
 
 def _sizes(plan: SavePlan) -> dict[str, int]:
-    """Return about how many bytes each file takes; of a folder of shards all that this rank has, of which replicas write a part each."""
-    leaves = {name: torch_private.pytree.tree_leaves(held) for name, held in plan.contents().items()}
+    """Return the approximate bytes of each file; for a folder of shards all of this rank, of which replicas write a part each."""
+    leaves = {name: torch_private.pytree.tree_leaves(value) for name, value in plan.contents().items()}
     return {name: sum(map(_bytes_of, values)) for name, values in leaves.items()}
 
 
@@ -66,9 +66,9 @@ def read(
     search: Search, problem: Exception | None, options: Any, model_options: Any, missing_ok: bool
 ) -> Path | str | None:
     """Find what would be loaded, also among what would have been saved; nothing changes."""
-    run, here = simulated.current(), search.storage.location
+    run, location = simulated.current(), search.storage.location
     saved = [save.location for save in run.saves]
-    saved = [one for one in saved if one == here or (search.latest and os.path.dirname(one) == here)]
+    saved = [path for path in saved if path == location or (search.latest and os.path.dirname(path) == location)]
     answer = {"location": saved[-1], "following": None} if saved else search.answer()
     if (refusal := refused(answer)) is not None:
         if missing_ok and answer["nothing"]:

@@ -2,7 +2,7 @@
 
 from accelerate.config.options.schema import ON, at_least, matching, rows
 
-# Of one launch: a configuration file is for the run itself.
+# For one launch only: a configuration file is for the real run.
 _simulate = rows(
     "Simulation Arguments", "simulate", key="", env="ACCELERATE_SIMULATE*", before="deepspeed_config_file"
 )

@@ -1,4 +1,4 @@
-"""The report of a simulated run: what one rank was seen to do, as JSON and as text."""
+"""The report of a simulated run: the observations of one rank, as JSON and as text."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,10 +24,10 @@ _UNSEEN = "Masks and positions of shared sequences are not looked at: rows count
 
 
 class Facts:
-    """What a simulated rank was seen to do.
+    """The observations of a simulated rank.
 
     Attributes:
-        steps: optimizer steps that are over.
+        steps: finished optimizer steps.
         ended: how the program ended.
         names: of modules of prepared models.
     """
@@ -43,14 +43,14 @@ class Facts:
         self._seen: tuple[int, ...] = ()
 
     def look(self, accelerator: Run, forwards: int) -> None:
-        """Learn what an Accelerator has prepared, where that is new, and from forward passes of a step how many accumulate."""
+        """Note the prepared objects of an Accelerator if they are new, and the accumulation from the forward passes of a step."""
         models, loaders = accelerator._models, accelerator._dataloaders
         seen = tuple(map(id, (*models, *loaders)))
         if seen == self._seen:
             return
         self._seen = seen
         self.names = {module: name for model in models for name, module in model.named_modules()}
-        accumulation = forwards or accelerator.gradient_accumulation_steps  # a program may accumulate by itself
+        accumulation = forwards or accelerator.gradient_accumulation_steps  # a program may accumulate itself
         layout = accelerator.parallelism_config
         if layout is not None and layout.cp_size * layout.sp_size > 1:
             self.run.notes[_UNSEEN] = None
@@ -64,20 +64,20 @@ class Facts:
         self._prepared = {
             "layout": list(_groups(accelerator.torch_device_mesh)),
             "data": [_data(plan, accumulation) for plan in plans],
-            "uneven": [found for model in models for found in _uneven(model)],
+            "uneven": [line for model in models for line in _uneven(model)],
         }
 
     def step(self, number: int, calls: Sequence[Collective], kinds: dict[str, int], modules: dict[str, int]) -> None:
-        """Add a step: the first one with what comes before it, the last one as an example of the others; number 0 is no step."""
+        """Add a step: the first one with everything before it, the last one as an example of the others; number 0 is no step."""
         self._steps["first_step" if number < 2 else "step"] = {
             "collectives": [asdict(call) for call in calls],
             "memory": {"peak": sum(kinds.values()), "kinds": kinds, "modules": _largest(modules)},
         }
 
     def estimate(self, flops: Mapping[str, int], extents: Mapping[str, tuple[int, int]]) -> None:
-        """Add to the last step how long it would take on the device, if one was named.
+        """Add the duration on the device to the last step, if a device was named.
 
-        `flops` are its operations by precision; `extents` have of each group how many ranks it has, and how many lie between neighbours.
+        `flops` are its operations by precision. `extents` have each group's number of ranks, and the number between neighbours.
         """
         step = self._steps["step"] or self._steps["first_step"]
         if self._device is None:
@@ -87,7 +87,7 @@ class Facts:
             self._device, ranks.local_world_size or ranks.world_size, device_specs.link(device_specs.USUAL_LINK)
         )
         calls = [call for call in step["collectives"] if call["bytes"]]
-        sent = [Transfer(each["group"], each["kind"], *extents[each["group"]], each["bytes"]) for each in calls]
+        sent = [Transfer(call["group"], call["kind"], *extents[call["group"]], call["bytes"]) for call in calls]
         time = step_time(fleet.computing(flops), sent, fleet)
         step["estimate"] = {
             "device": self._device.name,
@@ -149,19 +149,19 @@ def _spans(ranks: Sequence[int]) -> str:
 
 
 def _data(plan: DataPlan, accumulation: int) -> dict[str, Any]:
-    own, total = plan.own, plan.total_batch_size
+    shard, total = plan.own, plan.total_batch_size
     return {
         **{name: getattr(plan, name) for name in ("kind", "reading", "samples", "duplicates", "dropped")},
         "dataset": plan.dataset_length,
         "batch": plan.batch_size,
         "global_batch": None if total is None else total * accumulation,
-        "batches": own.batches,
-        "steps": None if own.batches is None else -(-own.batches // accumulation),
-        "shard": own.index,
+        "batches": shard.batches,
+        "steps": None if shard.batches is None else -(-shard.batches // accumulation),
+        "shard": shard.index,
         "shards": len(plan.shards),
-        "own_samples": own.samples,
-        "own_duplicates": own.duplicates,
-        "read": own.read,
+        "own_samples": shard.samples,
+        "own_duplicates": shard.duplicates,
+        "read": shard.read,
     }
 
 
@@ -178,9 +178,9 @@ def _uneven(model: nn.Module) -> Iterator[dict[str, Any]]:
 # -- as text -------------------------------------------------------------------------------------------------------------
 
 
-def text_of(found: dict[str, Any]) -> str:
+def text_of(report: dict[str, Any]) -> str:
     """Return the report as text, of what `Facts.as_json` returned."""
-    run = found["run"]
+    run = report["run"]
     lines = [
         f"Simulated: rank {run['rank']} of {run['ranks']} ({run['machines']} machines x {run['processes']} processes), "
         f"{run['steps']} optimizer steps; {run['ended']}."
@@ -188,29 +188,29 @@ def text_of(found: dict[str, Any]) -> str:
     if "strategy" in run:
         models = ", ".join(run["models"]) or "no model"
         lines += [f"{run['strategy']}, mixed_precision {run['mixed_precision']}: {models}."]
-    lines += ["", *_section("Layout", found["layout"])]
-    for number, plan in enumerate(found["data"]):
+    lines += ["", *_section("Layout", report["layout"])]
+    for number, plan in enumerate(report["data"]):
         lines += ["", f"Data of loader {number}", *_plan_lines(plan)]
-    step = found["step"] or found["first_step"]
+    step = report["step"] or report["first_step"]
     if step:
-        lines += ["", *_memory_lines(step["memory"], "a step" if found["step"] else "the run")]
+        lines += ["", *_memory_lines(step["memory"], "a step" if report["step"] else "the run")]
     lines += ["", *_estimate_lines(step["estimate"], step["memory"]["peak"])] if step.get("estimate") else []
     for title, part in (
-        ("Collectives of a step", found["step"]),
-        ("Collectives until the end of the first step", found["first_step"]),
+        ("Collectives of a step", report["step"]),
+        ("Collectives until the end of the first step", report["first_step"]),
     ):
         if part and part["collectives"]:
             lines += ["", *_section(title, part["collectives"])]
-    for save in found["checkpoints"]:
+    for save in report["checkpoints"]:
         total = size_text(sum(save["files"].values()))
         lines += ["", f"Checkpoint {save['location']}: this rank writes {total} in {len(save['files'])} files"]
         lines += [
             f"  {name}  {size_text(size)}"
             for name, size in sorted(save["files"].items(), key=lambda item: -item[1])[:_MOST]
         ]
-    lines += ["", *(f"Would load {location}" for location in found["loads"])] if found["loads"] else []
-    lines += ["", *_uneven_lines(found["uneven"])] if found["uneven"] else []
-    lines += [f"{kind}: {text}" for kind in ("warning", "note") for text in found[f"{kind}s"]]
+    lines += ["", *(f"Would load {location}" for location in report["loads"])] if report["loads"] else []
+    lines += ["", *_uneven_lines(report["uneven"])] if report["uneven"] else []
+    lines += [f"{kind}: {text}" for kind in ("warning", "note") for text in report[f"{kind}s"]]
     return "\n".join(lines)
 
 
@@ -221,14 +221,14 @@ def _section(title: str, rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _plan_lines(plan: dict[str, Any]) -> list[str]:
-    known = {name: "unknown" if value is None else value for name, value in plan.items()}
+    shown = {name: "unknown" if value is None else value for name, value in plan.items()}
     reads = "an unknown part" if plan["read"] is None else f"{100 * plan['read']:.3g}%"
     return [
-        f"  {known['kind']}, {known['dataset']} samples: {known['samples']} used, {known['duplicates']} repeated to fill batches, "
-        f"{known['dropped']} dropped",
-        f"  {known['steps']} optimizer steps an epoch of {known['global_batch']} samples; {known['batches']} batches of {known['batch']} a rank",
-        f"  this rank: shard {known['shard']} of {known['shards']}, {known['own_samples']} samples and {known['own_duplicates']} repeated; "
-        f"it reads {reads} of the data ({known['reading']})",
+        f"  {shown['kind']}, {shown['dataset']} samples: {shown['samples']} used, {shown['duplicates']} repeated to fill batches, "
+        f"{shown['dropped']} dropped",
+        f"  {shown['steps']} optimizer steps an epoch of {shown['global_batch']} samples; {shown['batches']} batches of {shown['batch']} a rank",
+        f"  this rank: shard {shown['shard']} of {shown['shards']}, {shown['own_samples']} samples and {shown['own_duplicates']} repeated; "
+        f"it reads {reads} of the data ({shown['reading']})",
     ]
 
 

@@ -12,9 +12,9 @@ from accelerate.launch.runners import Process
 from accelerate.runtime.ranks import Ranks
 
 BY = "in place of the launcher, as one rank whose others are made up"
-# What start processes by themselves, or talk past torch's process groups.
+# Features that start processes themselves, or communicate without torch's process groups.
 _REFUSED = ("deepspeed", "megatron", "tpu", "mpi", "sagemaker", "fp8")
-# What says how processes of several machines are started and meet.
+# Settings that decide how processes of several machines are started and meet.
 _OF_A_LAUNCH = (
     *("machine_rank", "main_process_ip", "main_process_port", "rdzv_backend", "rdzv_conf", "max_restarts"),
     *("gpu_ids", "tee", "log_dir", "no_python"),
@@ -41,11 +41,11 @@ def arrange(values: dict[str, Resolved], notes: list[str]) -> Ranks:
     machines, processes = map(int, asked.split("x"))
     counts = {"num_machines": machines, "num_processes": machines * processes}
     for name, count in counts.items():
-        given = values[name]
-        if given.value not in (None, count):
-            if given.source is Source.COMMAND_LINE:
-                raise LaunchError(f"--{name} is {given.value}, and --simulate {asked} means {count}. Leave it out.")
-            notes.append(f"{name} is {count} (--simulate {asked}), not {given.value} ({given.origin}).")
+        setting = values[name]
+        if setting.value not in (None, count):
+            if setting.source is Source.COMMAND_LINE:
+                raise LaunchError(f"--{name} is {setting.value}, and --simulate {asked} means {count}. Leave it out.")
+            notes.append(f"{name} is {count} (--simulate {asked}), not {setting.value} ({setting.origin}).")
         values[name] = Resolved(count, values["simulate"].source, f"--simulate {asked}")
     if not 0 <= rank < counts["num_processes"]:
         raise LaunchError(f"--simulate_rank is {rank}; {asked} has the ranks 0 to {counts['num_processes'] - 1}.")
@@ -62,8 +62,8 @@ def summary(plan: LaunchPlan) -> str:
 
 def process(plan: LaunchPlan, environment: Mapping[str, str]) -> Process:
     """Return the process that plays the rank."""
-    own = [sys.executable, "-m", "accelerate.extensions.simulate", *(["-m"] if plan["module"] else [])]
-    return Process(f"rank {plan.extra['RANK']}", (*own, plan.script, *plan.script_args), environment)
+    words = [sys.executable, "-m", "accelerate.extensions.simulate", *(["-m"] if plan["module"] else [])]
+    return Process(f"rank {plan.extra['RANK']}", (*words, plan.script, *plan.script_args), environment)
 
 
 def run(plan: LaunchPlan, environment: Mapping[str, str], replace: bool = False) -> None:

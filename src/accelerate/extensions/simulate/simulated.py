@@ -1,4 +1,4 @@
-"""Whether this process plays one rank whose others do not exist (`accelerate launch --simulate`), and what it writes then: nothing."""
+"""Whether this process plays one rank of a simulated run (`accelerate launch --simulate`); such a run writes no checkpoints."""
 
 from dataclasses import dataclass, field
 
@@ -13,7 +13,7 @@ _COUNTERS = ("come", "left")
 
 @dataclass(frozen=True)
 class Written:
-    """What a rank would have written of one checkpoint: the bytes of each of its files."""
+    """A checkpoint that a rank would have written: the bytes of each of its files."""
 
     location: str
     files: dict[str, int]
@@ -21,13 +21,13 @@ class Written:
 
 @dataclass
 class SimulatedRun:
-    """A run of which this process plays one rank, and what became of its checkpoints.
+    """A simulated run in which this process plays one rank, and its checkpoints.
 
     Attributes:
-        store: of the process group, which itself keeps no Python object alive.
+        store: of the process group, which keeps no reference to it.
         loads: the checkpoints that would have been read.
-        notes: what is made up, in sentences; each is printed once.
-        warnings: what was warned of meanwhile, as of settings that have no effect.
+        notes: invented values, in sentences; each is printed once.
+        warnings: warnings during the run, such as of settings without effect.
     """
 
     ranks: Ranks
@@ -42,7 +42,7 @@ _current: SimulatedRun | None = None
 
 
 def current() -> SimulatedRun | None:
-    """Return the simulated run of this process; None in a run whose ranks exist. Any rank, alone."""
+    """Return the simulated run of this process; None in a run whose ranks exist. Not a collective."""
     return _current
 
 
@@ -76,7 +76,7 @@ class OthersCame(dist.Store):
         return self._values.add(key, amount)
 
     def come(self) -> int:
-        """Return what the others have added to a counter."""
+        """Return the other ranks' additions to a counter."""
         return self._others
 
 

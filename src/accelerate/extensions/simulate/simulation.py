@@ -42,15 +42,11 @@ from accelerate.runtime import ranks, torch_private
 from accelerate.strategies.mesh import ranks_of_experts
 from accelerate.training import restoring, saving
 
-_COPIES = (
-    "Other ranks are made up: what they send are copies of what this rank sends, so losses and weights mean nothing."
-)
+_COPIES = "Other ranks are simulated: they send copies of this rank's data, so losses and weights mean nothing."
 # Numbers of floating point in so many are weights, gradients or activations, and need no values; what steers a program has fewer.
 _LARGE = 256
 _PRECISIONS = {torch.float16: "fp16", torch.bfloat16: "bf16"}
-_FAKE_ITEM = (
-    "Large tensors have no values: what the program reads of them, as by loss.item(), is NaN, or 0 of an integer."
-)
+_FAKE_ITEM = "Large tensors have no values: loss.item() and similar reads return NaN, or 0 for an integer."
 
 
 class StepsDone(SystemExit):
@@ -58,7 +54,7 @@ class StepsDone(SystemExit):
 
 
 class SimulatedRank(CollectiveRecorder):
-    """What one rank does, operator by operator: its collectives, for which it makes up the others' part, and its memory."""
+    """One rank's operators: its collectives, for which it invents the others' parts, and its memory."""
 
     def __init__(self, run: simulated.SimulatedRun, steps: int | None, shapes_only: bool, device: str | None) -> None:
         super().__init__()
@@ -70,7 +66,7 @@ class SimulatedRank(CollectiveRecorder):
         self._routed = 0
 
     def seen(self, func: Any, args: Any, result: Any) -> Any:
-        """Follow the memory of what operators return, and count what they compute."""
+        """Follow the memory of operators' results, and count their FLOPs."""
         self.memory.see(result)
         if count := flops_of(func, args, {}, result):
             self._flops[_PRECISIONS.get(args[0].dtype, "no")] += count
@@ -85,11 +81,11 @@ class SimulatedRank(CollectiveRecorder):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._shapes is not None and not types:
-            made = torch_private.made_as_shape(self._shapes, func, args, kwargs or {})
-            # What experts count has no values either: it would be zeros.
-            if made is not None and (self._routed or made.is_floating_point() and made.numel() >= _LARGE):
-                self.memory.see(made)
-                return made
+            tensor = torch_private.made_as_shape(self._shapes, func, args, kwargs or {})
+            # Results of routed experts have no values either: they would be zeros.
+            if tensor is not None and (self._routed or tensor.is_floating_point() and tensor.numel() >= _LARGE):
+                self.memory.see(tensor)
+                return tensor
         elif self._shapes is not None and torch_private.reads_value(func) and torch_private.is_shape(args[0]):
             if self._routed and not args[0].is_floating_point():
                 return self._routed
@@ -106,7 +102,7 @@ class SimulatedRank(CollectiveRecorder):
         if count := ranks_of_experts(module):
             self._routed = inputs[1].numel() // count
 
-    def left(self, module: nn.Module, inputs: Any, output: Any) -> None:
+    def leave_experts(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """Forget it where the experts end."""
         if ranks_of_experts(module):
             self._routed = 0
@@ -122,12 +118,12 @@ class SimulatedRank(CollectiveRecorder):
             raise StepsDone(0)
 
     def note(self, step: int) -> None:
-        """Add what was seen to the facts, as a step of this number, or as a run without steps."""
+        """Add the observations to the facts, as a step of this number, or as a run without steps."""
         if (accelerator := out_of_memory.newest()) is not None:
             self.name(accelerator.torch_device_mesh)
             label(self.memory, accelerator._models, accelerator._optimizers)
             self.facts.look(
-                accelerator, max((self.memory.forwards[id(each)] for each in accelerator._models), default=0)
+                accelerator, max((self.memory.forwards[id(model)] for model in accelerator._models), default=0)
             )
         self.facts.step(step, self.take(), *self.memory.peak(self.facts.names.get))
         self.facts.estimate(self._flops, self.extents())
@@ -144,7 +140,7 @@ def _played(rank: SimulatedRank) -> Iterator[None]:
         if rank.shapes_only:
             _move_shapes(last)
             last.callback(nn.modules.module.register_module_forward_pre_hook(rank.entered).remove)
-            last.callback(nn.modules.module.register_module_forward_hook(rank.left).remove)
+            last.callback(nn.modules.module.register_module_forward_hook(rank.leave_experts).remove)
         last.enter_context(torch_private.sharding_for_one())
         last.enter_context(rank.memory.watching())
         last.enter_context(rank)
@@ -159,7 +155,7 @@ def _answer_for_others(last: contextlib.ExitStack) -> None:
         object_list: list[Any], src: int | None = None, group: Any = None, **options: Any
     ) -> None:
         options.pop("group_src", None)
-        objects(object_list, dist.get_rank(), group, **options)  # what this rank has stands for what the source has
+        objects(object_list, dist.get_rank(), group, **options)  # this rank's object replaces the source's
 
     @functools.wraps(init)  # whose arguments are looked at
     def init_process_group(*args: Any, **options: Any) -> None:
@@ -187,7 +183,7 @@ def _refuse_to_receive(scatter: BatchScatter) -> Round:
 
 
 def _keep_warnings(last: contextlib.ExitStack, kept: dict[str, None]) -> None:
-    """Keep the texts of warnings, for a time: Python's, and those that this package logs."""
+    """Collect the texts of warnings for a time: Python's, and those that this package logs."""
     show, logger, handler = warnings.showwarning, logging.getLogger("accelerate"), logging.Handler(logging.WARNING)
 
     def keep(message: Warning | str, *rest: Any, **options: Any) -> None:
@@ -207,11 +203,11 @@ def _move_shapes(last: contextlib.ExitStack) -> None:
     def move(module: nn.Module, change: Any, recurse: bool = True) -> nn.Module:
         for child in module.children() if recurse else ():
             child._apply(change)
-        own = list(module.parameters(recurse=False))
-        if not any(map(torch_private.is_shape, own)):
+        parameters = list(module.parameters(recurse=False))
+        if not any(map(torch_private.is_shape, parameters)):
             return apply(module, change, recurse=False)
         with torch.no_grad():
-            for tensor in [*own, *(parameter.grad for parameter in own if parameter.grad is not None)]:
+            for tensor in [*parameters, *(parameter.grad for parameter in parameters if parameter.grad is not None)]:
                 if (changed := change(tensor)) is not tensor:
                     tensor.data = changed
             for name, buffer in module.named_buffers(recurse=False):
@@ -243,12 +239,12 @@ def main(words: list[str] | None = None) -> None:
         ValueError: the environment names no rank.
     """
     words = sys.argv[1:] if words is None else words
-    own = ranks.resolve()
-    if own is None or not words:
+    rank_layout = ranks.resolve()
+    if rank_layout is None or not words:
         raise ValueError(
             "Start it as `accelerate launch --simulate MACHINESxPROCESSES script.py`, which names the rank."
         )
-    run = simulated.start(own)
+    run = simulated.start(rank_layout)
     run.notes[_COPIES] = None
     rank = SimulatedRank(
         run,
@@ -292,12 +288,12 @@ class FirstCall:
     accumulation: int
 
 
-def first_call(words: list[str], own: ranks.Ranks) -> FirstCall:
-    """Run a program as a simulated rank on shapes alone, up to the first call of a model that it has prepared. Of a process without a group.
+def first_call(words: list[str], rank_layout: ranks.Ranks) -> FirstCall:
+    """Run a program as a simulated rank on shapes only, until it calls a prepared model. The process must have no group.
 
     Args:
         words: the script and its arguments.
-        own: the rank, which the environment names as well.
+        rank_layout: the rank, which the environment also names.
 
     Raises:
         ValueError: the program fails before, prepares no model, or calls none that it has prepared.
@@ -306,12 +302,14 @@ def first_call(words: list[str], own: ranks.Ranks) -> FirstCall:
     models: dict[nn.Module, nn.Module] = {}
 
     def noted(accelerator: Accelerator, *objects: Any, **options: Any) -> Any:
-        optimizers.extend(each for each in objects if isinstance(each, torch.optim.Optimizer))
+        optimizers.extend(obj for obj in objects if isinstance(obj, torch.optim.Optimizer))
         for model in objects:
             if isinstance(model, nn.Module) and model not in models:
                 tensors = (*model.parameters(), *model.buffers())
-                empty = {id(each): torch.empty(each.shape, dtype=each.dtype, device="meta") for each in tensors}
-                empty |= {id(each): nn.Parameter(empty[id(each)], each.requires_grad) for each in model.parameters()}
+                empty = {
+                    id(tensor): torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for tensor in tensors
+                }
+                empty |= {id(p): nn.Parameter(empty[id(p)], p.requires_grad) for p in model.parameters()}
                 models[model] = copy.deepcopy(model, empty)
                 model.register_forward_pre_hook(noting(accelerator, models[model]), prepend=True, with_kwargs=True)
         return prepare(accelerator, *objects, **options)
@@ -328,7 +326,7 @@ def first_call(words: list[str], own: ranks.Ranks) -> FirstCall:
         return call  # no partial function, which a copy of the module would copy with the Accelerator
 
     name, problem = " ".join(words), None
-    run = simulated.start(own)
+    run = simulated.start(rank_layout)
     own_path = (sys, "path", list(sys.path)), (sys, "argv", sys.argv)
     watching = torch_private.replaced((Accelerator, "prepare", noted), *own_path)
     try:
@@ -348,9 +346,9 @@ def first_call(words: list[str], own: ranks.Ranks) -> FirstCall:
 
 
 def _publish(facts: Facts) -> None:
-    found = facts.as_json()
+    report = facts.as_json()
     sys.stderr.flush()
-    print(printable(text_of(found)), flush=True)
+    print(printable(text_of(report)), flush=True)
     if (file := env.value_of("simulate_report")) is not None:
         with open(file, "w", encoding="utf-8") as stream:
-            json.dump(found, stream, indent=1)
+            json.dump(report, stream, indent=1)

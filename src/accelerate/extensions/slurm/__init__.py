@@ -1,4 +1,4 @@
-"""What Slurm and MPI launchers say about a run in the variables of its processes."""
+"""The facts of a run in the variables that Slurm and MPI launchers set in its processes."""
 
 from accelerate.extension import Spec
 

@@ -1,16 +1,16 @@
-"""What Slurm or an MPI launcher says about the machines of a run, in the variables of this process.
+"""The machines of a run, from the variables that Slurm or an MPI launcher sets in this process.
 
-Where it has started one launch on each machine, each launch is a machine and starts the processes of it. Where it has started
-several on a machine, each launch is one process of the run: a task.
+If it has started one launch on each machine, each launch is a machine and starts its processes. If it has started several
+on a machine, each launch is one process of the run: a task.
 
-Asked in this order, the first one that speaks of several processes or machines answers:
+The sources are asked in this order; the first one that names several processes or machines counts:
 
-1. torchrun's variables (RANK and WORLD_SIZE): then nothing else is asked; the worker reads them.
+1. torchrun's variables (RANK and WORLD_SIZE): then no other source is asked; the worker reads them.
 2. jsrun, Open MPI, MPICH and Intel MPI, MVAPICH. Before Slurm, because they start their helpers through it and pass on the
    variables of the helper.
 3. Slurm, in a step of `srun`.
 
-MASTER_ADDR and MASTER_PORT, where they are set, say where the machines meet. Nothing here asks the network or imports torch.
+MASTER_ADDR and MASTER_PORT, if set, are the meeting point of the machines. Nothing here uses the network or imports torch.
 """
 
 import re
@@ -44,7 +44,7 @@ def address(environ: Environ) -> tuple[str, int] | None:
 
 
 def find(environ: Environ, hostname: str | None = None) -> Cluster | None:
-    """Return what a scheduler says about the machines of a run; None where nothing speaks of more than this process.
+    """Return a scheduler's view of the machines of a run; None if no source names more than this process.
 
     A single machine with notes is one of a job with more machines than this launch will use. A ValueError names a
     variable that is malformed or contradicts another one.
@@ -53,15 +53,15 @@ def find(environ: Environ, hostname: str | None = None) -> Cluster | None:
         return None
     task = resolve({name: value for name, value in environ.items() if name not in ("RANK", "WORLD_SIZE")})
     if task is None:
-        found = _slurm_alone(environ)
+        cluster = _slurm_alone(environ)
     else:
-        resolve(environ)  # a WORLD_SIZE by hand must agree
-        found = _srun(environ, task) if task.source == NAME else _mpi(environ, task, hostname)
-    if found is None or (found.machines == 1 and found.task is None):
-        return found
+        resolve(environ)  # a manual WORLD_SIZE must agree
+        cluster = _srun(environ, task) if task.source == NAME else _mpi(environ, task, hostname)
+    if cluster is None or (cluster.machines == 1 and cluster.task is None):
+        return cluster
     # Many scripts of jobs set these two.
     host, port = environ.get("MASTER_ADDR", "").strip(), integer_in(environ, "MASTER_PORT")
-    return replace(found, address=host or found.address, port=found.port if port is None else port)
+    return replace(cluster, address=host or cluster.address, port=cluster.port if port is None else port)
 
 
 def _srun(environ: Environ, task: Ranks) -> Cluster:
@@ -69,12 +69,12 @@ def _srun(environ: Environ, task: Ranks) -> Cluster:
     step = variables.step(environ)
     one_each = step.size == step.nodes
     leads = (step.node if one_each else step.rank) == 0
-    address, own = variables.first_node(environ), environ.get("SLURMD_NODENAME")
+    address, node_name = variables.first_node(environ), environ.get("SLURMD_NODENAME")
     if step.nodes == 1:
         address = _LOCAL
     elif not one_each and environ.get("SLURM_DISTRIBUTION", "").startswith("arbitrary"):
         address = None  # then no variable says which node has task 0
-    elif leads and own and own != address:
+    elif leads and node_name and node_name != address:
         address = None
     return Cluster(NAME, step.nodes, step.node, address, variables.port(environ), None if one_each else task)
 
@@ -83,7 +83,7 @@ def _slurm_alone(environ: Environ) -> Cluster | None:
     """A launch in a batch script, or in an interactive shell: it uses one node, perhaps of several."""
     tasks = integer_in(environ, "SLURM_STEP_NUM_TASKS") or 1
     nodes = integer_in(environ, "SLURM_JOB_NUM_NODES") or integer_in(environ, "SLURM_NNODES") or 1
-    # Many steps of one task share an allocation, each with a run of its own.
+    # Many steps of one task share an allocation, each with a separate run.
     if nodes == 1 or (variables.in_step(environ) and tasks == 1):
         return None
     start = "`srun --ntasks-per-node=1 accelerate launch ...`"
@@ -93,17 +93,17 @@ def _slurm_alone(environ: Environ) -> Cluster | None:
 
 def _mpi(environ: Environ, task: Ranks, hostname: str | None) -> Cluster:
     """A launch, or a process, that mpirun or jsrun has started."""
-    size, here = task.world_size, task.local_world_size
+    size, local_size = task.world_size, task.local_world_size
     port = mpi_port(environ)
-    if here == size:
+    if local_size == size:
         return Cluster(task.source, 1, 0, _LOCAL, port, task)
     listed = environ.get("SLURM_JOB_NODELIST", "").strip()
     hosts = variables.hosts(listed, "SLURM_JOB_NODELIST") if listed else []
     counted = integer_in(environ, "OMPI_MCA_orte_num_nodes") if task.source == "Open MPI" else None
-    # Where nothing has counted the machines, the others are taken to be like this one.
-    machines = counted or (-(-size // here) if here else 1)
+    # If no source has counted the machines, the others are assumed to equal this one.
+    machines = counted or (-(-size // local_size) if local_size else 1)
     # Fewer hosts than launches: another machine has several.
-    one_each = here == 1 and machines == size and not 0 < len(hosts) < size
+    one_each = local_size == 1 and machines == size and not 0 < len(hosts) < size
     if hosts:
         address, away = hosts[0], environ.get("SLURMD_NODENAME") in hosts[1:]
         machines = machines if one_each else min(machines, len(hosts))
@@ -122,6 +122,6 @@ def _mpirun_host(environ: Environ, hostname: str | None) -> tuple[str | None, bo
         return match[1] or match[2], environ.get("OMPI_MCA_orte_local_daemon_uri", uri) != uri
     if match := re.fullmatch(r"prterun-(.+)-[0-9]+@[0-9]+", environ.get("PMIX_NAMESPACE", "")):
         # One of the names may have the domain, and the other not.
-        own = environ.get("PMIX_HOSTNAME") or hostname or socket.gethostname()
-        return match[1], match[1].lower().partition(".")[0] != own.lower().partition(".")[0]
+        hostname_here = environ.get("PMIX_HOSTNAME") or hostname or socket.gethostname()
+        return match[1], match[1].lower().partition(".")[0] != hostname_here.lower().partition(".")[0]
     return None, False

@@ -1,7 +1,7 @@
-"""What Slurm writes into the environment of a task: its lists of nodes, its counts, its steps. It needs no torch.
+"""The variables that Slurm sets in a task: lists of nodes, counts, steps. It needs no torch.
 
-The variables are documented at https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES. What is not there was
-seen with Slurm 22.05 and is noted where it matters.
+They are documented at https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES. Undocumented ones were seen
+with Slurm 22.05 and are marked in the code.
 """
 
 import itertools
@@ -37,21 +37,21 @@ def hosts(text: str, name: str = "SLURM_NODELIST") -> list[str]:
             f"The environment variable {name} is {text!r}, which is no list of nodes: names are parted by commas, and have lists "
             "such as [1-3,7]. Correct or unset it."
         )
-    found: list[str] = []
+    names: list[str] = []
     for entry in re.findall(_ENTRY, text):
         # A part of a name, the list after it, the next part, ...: the last list runs fastest.
         parts = re.split(r"\[(.*?)\]", entry)
         choices = [_numbers(part) if place % 2 else [part] for place, part in enumerate(parts)]
-        found += map("".join, itertools.product(*choices))
-    return found
+        names += map("".join, itertools.product(*choices))
+    return names
 
 
 def _numbers(text: str) -> list[str]:
-    found: list[str] = []
+    numbers: list[str] = []
     for part in text.split(","):
         first, _, last = part.partition("-")
-        found += [str(number).zfill(len(first)) for number in range(int(first), int(last or first) + 1)]
-    return found
+        numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last or first) + 1)]
+    return numbers
 
 
 def tasks_on(text: str, node: int, name: str = "SLURM_STEP_TASKS_PER_NODE") -> int | None:
@@ -72,11 +72,11 @@ def tasks_on(text: str, node: int, name: str = "SLURM_STEP_TASKS_PER_NODE") -> i
 
 
 def step(environ: Mapping[str, str]) -> Step | None:
-    """Return the task that this process is, in a step of several tasks.
+    """Return this process's task in a step of several tasks.
 
-    None outside of a step, in a step of one task, and where the variables are those of another step: a batch script
-    that was submitted from within a step inherits that step's. Also None for what is typed into the shell of
-    `srun --pty`: Slurm starts the shell in all tasks, but it ends at once where there is no terminal.
+    None outside of a step, in a step of one task, and if the variables are those of another step: a batch script submitted
+    from within a step inherits that step's. Also None for commands typed into the shell of `srun --pty`: Slurm starts the
+    shell in all tasks, but it ends at once if there is no terminal.
     """
     if not in_step(environ):
         return None
@@ -86,16 +86,18 @@ def step(environ: Mapping[str, str]) -> Step | None:
         return None
     node = integer_in(environ, "SLURM_NODEID") or 0
     numbers = environ.get("SLURM_GTIDS", "").strip()  # of the tasks that Slurm has started here; some users unset it
-    here = numbers.count(",") + 1 if numbers else None
+    tasks = numbers.count(",") + 1 if numbers else None
     listed = tasks_on(environ.get("SLURM_STEP_TASKS_PER_NODE", ""), node)
     # A heterogeneous step lists the nodes by name, and numbers them by component.
     mixed = (integer_in(environ, "SLURM_HET_SIZE") or 1) > 1
     nodes = integer_in(environ, "SLURM_STEP_NUM_NODES") or integer_in(environ, "SLURM_NNODES")
     allocated = integer_in(environ, "SLURM_JOB_NUM_NODES")
-    if not mixed and ((None not in (here, listed) and here != listed) or (nodes and allocated and nodes > allocated)):
+    if not mixed and (
+        (None not in (tasks, listed) and tasks != listed) or (nodes and allocated and nodes > allocated)
+    ):
         return None
     local_rank = integer_in(environ, "SLURM_LOCALID")
-    local_size = here if mixed and here else listed or here
+    local_size = tasks if mixed and tasks else listed or tasks
     if not nodes:
         listing, name = node_list(environ)
         nodes = len(hosts(listing, name)) if listing else node + 1
@@ -109,7 +111,7 @@ def in_step(environ: Mapping[str, str]) -> bool:
 
 
 def is_terminal(environ: Mapping[str, str]) -> bool:
-    """Say whether this process was started by hand from a shell of `srun --pty`, or of salloc."""
+    """Say whether a user started this process from a shell of `srun --pty`, or of salloc."""
     # Steps that are started from the shell inherit the variable, but not the terminal.
     return bool(environ.get("SLURM_PTY_PORT")) and _has_terminal()
 
@@ -117,7 +119,7 @@ def is_terminal(environ: Mapping[str, str]) -> bool:
 def _has_terminal() -> bool:
     """Say whether this process belongs to a terminal, as a command that was typed there."""
     try:
-        # Not isatty(): what is typed may be redirected.
+        # Not isatty(): a typed command may be redirected.
         os.close(os.open(os.ctermid(), os.O_RDONLY | os.O_NOCTTY))
         # Only an interactive shell gives each command a process group. `srun --pty accelerate launch`, or a script of
         # it, runs in all tasks, and the one with the terminal is a task like the others.
@@ -141,8 +143,8 @@ def first_node(environ: Mapping[str, str]) -> str | None:
     # The list is sorted by name. In a heterogeneous step the nodes of the first component come first all the same.
     names = hosts(text, name)
     for component in range(integer_in(environ, "SLURM_HET_SIZE") or 0):
-        own = f"SLURM_JOB_NODELIST_HET_GROUP_{component}"
-        if environ.get(own) and (first := hosts(environ[own], own)[0]) in names:
+        variable = f"SLURM_JOB_NODELIST_HET_GROUP_{component}"
+        if environ.get(variable) and (first := hosts(environ[variable], variable)[0]) in names:
             return first
     return names[0]
 

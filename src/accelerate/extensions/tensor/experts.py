@@ -1,7 +1,7 @@
 """Expert parallelism: the experts of each layer are spread over ranks, which send each other the tokens.
 
-Transformers splits them, by the plan of the model, and exchanges tokens; what is left of each expert's weights is sharded by FSDP2 over the
-ranks that have the same experts (`efsdp`). Gradients are the mean over all batches, as those of other parameters.
+Transformers shards them by the plan of the model, and exchanges tokens. FSDP2 shards the remaining weights of each expert
+over the ranks that have the same experts (`efsdp`). Gradients are the mean over all batches, like those of other parameters.
 
 Source: https://arxiv.org/abs/2006.16668
 """
@@ -21,7 +21,9 @@ from accelerate.strategies.mesh import ranks_of_experts
 
 
 def prepare(accelerator: Run, objects: Sequence[Any]) -> tuple[Any, ...]:
-    """Split the experts of whole models among the objects, in place. All ranks; each has the same weights.
+    """Spread the experts of unsharded models among the objects over ranks, in place. Each rank has the same weights.
+
+    Collective: call on every rank.
 
     Raises:
         ValueError: the run does not shard by FSDP2, splits layers too, or a model has no plan for its experts.
@@ -53,7 +55,10 @@ def prepare(accelerator: Run, objects: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def splitting(model: nn.Module, ep: int, shards: int, replicas: int = 1) -> tuple[Any, Callable[[], Any]]:
-    """Return the meshes of a model's experts, and what leaves this rank's of them in it, by the model's own plan. All ranks."""
+    """Return the meshes of a model's experts, and what leaves this rank's of them in it, by the model's own plan.
+
+    Collective: call on every rank.
+    """
     from transformers.distributed import DistributedConfig
     from transformers.distributed.expert_parallel import apply_expert_parallelism
 
@@ -64,5 +69,5 @@ def splitting(model: nn.Module, ep: int, shards: int, replicas: int = 1) -> tupl
 
 
 def modules(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules whose experts are spread over ranks. Any rank, alone."""
+    """Yield the modules whose experts are spread over ranks. Not a collective."""
     yield from filter(ranks_of_experts, model.modules())

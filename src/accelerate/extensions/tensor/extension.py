@@ -1,4 +1,4 @@
-"""What tensor and expert parallelism do at `prepare`."""
+"""The actions of tensor and expert parallelism at `prepare`."""
 
 from typing import Any
 

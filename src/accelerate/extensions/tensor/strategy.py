@@ -27,7 +27,7 @@ class TensorParallel(Sharded):
         return False
 
     def clip_grad_value(self, accelerator: Run, parameters: Iterable[nn.Parameter], clip_value: float) -> None:
-        """Clip each element of the parts that this rank has. All ranks."""
+        """Clip each element of the parts that this rank has. Collective: call on every rank."""
         norms.clip_grad_value(parameters, clip_value)
 
 
@@ -39,9 +39,9 @@ class TensorParallelIO(ShardedIO):
     save_options = ()
 
     def layout(self, accelerator: Run, use_dcp: bool = True) -> Layout:
-        """Return how a checkpoint keeps what is sharded: gathered."""
+        """Return the layout of sharded tensors in a checkpoint: gathered."""
         return "full"
 
     def save_model(self, accelerator: Run, state: dict[str, Any], plan: SavePlan, index: int, **options: Any) -> None:
-        """Write the gathered weights, from rank 0. All ranks."""
+        """Write the gathered weights, from rank 0. Collective: call on every rank."""
         save.write_model(state, plan, index, **options)

@@ -1,10 +1,10 @@
-"""Tensor parallelism: the layers of a model are cut over the ranks of the mesh's dimension `tp`.
+"""Tensor parallelism: the layers of a model are sharded over the ranks of the mesh's dimension `tp`.
 
-A plan says of patterns of module names what becomes of the module. It comes from the user, or from the model itself
-(`tp_plan`), unless transformers cut the model when it loaded it. Everything is checked before anything is changed.
+A plan maps patterns of module names to styles. It comes from the user, or from the model itself (`tp_plan`), unless
+transformers sharded the model when it loaded it. Everything is checked before anything is changed.
 
-Parameters that no entry names become replicated DTensors, since optimizers with `foreach` or `fused` (the default on GPUs)
-refuse plain tensors beside DTensors; with FSDP2 they stay plain, and `fully_shard` makes DTensors of them.
+Parameters without an entry become replicated DTensors, since optimizers with `foreach` or `fused` (the default on GPUs)
+refuse plain tensors next to DTensors. With FSDP2 they stay plain, and `fully_shard` makes DTensors of them.
 """
 
 import difflib
@@ -51,8 +51,8 @@ def prepare(accelerator: Run, objects: Sequence[Any]) -> tuple[Any, ...]:
         return tuple(objects)
     models = [item._orig_mod if is_compiled_module(item) else item for item in objects if isinstance(item, nn.Module)]
     models = [model for model in models if next(model.parameters(), None) is not None and not is_sharded(model)]
-    given = getattr(accelerator.parallelism_config.tp_handler, "plan", None)
-    plans = [None if _is_cut(model, mesh) else resolve(model, given, mesh.size()) for model in models]
+    user_plan = getattr(accelerator.parallelism_config.tp_handler, "plan", None)
+    plans = [None if _is_cut(model, mesh) else resolve(model, user_plan, mesh.size()) for model in models]
     if any(isinstance(part, nn.Dropout) and part.p > 0 for model in models for part in model.modules()):
         _compare_seeds(mesh)
     for model, plan in zip(models, plans, strict=True):
@@ -75,7 +75,7 @@ def _prepare_tp(accelerator: Any, *args: Any) -> tuple[Any, ...]:
 
 
 def _compare_seeds(mesh: "DeviceMesh") -> None:
-    """Warn if ranks that share layers would drop different elements of activations that all of them have whole."""
+    """Warn if ranks that share layers would drop different elements of activations that all of them have in full."""
     if same_on_all(torch.initial_seed(), mesh.device_type, mesh.get_group()):
         return
     seeds: list[int] = [0] * mesh.size()
@@ -92,30 +92,30 @@ def _compare_seeds(mesh: "DeviceMesh") -> None:
 
 def _is_cut(model: nn.Module, mesh: "DeviceMesh") -> bool:
     """Say whether a model is cut over the ranks of `mesh`; ValueError if it is spread over others."""
-    found = False
+    is_cut = False
     spread = [(name, value) for name, value in model.named_parameters() if isinstance(value, DTensor)]
     for name, value in spread:
-        theirs = value.device_mesh
-        dimensions = theirs.mesh_dim_names or ()
+        parameter_mesh = value.device_mesh
+        dimensions = parameter_mesh.mesh_dim_names or ()
         shared = next((axis for axis in ("tp", "ep") if axis in dimensions), None)
         if shared is None and dimensions:
             continue
-        if theirs.ndim > 1 and shared:
-            theirs = theirs[shared]
-        if theirs.mesh.flatten().tolist() != mesh.mesh.flatten().tolist():
+        if parameter_mesh.ndim > 1 and shared:
+            parameter_mesh = parameter_mesh[shared]
+        if parameter_mesh.mesh.flatten().tolist() != mesh.mesh.flatten().tolist():
             raise ValueError(
                 f"tp_size is {mesh.size()}, on the ranks {mesh.mesh.flatten().tolist()}, but the parameter {name!r} of "
-                f"{type(model).__name__} is spread over {theirs.size()} processes, the ranks {theirs.mesh.flatten().tolist()}. Load "
-                f"the model without tp_plan, and it is cut by its own plan; or set tp_size={theirs.size()}."
+                f"{type(model).__name__} is spread over {parameter_mesh.size()} processes, the ranks {parameter_mesh.mesh.flatten().tolist()}. Load "
+                f"the model without tp_plan, and it is cut by its own plan; or set tp_size={parameter_mesh.size()}."
             )
-        found = True
-    if spread and not found:
+        is_cut = True
+    if spread and not is_cut:
         name, value = spread[0]
         raise ValueError(
             f"The parameter {name!r} of {type(model).__name__} is sharded over {value.device_mesh} already. Tensor parallelism "
             "comes first: pass the model to `accelerator.prepare` before it is sharded."
         )
-    return found
+    return is_cut
 
 
 def _adopt(model: nn.Module, mesh: "DeviceMesh") -> None:
@@ -125,7 +125,7 @@ def _adopt(model: nn.Module, mesh: "DeviceMesh") -> None:
     moved: dict[int, nn.Parameter] = {}
     for module in model.modules():
         if type(module) is nn.Linear and isinstance(module.weight, DTensor):
-            # PEFT writes into LoRA's factors the size that a rank has, where transformers reads that of the whole.
+            # PEFT writes the local size into LoRA's factors, where transformers reads the full size.
             module.out_features, module.in_features = module.weight.shape
         for name, value in module._parameters.items():
             if not isinstance(value, DTensor) or value.device_mesh.ndim > 1:
@@ -145,13 +145,13 @@ def _adopt(model: nn.Module, mesh: "DeviceMesh") -> None:
 
 
 def sum_replicas(model: nn.Module, mesh: "DeviceMesh") -> None:
-    """Sum the gradients of what each rank has whole and uses on its heads, in the place of the forward that transformers puts there."""
+    """Sum the gradients of parameters that each rank has in full and uses on its heads, instead of transformers' forward."""
     prefix, plan = _own_plan(model)
     summed = {f"{prefix}{key}": word for key, word in plan.items() if word == "replicated_with_grad_allreduce"}
     modules = dict(model.named_modules())
     for name in _match(model, summed, strict=False):
-        # Transformers' own hooks the gradient of a leaf. Neither a replicated DTensor's plain view nor what FSDP gathers is the
-        # parameter that the optimizer has, and without synchronisation FSDP adds to it what was not summed.
+        # Transformers hooks the gradient of a leaf. A replicated DTensor's plain view and FSDP's gathered tensor are not the
+        # optimizer's parameter, and without synchronisation FSDP adds the unsummed gradient to it.
         if vars(modules[name]).pop("forward", None) is not None:
             SummedReplica()._apply(modules[name], mesh)
 
@@ -159,17 +159,17 @@ def sum_replicas(model: nn.Module, mesh: "DeviceMesh") -> None:
 # -- the plan --------------------------------------------------------------------------------------------------
 
 
-def resolve(model: nn.Module, given: Mapping[str, Any] | None, size: int) -> dict[str, Any]:
+def resolve(model: nn.Module, user_plan: Mapping[str, Any] | None, size: int) -> dict[str, Any]:
     """Return the torch ParallelStyle of each module that a plan cuts; ValueError if the model cannot be cut so."""
-    prefix, plan = ("", given) if given else _own_plan(model)
+    prefix, plan = ("", user_plan) if user_plan else _own_plan(model)
     if not plan:
         raise ValueError(
             f"tp_size is {size}, but {type(model).__name__} has no tensor-parallel plan: nothing says how to cut it. "
             f"{_HELP.format(size=size)}."
         )
-    matched = _match(model, {f"{prefix}{key}": style for key, style in plan.items()}, strict=bool(given))
+    matched = _match(model, {f"{prefix}{key}": style for key, style in plan.items()}, strict=bool(user_plan))
     unknown = {key: word for key, word in plan.items() if isinstance(word, str) and word not in WORDS}
-    if not given:  # a model's own plan has entries for parts that this model may lack
+    if not user_plan:  # a model's own plan has entries for parts that this model may lack
         names = [name for pairs in (model.named_modules(), model.named_parameters()) for name, _ in pairs]
         unknown = {k: word for k, word in unknown.items() if any(_fits(name, f"{prefix}{k}") for name in names)}
     if unknown:
@@ -188,46 +188,46 @@ def resolve(model: nn.Module, given: Mapping[str, Any] | None, size: int) -> dic
 
 
 def _with_adapters(modules: Mapping[str, nn.Module], styles: Mapping[str, Any]) -> dict[str, Any]:
-    """Return styles in which a layer with LoRA stands for what is in it: the layer, and the factor on the side that is cut."""
-    found: dict[str, Any] = {}
+    """Replace the style of a layer with LoRA by styles of its parts: the layer, and the factor on the sharded side."""
+    expanded: dict[str, Any] = {}
     for name, style in styles.items():
         module = modules[name]
         layer = getattr(module, "base_layer", None)
-        # Of y = W x + B A x columns of the output cut W and B, rows of the input W and A.
+        # In y = W x + B A x, W and B are sharded for output columns, W and A for input rows.
         factor = {0: "lora_B", 1: "lora_A"}.get(cut_dimension(style, layer, "weight"), "")
         if (
             not isinstance(layer, nn.Linear)
             or not hasattr(module, factor)
             or any(getattr(module, "use_dora", {}).values())
         ):
-            found[name] = style  # another adapter's layer is refused, as any module that no style cuts
+            expanded[name] = style  # another adapter's layer is refused, as any module that no style cuts
         else:
-            found |= dict.fromkeys(
+            expanded |= dict.fromkeys(
                 [f"{name}.base_layer", *(f"{name}.{factor}.{key}" for key in getattr(module, factor))], style
             )
-    return found
+    return expanded
 
 
 def _own_plan(model: nn.Module) -> tuple[str, Mapping[str, str]]:
     """Return the plan that a model or the outermost part of it carries, and the prefix of that part's names."""
     for name, module in model.named_modules():
         # Its own: what PEFT puts around a model answers with the model's attributes.
-        own = [key for key in ("tp_plan", "_tp_plan") if inspect.getattr_static(module, key, None) is not None]
-        for plan in [getattr(module, key) for key in own]:
+        attributes = [key for key in ("tp_plan", "_tp_plan") if inspect.getattr_static(module, key, None) is not None]
+        for plan in [getattr(module, key) for key in attributes]:
             if isinstance(plan, Mapping) and plan:
                 return (f"{name}." if name else ""), plan
     return "", {}
 
 
 def _fits(name: str, pattern: str) -> bool:
-    parts, wanted = name.split("."), pattern.split(".")
-    return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
+    parts, pattern_parts = name.split("."), pattern.split(".")
+    return len(parts) == len(pattern_parts) and all(map(fnmatch.fnmatchcase, parts, pattern_parts))
 
 
 def _match(model: nn.Module, plan: Mapping[str, Any], strict: bool) -> dict[str, Any]:
-    """Return what a plan says of each module that it names; a name without wildcards comes before a pattern."""
+    """Return a plan's style of each module that it names; a name without wildcards comes before a pattern."""
     names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
-    found: dict[str, tuple[str, Any]] = {}
+    matches: dict[str, tuple[str, Any]] = {}
     for pattern in sorted(plan, key=lambda key: any(mark in key for mark in "*?[")):
         fitting = [name for name in names if _fits(name, pattern)]
         if not fitting and strict:
@@ -238,14 +238,14 @@ def _match(model: nn.Module, plan: Mapping[str, Any], strict: bool) -> dict[str,
                 f"{', '.join(map(repr, near))}."
             )
         for name in fitting:
-            known = found.setdefault(name, (pattern, plan[pattern]))
-            exact = known[0] == name
-            if not exact and known[1] != plan[pattern]:
+            first_match = matches.setdefault(name, (pattern, plan[pattern]))
+            exact = first_match[0] == name
+            if not exact and first_match[1] != plan[pattern]:
                 raise ValueError(
-                    f"Two entries of the tensor-parallel plan match the module {name!r}: {known[0]!r} ({known[1]!r}) and "
+                    f"Two entries of the tensor-parallel plan match the module {name!r}: {first_match[0]!r} ({first_match[1]!r}) and "
                     f"{pattern!r} ({plan[pattern]!r}). Make them exclude each other, or name the module without wildcards."
                 )
-    return {name: value for name, (_, value) in found.items()}
+    return {name: value for name, (_, value) in matches.items()}
 
 
 def _check_styles(model: nn.Module, modules: dict[str, nn.Module], styles: Mapping[str, Any], size: int) -> None:
@@ -264,12 +264,12 @@ def _check_styles(model: nn.Module, modules: dict[str, nn.Module], styles: Mappi
                 f"The tensor-parallel plan cuts {name!r} with {type(style).__name__}, which torch has for nn.Linear and "
                 f"nn.Embedding only, and it is a {type(module).__module__}.{type(module).__qualname__}."
             )
-        for own, parameter in module.named_parameters(recurse=False):
-            dimension = cut_dimension(style, module, own)
+        for entry, parameter in module.named_parameters(recurse=False):
+            dimension = cut_dimension(style, module, entry)
             if dimension is not None and parameter.shape[dimension] % size:
                 extent = parameter.shape[dimension]
                 raise ValueError(
-                    f"{name}.{own} of shape {tuple(parameter.shape)} cannot be cut over tp_size={size} ranks: {extent} = "
+                    f"{name}.{entry} of shape {tuple(parameter.shape)} cannot be cut over tp_size={size} ranks: {extent} = "
                     f"{extent // size} x {size} + {extent % size}. Choose a tp_size that divides it, leave the module out of the plan, "
                     f"or pad a vocabulary: model.resize_token_embeddings(pad_to_multiple_of={size})."
                 )
@@ -298,13 +298,13 @@ def _check_ties(model: nn.Module, modules: dict[str, nn.Module], styles: Mapping
     """Refuse a plan that cuts one tied parameter in two ways."""
     of_module = {id(modules[name]): style for name, style in styles.items()}
     for _, names in ties(model):
-        places = [(modules[owner], own) for owner, _, own in (name.rpartition(".") for name in names)]
-        ways = [cut_dimension(of_module.get(id(module)), module, own) for module, own in places]
+        places = [(modules[owner], entry) for owner, _, entry in (name.rpartition(".") for name in names)]
+        ways = [cut_dimension(of_module.get(id(module)), module, entry) for module, entry in places]
         if len(set(ways)) > 1:
             raise ValueError(
                 f"{' and '.join(names)} are one tied parameter, and the tensor-parallel plan cuts it along different dimensions "
-                f"({', '.join(map(str, ways))}; None is whole). For an embedding tied to its output layer, plan the embedding as "
-                "'embedding_rowwise' and the layer as 'colwise_rep', or leave out both."
+                f"({', '.join(map(str, ways))}; None is unsharded). For an embedding tied to its output layer, plan the embedding as "
+                "'embedding_rowwise' and the layer as 'colwise_rep', or omit both."
             )
 
 
@@ -312,7 +312,7 @@ def _check_ties(model: nn.Module, modules: dict[str, nn.Module], styles: Mapping
 
 
 def cut(model: nn.Module, styles: Mapping[str, Any], mesh: "DeviceMesh") -> None:
-    """Apply the styles, and restore what torch's do not keep: ties, and which parameters are frozen."""
+    """Apply the styles, and restore properties that torch's styles lose: ties, and which parameters are frozen."""
     tied = ties(model)
     trains = {name: value.requires_grad for name, value in model.named_parameters(remove_duplicate=False)}
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -328,8 +328,8 @@ def _place_others(model: nn.Module, mesh: "DeviceMesh", keep_plain: bool) -> Non
     """Give the parameters that nothing cuts the first rank's values, and without FSDP make them replicated DTensors."""
     placed: dict[int, nn.Parameter] = {}
     for module in model.modules():
-        own = [name for name, value in module._parameters.items() if not isinstance(value, DTensor | None)]
-        for name in own:
+        plain_names = [name for name, value in module._parameters.items() if not isinstance(value, DTensor | None)]
+        for name in plain_names:
             value = module._parameters[name]
             if id(value) not in placed and keep_plain:
                 take_from_first(value, torch.device(mesh.device_type), mesh.get_group())
@@ -338,11 +338,11 @@ def _place_others(model: nn.Module, mesh: "DeviceMesh", keep_plain: bool) -> Non
                 whole = distribute_tensor(value.detach(), mesh, [Replicate()])  # with the first rank's values
                 placed[id(value)] = nn.Parameter(whole, requires_grad=value.requires_grad)
             module._parameters[name] = placed[id(value)]
-        if own and not keep_plain and not shows_local_views(module):
-            LocalView(own).install(module)
+        if plain_names and not keep_plain and not shows_local_views(module):
+            LocalView(plain_names).install(module)
 
 
-# -- what each word of a plan does to a module: torch's styles, and those that torch has not ------------------------
+# -- the effect of each word of a plan: torch's styles, and further ones --------------------------------------------
 
 
 class _SummedGradient(torch.autograd.Function):
@@ -362,7 +362,7 @@ class LocalView:
     """Shows a module its replicated DTensor parameters as plain tensors while its forward pass runs.
 
     `summed` names the group that their gradients are summed over, because each rank uses them on its part of the
-    activations; None where every rank has the whole gradient already.
+    activations; None if every rank has the full gradient already.
     """
 
     def __init__(self, names: Iterable[str], summed: str | None = None) -> None:
@@ -372,14 +372,14 @@ class LocalView:
 
     def enter(self, module: nn.Module, arguments: Any) -> None:
         """Put the plain tensors in; a forward pre-hook."""
-        own = module._parameters
-        self.kept.append({name: own[name] for name in self.names})
+        parameters = module._parameters
+        self.kept.append({name: parameters[name] for name in self.names})
         for name in self.names:
-            value: Any = own[name]
+            value: Any = parameters[name]
             value = value.to_local() if isinstance(value, DTensor) else value
             if self.summed is not None and value is not None and torch.is_grad_enabled():
                 value = _SummedGradient.apply(value, self.summed)
-            own[name] = value
+            parameters[name] = value
 
     def leave(self, module: nn.Module, arguments: Any, output: Any) -> None:
         """Put the parameters back; a forward hook that also runs after an error."""
@@ -398,7 +398,7 @@ def shows_local_views(module: nn.Module) -> bool:
 
 
 class SummedReplica(ParallelStyle):
-    """Every rank has the module whole and runs it on its own part of the activations (its heads, say); gradients are summed."""
+    """Every rank has the full module and runs it on its own part of the activations (its heads, say); gradients are summed."""
 
     def _apply(self, module: nn.Module, device_mesh: "DeviceMesh") -> nn.Module:
         group = device_mesh.get_group().group_name
@@ -433,12 +433,12 @@ class SplitSequence(SummedReplica):
         return module
 
 
-# The words of plans, those of transformers among them, to what they do.
+# The words of plans, also those of transformers, and their styles.
 WORDS: dict[str, Callable[[nn.Module], ParallelStyle | None]] = {
     "colwise": lambda module: ColwiseParallel(),
     "colwise_rep": lambda module: ColwiseParallel(output_layouts=Replicate()),
     "colwise_gather_output": lambda module: ColwiseParallel(output_layouts=Replicate()),
-    # Token numbers are never split, so an embedding's input is whole whatever the plan calls it.
+    # Token numbers are never sharded, so an embedding's input is complete under any style.
     "rowwise": lambda module: RowwiseParallel(input_layouts=Replicate() if isinstance(module, nn.Embedding) else None),
     "rowwise_rep": lambda module: RowwiseParallel(input_layouts=Replicate()),
     "rowwise_split_input": lambda module: RowwiseParallel(input_layouts=Replicate()),
@@ -451,7 +451,7 @@ WORDS: dict[str, Callable[[nn.Module], ParallelStyle | None]] = {
 
 
 def cut_dimension(style: Any, module: nn.Module, name: str) -> int | None:
-    """Return the dimension along which a style cuts a parameter; None where it is whole or unknown."""
+    """Return the dimension along which a style shards a parameter; None if it is unsharded or unknown."""
     if type(style) is ColwiseParallel:
         return 1 if isinstance(module, nn.Embedding) else 0
     if type(style) is RowwiseParallel and name == "weight":
@@ -460,5 +460,5 @@ def cut_dimension(style: Any, module: nn.Module, name: str) -> int | None:
 
 
 def keeps_output_cut(style: Any) -> bool:
-    """Say whether what a module with this style returns is this rank's part only."""
+    """Say whether a module with this style returns only this rank's part."""
     return type(style) is ColwiseParallel and any(isinstance(item, Shard) for item in style.output_layouts)

@@ -28,9 +28,9 @@ class ConversionStatus(enum.Enum):
 
 # The strategies of FSDP 1: whether parameters are freed between forward and backward.
 _RESHARDS = {name: name in ("FULL_SHARD", "HYBRID_SHARD") for name in FSDP_SHARDING_STRATEGY}
-# What to do about a strategy without a successor.
+# The advice for a strategy without a successor.
 _COPIES = "For copies of a sharded model set dp_replicate_size and dp_shard_size in parallelism_config."
-_WHOLE = "To keep the whole model on every process, set distributed_type to MULTI_GPU instead."
+_WHOLE = "To keep the full model on every process, set distributed_type to MULTI_GPU instead."
 _LOST = {"NO_SHARD": _WHOLE, "HYBRID_SHARD": _COPIES, "HYBRID_SHARD_ZERO2": _COPIES}
 # A key of FSDP 1 to the key of FSDP 2, or to why there is none.
 ARGUMENT_KEY_MAPPING: dict[str, str | ConversionStatus] = {
@@ -45,7 +45,7 @@ ARGUMENT_VALUE_MAPPING: dict[str, dict[str, bool]] = {key: dict(_RESHARDS) for k
 
 
 def load_config(config_file: str) -> dict[str, Any]:
-    """Read a configuration file as it stands.
+    """Read a configuration file without converting it.
 
     Args:
         config_file: the file.
@@ -62,8 +62,8 @@ def load_config(config_file: str) -> dict[str, Any]:
 def convert_config_to_fsdp2(config: dict[str, Any]) -> dict[str, Any]:
     """Turn the content of a configuration file for FSDP 1 into one for FSDP 2.
 
-    What FSDP 2 does not have is dropped, and what it does otherwise is converted to what is nearest, both with a warning. Files
-    without an `fsdp_config`, or for FSDP 2 already, stay as they are.
+    Settings that FSDP 2 does not have are dropped, and settings with another meaning are converted to the nearest one, both
+    with a warning. Files without an `fsdp_config`, or for FSDP 2 already, are not changed.
 
     Args:
         config: the content; it is not changed.
@@ -86,7 +86,7 @@ def convert_config_to_fsdp2(config: dict[str, Any]) -> dict[str, Any]:
             zero = (
                 "Answer `accelerate config` for FSDP 2: ZeRO 3 is fsdp_reshard_after_forward true there, ZeRO 2 false."
             )
-            text = "The file is for %s and stays as it is: files with an fsdp_config alone are converted. %s"
+            text = "The file is for %s and is not changed: only files with an fsdp_config are converted. %s"
             logger.warning(text, kind, zero if kind == "DEEPSPEED" else "")
         return config
     old = _by_full_name(old)

@@ -75,20 +75,20 @@ def _gcloud(args: argparse.Namespace, config: dict[str, Any]) -> list[str]:
         version = args.accelerate_version
         if version != "latest" and not re.fullmatch(r"\d[\w.]*", version):  # a shell of the pod reads it
             raise LaunchError(f"--accelerate_version is {version!r}; write latest, or the number of a release.")
-        wanted = "accelerate -U" if version == "latest" else f"accelerate=={version}"
-        commands = [f"pip install {wanted}", *commands]
+        requirement = "accelerate -U" if version == "latest" else f"accelerate=={version}"
+        commands = [f"pip install {requirement}", *commands]
     if not commands:
-        raise LaunchError("What shall run? Give --command or --command_file, or --install_accelerate.")
+        raise LaunchError("Nothing to run. Give --command or --command_file, or --install_accelerate.")
     return gcloud_ssh(str(name), str(zone), "; ".join(["cd /usr/share", *commands]), alpha=args.use_alpha)
 
 
 def _commands(args: argparse.Namespace, config: dict[str, Any]) -> list[str]:
     if args.command:
-        found = []
+        lines = []
         for words in args.command:
             # `--command "echo a" "echo b"` are two commands; `--command echo a` is one that was not quoted.
-            found += words if any(" " in word for word in words) else [" ".join(words)]
-        return found
+            lines += words if any(" " in word for word in words) else [" ".join(words)]
+        return lines
     file = args.command_file or config.get("command_file")
     if file:
         try:
@@ -102,5 +102,5 @@ def _commands(args: argparse.Namespace, config: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    """Run `accelerate tpu-config` as a program of its own; exit statuses are those of `console`."""
+    """Run `accelerate tpu-config` as a separate program; exit statuses are those of `console`."""
     console(tpu_command_parser().parse_args())

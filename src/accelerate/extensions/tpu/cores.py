@@ -57,7 +57,7 @@ def run(plan: LaunchPlan, environment: Mapping[str, str], replace: bool = False)
 
 
 def precision_variables(mixed_precision: str | None, downcast: Any) -> dict[str, str]:
-    """Return the variables with which torch_xla computes in bfloat16; `downcast` turns float64 into float32 beside it."""
+    """Return the variables with which torch_xla computes in bfloat16; `downcast` also turns float64 into float32."""
     if mixed_precision != "bf16":
         return {}
     return {"XLA_DOWNCAST_BF16" if is_on(downcast) else "XLA_USE_BF16": "1"}
@@ -82,19 +82,19 @@ def main() -> None:
     parser.add_argument("--module", action="store_true")
     parser.add_argument("script")
     parser.add_argument("script_args", nargs=argparse.REMAINDER)
-    given = parser.parse_args()
-    sys.argv = [given.script, *given.script_args]
-    folder, name = os.getcwd(), given.script
-    if not given.module:
-        folder, file = os.path.split(os.path.abspath(given.script))
+    args = parser.parse_args()
+    sys.argv = [args.script, *args.script_args]
+    folder, name = os.getcwd(), args.script
+    if not args.module:
+        folder, file = os.path.split(os.path.abspath(args.script))
         name = os.path.splitext(file)[0]
     sys.path.insert(0, folder)
-    function = getattr(importlib.import_module(name), given.function, None)
+    function = getattr(importlib.import_module(name), args.function, None)
     if not callable(function):
-        reason = f"{given.script} has no function {given.function!r}; --main_training_function names another"
+        reason = f"{args.script} has no function {args.function!r}; --main_training_function names another"
         parser.exit(2, f"accelerate launch: error: {reason}.\n")
     multiprocessing = importlib.import_module("torch_xla.distributed.xla_multiprocessing")
-    multiprocessing.spawn(functools.partial(on_core, function), args=(), nprocs=given.cores)
+    multiprocessing.spawn(functools.partial(on_core, function), args=(), nprocs=args.cores)
 
 
 if __name__ == "__main__":

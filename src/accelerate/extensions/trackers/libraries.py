@@ -58,7 +58,7 @@ class AimTracker(LibraryTracker):
     def log_images(self, values: dict, step: int | None = None, kwargs: dict[str, dict] | None = None) -> None:
         """Log images: arrays, PIL images, or pairs of an image and its caption.
 
-        ``kwargs`` has under ``"aim_image"`` what is passed to ``aim.Image``, and under ``"track"`` what is passed to ``track``.
+        ``kwargs`` has the arguments of ``aim.Image`` under ``"aim_image"``, and those of ``track`` under ``"track"``.
         """
         options = kwargs or {}
         for name, value in values.items():
@@ -193,7 +193,7 @@ class ClearMLTracker(LibraryTracker):
 
     def store_init_configuration(self, values: dict) -> None:
         """Connect the configuration to the task."""
-        # A copy: ClearML may write values set in its web page back into what it was given.
+        # A copy: ClearML may write values set in its web page back into its argument.
         self.task.connect_configuration(dict(values))
 
     def _log_one(self, name: str, value: Any, step: int | None, kwargs: dict[str, Any]) -> bool:
@@ -232,7 +232,7 @@ class ClearMLTracker(LibraryTracker):
         self.task.get_logger().report_table(title=title, series=series, table_plot=rows, iteration=step, **kwargs)
 
     def finish(self) -> None:
-        """Close the task, unless somebody else started it."""
+        """Close the task, unless other code started it."""
         if self.task is not None and self._owns_task:
             self.task.close()
 
@@ -311,12 +311,12 @@ class TensorBoardTracker(LibraryTracker):
 class MLflowTracker(LibraryTracker):
     """Logs to MLflow.
 
-    The environment variables MLFLOW_EXPERIMENT_NAME, MLFLOW_RUN_ID, MLFLOW_TAGS (JSON) and MLFLOW_NESTED_RUN win over
-    the arguments.
+    The environment variables MLFLOW_EXPERIMENT_NAME, MLFLOW_RUN_ID, MLFLOW_TAGS (JSON) and MLFLOW_NESTED_RUN override the
+    arguments.
 
     Args:
         experiment_name: Name of the experiment; MLflow's default one when it is None.
-        logging_dir: Where a new experiment keeps its artifacts.
+        logging_dir: The place of a new experiment's artifacts.
         run_id: A run to continue.
         tags: Tags of the run and of a new experiment: a dict, or JSON text.
         nested_run: Start the run inside the one that is active.
@@ -364,9 +364,9 @@ class MLflowTracker(LibraryTracker):
         if self.experiment_name is None:
             return None
         quoted = self.experiment_name.replace("'", "\\'")
-        found = mlflow.search_experiments(filter_string=f"name = '{quoted}'")
-        if len(found) > 0:
-            return found[0].experiment_id
+        experiments = mlflow.search_experiments(filter_string=f"name = '{quoted}'")
+        if len(experiments) > 0:
+            return experiments[0].experiment_id
         return mlflow.create_experiment(
             name=self.experiment_name,
             artifact_location=os.fspath(self.logging_dir) if self.logging_dir is not None else None,
@@ -374,7 +374,7 @@ class MLflowTracker(LibraryTracker):
         )
 
     def store_init_configuration(self, values: dict) -> None:
-        """Store the configuration as parameters; those longer than MLflow takes are left out, with a warning."""
+        """Store the configuration as parameters; values too long for MLflow are skipped, with a warning."""
         limits = self._library().utils.validation
         longest = limits.MAX_PARAM_VAL_LENGTH
         for name in (name for name, value in values.items() if len(str(value)) > longest):
@@ -455,7 +455,7 @@ class _ImageTracker(RunTracker):
         """Log a list of images (arrays, PIL images or paths) for each name; ``kwargs`` go to the run's ``log``."""
         image = self._library().Image
         for name, images in values.items():
-            self.log({name: [image(one) for one in images]}, step=step, **kwargs)
+            self.log({name: [image(picture) for picture in images]}, step=step, **kwargs)
 
 
 class SwanLabTracker(_ImageTracker):

@@ -17,7 +17,7 @@ _PACKAGE = f"{__package__}."
 
 
 class LibraryTracker(GeneralTracker):
-    """The base of built-in trackers. Those of this package get their public path, and run on the ranks that the tracker wants.
+    """The base of built-in trackers. Trackers of this package get their public path, and run on the ranks that they request.
 
     Attributes:
         handle: The name of the attribute that holds the library's object; it is None until the tracker has started.
@@ -71,7 +71,7 @@ class LibraryTracker(GeneralTracker):
         getattr(self.tracker, self.ending)()
 
 
-# Values as the libraries take them: numbers. What is left out is logged once.
+# Numbers, as the libraries accept them. A skipped value is logged once.
 
 _mentioned: set[tuple[str, str]] = set()
 
@@ -110,7 +110,7 @@ def numbers_of(values: dict[str, Any], library: str) -> dict[str, int | float]:
 
 
 def mention(library: str, name: str, value: Any) -> None:
-    """Say, once for each library and name, that a value is left out because it is not a number."""
+    """Log, once for each library and name, that a value is skipped because it is not a number."""
     if (library, name) not in _mentioned:
         _mentioned.add((library, name))
         logger.warning("%s takes numbers; %r is a %s and is not logged there.", library, name, type(value).__name__)

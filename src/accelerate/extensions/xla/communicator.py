@@ -36,8 +36,8 @@ class XlaCommunicator(Communicator):
             kind = argument if argument in ("max", "min") else self._model.REDUCE_SUM
             # XLA broadcasts parameters only, so the others contribute zeros to a sum.
             blank = isinstance(argument, int) and argument != self.rank
-            own = [torch.zeros_like(tensor) if blank else tensor.clone() for tensor in tensors]
-            results = [self._model.all_reduce(kind, tensor) for tensor in own]
+            contributions = [torch.zeros_like(tensor) if blank else tensor.clone() for tensor in tensors]
+            results = [self._model.all_reduce(kind, tensor) for tensor in contributions]
         self._model.mark_step()  # the results are about to be read
         return results
 

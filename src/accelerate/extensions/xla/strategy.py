@@ -11,7 +11,7 @@ from accelerate.strategies.base import Strategy
 
 
 def reduce_gradients(optimizer: Any) -> None:
-    """Average the gradients of a prepared optimizer over all processes. All ranks."""
+    """Average the gradients of a prepared optimizer over all processes. Collective: call on every rank."""
     import torch_xla.core.xla_model as xm
 
     gradients = xm._fetch_gradients(optimizer.optimizer)
@@ -26,7 +26,7 @@ def _reduce(accelerator: Run) -> None:
 
 
 class ReduceBeforeStep(Extension):
-    """Reduces the gradients of each optimizer before its step, unless clipping has, and runs what was traced after it."""
+    """Reduces the gradients of each optimizer before its step, unless clipping has, and runs the traced operations after it."""
 
     order = 0  # The hooks of others see reduced gradients, and the weights after the step.
 
@@ -36,7 +36,7 @@ class ReduceBeforeStep(Extension):
             reduce_gradients(optimizer)
 
     def step_ends(self, optimizer: Any) -> None:
-        """Run what was traced."""
+        """Run the traced operations."""
         optimizer.gradient_state.is_xla_gradients_synced = False
         # torch_xla 2.9 gives wrong values where tensors are read one by one while updates in place are still pending.
         DEVICES["xla"].namespace().mark_step()

@@ -25,7 +25,7 @@ from accelerate.test_utils.testing import are_the_same_tensors
 
 
 class Skipped(Exception):
-    """This setup cannot do what a check is about; the message says why. All ranks raise it, or none."""
+    """This setup cannot run a check; the message says why. All ranks raise it, or none."""
 
 
 Check = Callable[[Accelerator], None]
@@ -65,7 +65,7 @@ def run_checks(checks: Mapping[str, Check], accelerator: Accelerator) -> None:
         accelerator.print(outcome or f"ok {time.perf_counter() - start:.2f} s", flush=True)
 
 
-# Processes, and what they say to each other
+# Processes and their communication
 
 
 @_check("processes")
@@ -78,9 +78,9 @@ def check_processes(accelerator: Accelerator) -> None:
     _require(sorted(ranks) == list(range(state.num_processes)), f"The ranks are {ranks}.")
     _require((state.process_index == 0) == state.is_main_process, "The main process is not rank 0.")
     everything = list(range(10 * state.num_processes + 1))
-    with state.split_between_processes(everything) as mine:
-        found = sorted(gather_object(list(mine)))
-    _require(found == everything, f"split_between_processes made {found} of {everything}.")
+    with state.split_between_processes(everything) as share:
+        gathered = sorted(gather_object(list(share)))
+    _require(gathered == everything, f"split_between_processes made {gathered} of {everything}.")
 
 
 @_check("gather")
@@ -88,20 +88,24 @@ def check_gather(accelerator: Accelerator) -> None:
     """Gathering puts the tensors of all ranks in the order of the ranks, in every type and inside containers."""
     count, rank, device = accelerator.num_processes, accelerator.process_index, accelerator.device
     for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
-        mine = torch.full((2, 3), rank % 2, device=device, dtype=dtype)
+        tensor = torch.full((2, 3), rank % 2, device=device, dtype=dtype)
         expected = torch.tensor([r % 2 for r in range(count) for _ in range(2)], device=device).to(dtype)
-        found = gather({"a": [mine]})["a"][0]
-        _require(torch.equal(found, expected[:, None].expand(-1, 3)), f"gather of {dtype} gave {found.tolist()}.")
+        gathered = gather({"a": [tensor]})["a"][0]
+        _require(
+            torch.equal(gathered, expected[:, None].expand(-1, 3)), f"gather of {dtype} gave {gathered.tolist()}."
+        )
 
 
 @_check("reduce")
 def check_reduce(accelerator: Accelerator) -> None:
     """Sums and means are those of arithmetic."""
     count, rank = accelerator.num_processes, accelerator.process_index
-    mine = torch.full((4,), float(rank + 1), device=accelerator.device)
+    tensor = torch.full((4,), float(rank + 1), device=accelerator.device)
     for how, expected in (("sum", count * (count + 1) / 2), ("mean", (count + 1) / 2)):
-        found = reduce(mine.clone(), how)
-        _require(torch.allclose(found, torch.full_like(mine, expected)), f"{how} is {found.tolist()}, not {expected}.")
+        total = reduce(tensor.clone(), how)
+        _require(
+            torch.allclose(total, torch.full_like(tensor, expected)), f"{how} is {total.tolist()}, not {expected}."
+        )
 
 
 @_check("broadcast")
@@ -109,8 +113,8 @@ def check_broadcast(accelerator: Accelerator) -> None:
     """Every rank receives the tensor and the objects of one rank, whichever it is."""
     count, rank = accelerator.num_processes, accelerator.process_index
     for source in {0, count - 1}:
-        found = broadcast(torch.full((3,), float(rank), device=accelerator.device), from_process=source)
-        _require(found.eq(source).all(), f"broadcast from {source} gave {found.tolist()}.")
+        received = broadcast(torch.full((3,), float(rank), device=accelerator.device), from_process=source)
+        _require(received.eq(source).all(), f"broadcast from {source} gave {received.tolist()}.")
         words = broadcast_object_list([f"of {rank}", {"rank": rank}], from_process=source)
         _require(words == [f"of {source}", {"rank": source}], f"broadcast_object_list from {source} gave {words}.")
 
@@ -138,10 +142,10 @@ def check_loader(dispatch: bool) -> Check:
             data = _Stream(length) if dispatch else list(range(length))
             loader = loading.prepare(DataLoader(data, batch_size=BATCH, shuffle=not dispatch))
             parts = [loading.gather_for_metrics(batch) for batch in loader]
-            found, counts = torch.cat(parts).sort().values.tolist(), set(gather_object([len(parts)]))
+            samples, counts = torch.cat(parts).sort().values.tolist(), set(gather_object([len(parts)]))
             _require(
-                found == list(range(length)),
-                f"Of {length} samples, {len(found)} came, {len(set(found))} of them different.",
+                samples == list(range(length)),
+                f"Of {length} samples, {len(samples)} came, {len(set(samples))} of them different.",
             )
             _require(len(counts) == 1, f"The ranks had different numbers of batches: {sorted(counts)}.")
         loading.free_memory()
@@ -153,7 +157,7 @@ _check("loader: every sample once")(check_loader(dispatch=False))
 _check("loader: dispatched")(check_loader(dispatch=True))
 
 
-# Training: it ends where one process with the whole batch ends, in every precision, and goes on from a checkpoint
+# Training: it equals one process with the full batch, in every precision, and resumes from a checkpoint
 
 BATCH, WIDTH, ROUNDS = 4, 6, 6
 EPOCHS, SAVED_AFTER = 2, ROUNDS + 2
@@ -174,7 +178,7 @@ class _Run:
     """A training on all ranks; `random` adds a shuffled loader, dropout and a schedule, which a checkpoint has to continue."""
 
     def __init__(self, num_steps: int = 1, random: bool = False, seed: int = 3, **settings: Any) -> None:
-        # Accumulation is what the check says, whatever the environment says.
+        # The check sets the accumulation, whatever the environment says.
         self.num_steps, accumulation = num_steps, GradientAccumulationPlugin(num_steps=num_steps)
         self.accelerator = Accelerator(gradient_accumulation_plugin=accumulation, **settings)
         set_seed(seed, device_specific=random)
@@ -199,7 +203,7 @@ class _Run:
         self.model, self.optimizer, self.loader, self.schedule = prepared
 
     def steps(self, epochs: int = 1) -> Iterator[float]:
-        """Train from where the loader stands, and yield the losses."""
+        """Train from the loader's position, and yield the losses."""
         for _ in range(self.loader.iteration, epochs):
             for x, y in self.loader:
                 with self.accelerator.accumulate(self.model):
@@ -223,12 +227,12 @@ class _Run:
         return self.start
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Return the whole weights, in host memory."""
+        """Return the unsharded weights, in host memory."""
         buckets = self.accelerator.stream_weights(self.model)
         return {name: value.cpu() for bucket in buckets for name, value in bucket.items()}
 
     def require_alike(self) -> None:
-        """Raise where weights of which each rank has the whole differ between the ranks."""
+        """Raise if weights that each rank has in full differ between the ranks."""
         whole = not traits_of(self.accelerator.distributed_type).sharded
         for name, parameter in self.plain.named_parameters() if whole else ():
             if isinstance(parameter, DTensor):
@@ -252,7 +256,7 @@ def check_training(num_steps: int) -> Check:
             distance = (have - want.detach()).abs().max().item()
             _require(
                 distance <= tolerance,
-                f"{name} is {distance:.2g} away from what one process gets; {tolerance:g} is allowed.",
+                f"{name} is {distance:.2g} away from the result of one process; {tolerance:g} is allowed.",
             )
         run.require_alike()
         run.accelerator.free_memory()
@@ -298,7 +302,7 @@ _check("fp16")(check_precision("fp16", torch.float16))
 
 @_check("checkpoint and resume")
 def check_resume(accelerator: Accelerator) -> None:
-    """A run that is loaded from a checkpoint in the middle of an epoch goes on as the run that saved it, bit for bit."""
+    """A run that is loaded from a checkpoint in the middle of an epoch resumes like the run that saved it, bit for bit."""
     home = broadcast_object_list(
         [tempfile.mkdtemp(prefix="accelerate_test_") if accelerator.is_main_process else None]
     )[0]
@@ -311,11 +315,11 @@ def check_resume(accelerator: Accelerator) -> None:
         expected, end = list(going_on), first.end()
         second = _Run(random=True, seed=5)
         second.accelerator.load_state(folder)
-        found, new_end = list(second.steps(EPOCHS)), second.end()
+        losses, new_end = list(second.steps(EPOCHS)), second.end()
         accelerator.wait_for_everyone()
     finally:
         if accelerator.is_local_main_process:
             shutil.rmtree(home, ignore_errors=True)
-    _require(found == expected, f"The losses after loading are {found} instead of {expected}.")
+    _require(losses == expected, f"The losses after loading are {losses} instead of {expected}.")
     for what, old, new in zip(("weights", "rates", "random numbers"), end, new_end, strict=True):
         _require(new == old, f"The {what} after loading and training on differ.")

@@ -1,4 +1,4 @@
-"""The shortest script that a launcher can start: it says what it sees."""
+"""The shortest script that a launcher can start: it prints its state."""
 
 import torch
 

@@ -1,6 +1,6 @@
-"""The self check that `accelerate test` launches: what a training needs, on however many processes, with a line for each check.
+"""The self check that `accelerate test` launches: it checks each part of a training, on any number of processes.
 
-It ends with the first check that fails on any rank, and says which check and which rank.
+It prints a line for each check. It ends with the first check that fails on any rank, and names the check and the rank.
 """
 
 import datetime
@@ -15,7 +15,7 @@ from accelerate.config.handlers import InitProcessGroupKwargs
 from accelerate.config.options import BY_NAME
 from accelerate.test_utils.scripts.checks import CHECKS, run_checks
 
-# What belongs to the program that is configured: the checks count their own steps, and have layers of their own.
+# Settings of the configured program: the checks count their own steps, and have their own layers.
 _OF_A_PROGRAM = ("gradient_accumulation_steps", "fsdp_auto_wrap_policy", "fsdp_transformer_layer_cls_to_wrap")
 # A rank that waits for another one this long has found a fault of the setup: no check takes a tenth of it.
 LIMIT_S = 120
@@ -27,7 +27,7 @@ def main() -> None:
         os.environ.pop(BY_NAME[name].env, None)
     logging.getLogger("accelerate").setLevel(
         logging.ERROR
-    )  # one line for each check; what they do on purpose is no news
+    )  # one line for each check; warnings that they cause on purpose are not shown
     limit = InitProcessGroupKwargs(timeout=datetime.timedelta(seconds=LIMIT_S))
     accelerator = Accelerator(kwargs_handlers=[limit])
     accelerator.print(_setup(accelerator), flush=True)

@@ -61,7 +61,7 @@ def test_the_old_file_is_kept(place, update):
 
 @cases(
     "text, message",
-    ("distributed_type: NO\nmixed_precision: fp17", "left alone: mixed_precision is 'fp17'"),
+    ("distributed_type: NO\nmixed_precision: fp17", "not changed: mixed_precision is 'fp17'"),
     ("num_processes: 1", "lacks `distributed_type`"),
 )
 def test_a_faulty_file_is_left_alone(place, update, text, message):
