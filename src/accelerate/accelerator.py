@@ -438,7 +438,7 @@ class Accelerator(Processes, ExtensionMethods):
         kind = preparation.kind_of(obj)
         if kind is None or (kind == "scheduler") is first_pass:
             return obj
-        if (known := preparation.find_prepared(self, obj, kind)) is not None:
+        if (known := preparation.find_prepared(self, obj)) is not None:
             return known
         # Looked up on the instance, because libraries replace these methods there.
         if kind == "loader":
@@ -487,9 +487,7 @@ class Accelerator(Processes, ExtensionMethods):
             >>> type(optimizer).__name__
             'AcceleratedOptimizer'
         """
-        result = preparation.prepare_optimizer(self, optimizer, device_placement)
-        self.has_lomo_optimizer = bool(gradients.lomo_optimizers(self))
-        return result
+        return preparation.prepare_optimizer(self, optimizer, device_placement)
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """Prepare one learning-rate scheduler, after its optimizer. All ranks.
