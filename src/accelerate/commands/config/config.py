@@ -120,7 +120,10 @@ def show_command(args: argparse.Namespace) -> None:
     from accelerate.launch import resolve, runners  # not for --help
 
     values, file = resolve.merge(args, os.environ)
-    resolve.choose_paradigm(values)  # what a higher layer rules out is not what a launch would use
+    values = {
+        **values,
+        **resolve.choose_paradigm(values),
+    }  # what a higher layer rules out is not what a launch would use
     print(f"configuration file: {file.path if file else f'none ({files.default_path()} does not exist)'}")
     print(runners.settings_table(values, every=args.all))
     for note in file.unused if file else ():
