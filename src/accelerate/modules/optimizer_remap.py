@@ -97,16 +97,13 @@ def remap_optimizer(optimizer: torch.optim.Optimizer, histories: Sequence[MovedP
         changed = False
         for history in histories:
             changed |= history.follow(optimizer)
-    lost = []
     for group in optimizer.param_groups:
         if len(set(map(type, group["params"]))) > 1 and group.get("foreach", True) is None and not group.get("fused"):
             spread = {torch_private.local_part(parameter) is not parameter for parameter in group["params"]}
             if len(spread) > 1:
                 group["foreach"] = False  # torch's default on GPUs takes no list of DTensors and others
-        for parameter in group["params"]:
-            if parameter in _REPLACED:
-                lost.append(_REPLACED[parameter])
-    if lost:
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if lost := [_REPLACED[parameter] for parameter in held if parameter in _REPLACED]:
         raise ValueError(
             f"The optimizer ({type(optimizer).__name__}) has {len(lost)} parameters as they were before a model was prepared, "
             f"{lost[0]!r} for one, and what took their place is unknown: the model has nothing of that name any more, or the "

@@ -2,7 +2,7 @@
 
 Every prepared object is remembered with the objects it was made from (the module inside a wrapper, the module inside a
 compiled one, the optimizer inside a prepared optimizer). References are weak, and objects are compared with ``is``
-alone: tensors, modules and lists define ``==`` as they like, and two models with the same weights are two models.
+only: tensors, modules and lists define ``==`` as they like, and two models with the same weights are two models.
 """
 
 import gc
@@ -119,11 +119,8 @@ class PreparedObjects:
 
     def alive(self, kind: str) -> list[Any]:
         """Return the prepared objects of a kind that are alive."""
-        alive = []
-        for entry in dict.fromkeys(self._entries.values()):
-            if entry.kind == kind and (outer := entry.outer()) is not None:
-                alive.append(outer)
-        return alive
+        entries = dict.fromkeys(self._entries.values())
+        return [outer for entry in entries if entry.kind == kind and (outer := entry.outer()) is not None]
 
 
 def find_elsewhere(registry: PreparedObjects, obj: Any) -> Entry | None:
@@ -143,43 +140,28 @@ def others_alive() -> bool:
 
 def histories(registry: PreparedObjects) -> list[MovedParameters]:
     """Return what became of replaced parameters: of an Accelerator first, then of the other live ones."""
-    histories = [registry.moved]
-    for other in list(_LIVE):
-        if other is not registry:
-            histories.append(other.moved)
-    return histories
+    return [registry.moved] + [other.moved for other in list(_LIVE) if other is not registry]
 
 
 def optimizers() -> list[torch.optim.Optimizer]:
     """Return torch's own optimizers inside the prepared ones that are alive, of all live Accelerators."""
-    inside = []
-    for registry in list(_LIVE):
-        for outer in registry.alive("optimizer"):
-            if isinstance(optimizer := getattr(outer, "optimizer", None), torch.optim.Optimizer):
-                inside.append(optimizer)
-    return inside
+    inside = [getattr(outer, "optimizer", None) for other in list(_LIVE) for outer in other.alive("optimizer")]
+    return [optimizer for optimizer in inside if isinstance(optimizer, torch.optim.Optimizer)]
 
 
 def check_optimizers(objects: Sequence[Any]) -> None:
     """Refuse an optimizer of a model as it was before its parameters were replaced by hand: its steps change nothing.
 
-    An optimizer of something else than a prepared model is left alone: only one of the same shapes is refused.
+    An optimizer of anything but a prepared model is not refused, unless it has the same shapes.
     """
-    trained: set[int] = set()
-    for registry in list(_LIVE):
-        for model in registry.alive("model"):
-            trained.update(map(id, model.parameters()))
-    updated: set[int] = set()  # parameters that an optimizer of this call has
-    lost = []
-    for optimizer in objects:
-        if isinstance(optimizer, torch.optim.Optimizer):
-            parameters = []
-            for group in optimizer.param_groups:
-                parameters += group["params"]
-            updated.update(map(id, parameters))
-            if trained.isdisjoint(map(id, parameters)):
-                lost.append((optimizer, parameters))
-    for optimizer, parameters in lost:
+    models = [model for registry in list(_LIVE) for model in registry.alive("model")]
+    trained = {id(parameter) for model in models for parameter in model.parameters()}
+    optimizers = [item for item in objects if isinstance(item, torch.optim.Optimizer)]
+    groups = [[parameter for group in item.param_groups for parameter in group["params"]] for item in optimizers]
+    updated = {id(parameter) for parameters in groups for parameter in parameters}
+    for optimizer, parameters in zip(optimizers, groups, strict=True):
+        if not trained.isdisjoint(map(id, parameters)):
+            continue
         shapes = Counter(parameter.shape for parameter in parameters)
         for model in objects:
             # A model that has its optimizer here is not the one that this optimizer has lost.
