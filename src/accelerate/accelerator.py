@@ -593,7 +593,7 @@ class Accelerator(Processes, ExtensionMethods):
             >>> accelerator.unwrap_model(accelerator.prepare(model)) is model
             True
         """
-        return registry.resolve(self.state).unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
+        return self._strategy.unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
 
     def verify_device_map(self, model: nn.Module) -> bool:
         """Say whether a model, or a part of it, was placed on several devices by a device map.
@@ -674,7 +674,7 @@ class Accelerator(Processes, ExtensionMethods):
             >>> with accelerator.no_sync(model):
             ...     accelerator.backward(model(torch.ones(1, 1)).sum())
         """
-        return gradients.no_sync(self, registry.resolve(self.state), model)
+        return gradients.no_sync(self, self._strategy, model)
 
     @staticmethod
     def trigger_sync_in_backward(model: nn.Module) -> contextlib.AbstractContextManager[None]:

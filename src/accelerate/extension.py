@@ -358,7 +358,7 @@ class Extensions:
             Whether the state of the run has changed since the last call, so that another strategy may serve it.
         """
         state = dict(vars(run.state))
-        changed, self._state = state != self._state, state
+        changed = state != self._state
         for spec in _attachable():
             if spec.name in self._asked:
                 continue
@@ -369,6 +369,7 @@ class Extensions:
                 self._asked.add(spec.name)
                 if (extension := imported(spec.extension).attach(run)) is not None:
                     self.add(extension)
+        self._state = state
         return changed
 
     def require(self, settings: Iterable[str]) -> None:

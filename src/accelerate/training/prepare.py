@@ -10,7 +10,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from accelerate.base._warn import warn_user
-from accelerate.checkpoint.save import HostBuffers
 from accelerate.config.enums import DynamoBackend
 from accelerate.config.strategies import traits_of
 from accelerate.data.loader import PreparedLoader, SkipDataLoader
@@ -30,7 +29,6 @@ from accelerate.precision.amp import precision
 from accelerate.runtime import storage, torch_private
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.strategies import mesh as meshes
-from accelerate.strategies.registry import resolve
 from accelerate.training import gradients, prepared
 from accelerate.training.prepared import Entry
 from accelerate.training.run import TrainingRun
@@ -114,7 +112,7 @@ def _check_arguments(objects: Sequence[Any], device_placement: list[bool] | None
 
 
 def _admit(accelerator: TrainingRun, objects: Sequence[Any], evaluation: bool) -> None:
-    """Let extensions follow the layout of new models, choose the strategy of a state that has changed, and let both refuse."""
+    """Let extensions follow the layout of new models, and let them and the strategy refuse what they cannot prepare."""
     extensions, registry = accelerator.extensions, accelerator.prepared
     models = []
     for obj in objects:
@@ -122,13 +120,13 @@ def _admit(accelerator: TrainingRun, objects: Sequence[Any], evaluation: bool) -
             entry = registry.find(obj)
             if entry is None or (entry.evaluation and not evaluation):
                 models.append(obj)
-    changed = extensions.attach(accelerator, models)
+    if extensions.attach(accelerator, models):
+        vars(accelerator).pop("_strategy", None)  # resolved again when it is read
     if models:
         for hook in extensions.arrives:
             hook(models, evaluation)
-        changed |= extensions.attach(accelerator)  # models that arrive sharded choose the strategy
-    if changed:
-        accelerator._strategy = resolve(accelerator.state)
+        if extensions.attach(accelerator):  # models that arrive sharded choose the strategy
+            vars(accelerator).pop("_strategy", None)
     if not evaluation:
         accelerator._strategy.check(accelerator, objects)
 
@@ -539,8 +537,10 @@ def restore_registry(accelerator: TrainingRun) -> None:
 
 
 def release(accelerator: TrainingRun, objects: tuple[Any, ...]) -> list[Any]:
-    """Let go of everything prepared, so that the next ``prepare`` is a first one, and of the objects given."""
-    resolve(accelerator.state).release(accelerator)
+    """Release everything prepared, so that the next ``prepare`` is a first one, and the objects that were given."""
+    from accelerate.checkpoint.save import HostBuffers  # not for a run that writes no checkpoint
+
+    accelerator._strategy.release(accelerator)
     for released in accelerator.extensions.released:
         released()
     accelerator.prepared.clear()
