@@ -438,7 +438,7 @@ class Accelerator(Processes, ExtensionMethods):
         kind = preparation.kind_of(obj)
         if kind is None or (kind == "scheduler") is first_pass:
             return obj
-        if (known := preparation.find_prepared(self, obj, kind)) is not None:
+        if (known := preparation.find_prepared(self, obj)) is not None:
             return known
         # Looked up on the instance, because libraries replace these methods there.
         if kind == "loader":
@@ -487,9 +487,7 @@ class Accelerator(Processes, ExtensionMethods):
             >>> type(optimizer).__name__
             'AcceleratedOptimizer'
         """
-        result = preparation.prepare_optimizer(self, optimizer, device_placement)
-        self.has_lomo_optimizer = bool(gradients.lomo_optimizers(self))
-        return result
+        return preparation.prepare_optimizer(self, optimizer, device_placement)
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """Prepare one learning-rate scheduler, after its optimizer. All ranks.
@@ -595,7 +593,7 @@ class Accelerator(Processes, ExtensionMethods):
             >>> accelerator.unwrap_model(accelerator.prepare(model)) is model
             True
         """
-        return registry.resolve(self.state).unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
+        return self._strategy.unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
 
     def verify_device_map(self, model: nn.Module) -> bool:
         """Say whether a model, or a part of it, was placed on several devices by a device map.
@@ -676,7 +674,7 @@ class Accelerator(Processes, ExtensionMethods):
             >>> with accelerator.no_sync(model):
             ...     accelerator.backward(model(torch.ones(1, 1)).sum())
         """
-        return gradients.no_sync(self, registry.resolve(self.state), model)
+        return gradients.no_sync(self, self._strategy, model)
 
     @staticmethod
     def trigger_sync_in_backward(model: nn.Module) -> contextlib.AbstractContextManager[None]:

@@ -7,6 +7,7 @@ extension, and which methods of the Accelerator come from it. Its code is import
 
 import contextlib
 import importlib
+import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -173,10 +174,6 @@ class Extension:
 E = TypeVar("E", bound=Extension)
 
 
-def _never(run: Any) -> bool:
-    return False
-
-
 @dataclass(frozen=True)
 class Command:
     """A subcommand of ``accelerate``. Its module is imported when the command runs.
@@ -200,8 +197,10 @@ class Spec:
         name: Its name, which is that of its folder.
         extension: ``"module:Class"`` of its `Extension`; an empty text if it only has methods.
         attaches: Says whether an Accelerator has it, from the settings of the run and the environment. It is asked when the Accelerator
-            is made and before each new model, since settings may change in between.
+            is made, and again once its state has changed.
+        late: Whether `attaches` is asked before each new model, too, since it looks at settings that are not in the state.
         arrives: Says whether new models bring what the extension handles; a run without it then attaches it, before the hook `arrives`.
+        needs: A module without which no model brings that; `arrives` is asked only if the module is imported.
         methods: Methods that an Accelerator gets, each with the ``"module:function"`` whose first argument is the Accelerator.
         attributes: The same for read-only attributes.
         handlers: ``"module:Class"`` of each class of ``kwargs_handlers``, by the attribute of the Accelerator that it becomes.
@@ -219,8 +218,10 @@ class Spec:
 
     name: str
     extension: str = ""
-    attaches: Callable[[Any], bool] = _never
-    arrives: Callable[[list[Any]], bool] = _never
+    attaches: Callable[[Any], bool] | None = None
+    late: bool = True
+    arrives: Callable[[list[Any]], bool] | None = None
+    needs: str = ""
     methods: Mapping[str, str] = field(default_factory=dict)
     attributes: Mapping[str, str] = field(default_factory=dict)
     handlers: Mapping[str, str] = field(default_factory=dict)
@@ -332,6 +333,7 @@ class Extensions:
     def __init__(self) -> None:
         self.attached: list[Extension] = []
         self._asked: set[str] = set()  # names of specs whose `attach` was called
+        self._state: dict[str, Any] | None = None  # that of the run, as it was when the specs were asked
         self._update()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -347,17 +349,28 @@ class Extensions:
         extensions.attach(run)
         return extensions
 
-    def attach(self, run: Any, models: Sequence[Any] = ()) -> None:
+    def attach(self, run: Any, models: Sequence[Any] = ()) -> bool:
         """Add the extensions that the run's settings, or new models, call for and that it does not have yet.
 
         Collective: call on every rank.
+
+        Returns:
+            Whether the state of the run has changed since the last call, so that another strategy may serve it.
         """
+        state = dict(vars(run.state))
+        changed = state != self._state
         for spec in _attachable():
-            if spec.name in self._asked or not (spec.attaches(run) or (models and spec.arrives(models))):
+            if spec.name in self._asked:
                 continue
-            self._asked.add(spec.name)
-            if (extension := imported(spec.extension).attach(run)) is not None:
-                self.add(extension)
+            is_called_for = bool(spec.attaches and (changed or (spec.late and models)) and spec.attaches(run))
+            if not is_called_for and spec.arrives and models and (not spec.needs or spec.needs in sys.modules):
+                is_called_for = spec.arrives(list(models))
+            if is_called_for:
+                self._asked.add(spec.name)
+                if (extension := imported(spec.extension).attach(run)) is not None:
+                    self.add(extension)
+        self._state = state
+        return changed
 
     def require(self, settings: Iterable[str]) -> None:
         """Raise ValueError for a setting that no extension of the run serves, since its folder was deleted. Not a collective."""

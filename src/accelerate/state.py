@@ -134,7 +134,8 @@ class AcceleratorState(ProcessView):
             self._check_plugins(
                 {**plugins, "dynamo_plugin": dynamo_plugin, "parallelism_config": parallelism_config}, engine
             )
-            _check_unchanged(self, _settings(kwargs))
+            if kwargs:
+                _check_unchanged(self, _settings(kwargs))
             if not storage.process.current:  # only this state was reset, and libraries ask whether it exists
                 PartialState(self.__dict__.get("_cpu", cpu))
             return
@@ -213,7 +214,7 @@ class AcceleratorState(ProcessView):
         """Raise where an engine comes too late, and say so where other settings do."""
         for name, value in plugins.items():
             live = self.__dict__.get(name)
-            if live is None and name in engines() and (value is not None or name == engine):
+            if live is None and (value is not None or name == engine) and name in engines():
                 message = f"{name} was given, but AcceleratorState has already been initialized without one"
                 raise ValueError(f"{message} ({self.distributed_type}). {_TOO_LATE}")
             if value is None or value is live or value == live:

@@ -2,6 +2,8 @@
 
 Every setting is decided here, by one rule: command line, then environment (a scheduler is part of it), then configuration file,
 then what the hardware suggests, then default.
+
+`merge` reads the settings. No function changes them afterwards: each one returns its changes and its notes, and `resolve` applies them.
 """
 
 import argparse
@@ -31,7 +33,8 @@ _OF_ONE_VERSION["fsdp_module_precision"] = ("2", "mixed_precision holds for the 
 _OF_ONE_VERSION["fsdp_reshard_after_forward"] = ("2", "fsdp_sharding_strategy says what is sharded")
 _SIZES = [f"parallelism_config_{axis}_size" for axis in ("pp", "dp_replicate", "dp_shard", "tp", "cp", "sp")]
 
-Values = dict[str, Resolved]
+Values = Mapping[str, Resolved]
+Changes = dict[str, Resolved]
 Environ = Mapping[str, str]
 
 
@@ -44,39 +47,45 @@ def resolve(args: argparse.Namespace, environ: Environ | None = None, needs_scri
     environ = os.environ if environ is None else environ
     values, file = merge(args, environ)
     notes = list(file.unused) if file else []
-    choose_paradigm(values)
-    own_rank = scheduler = None
+    values = {**values, **choose_paradigm(values)}
+    own_rank = scheduler = job = None
     if arranging := runners.arranging(values):
-        own_rank = runners.module_of(arranging).arrange(values, notes)
+        own_rank, changes, lines = runners.module_of(arranging).arrange(values)
     else:
         scheduler = next(filter(None, (module.find(environ) for module in schedulers(environ))), None)
-    job = _ask_scheduler(values, scheduler, notes)
+        job, changes, lines = _ask_scheduler(values, scheduler)
+    values, notes = {**values, **changes}, notes + lines
     on = features_on(values)
-    _check_settings(values, on, file, notes)
+    _check_numbers(values, on)
+    changes, lines = _without_effect(values, on, file)
+    values, notes = {**values, **changes}, notes + lines
     if needs_script:
         _check_script(args, values)
 
     other_runner = arranging or _other_runner(values, on, job)
     scheduler_task = job.task if job and not other_runner else None
-    meet = Rendezvous() if other_runner or scheduler_task else _machines(values)
+    meet, changes = (Rendezvous(), {}) if other_runner or scheduler_task else _machines(values)
+    values = {**values, **changes}
     devices, usable = _devices(values, environ)
     if scheduler_task:
-        count, local = _count_tasks(values, scheduler_task, job.source, notes), scheduler_task.local_world_size or 1
+        changes, lines = _count_tasks(values, scheduler_task, job.source)
     elif other_runner:
-        if job and job.task:
-            started = f"{job.source} has started {job.task.world_size} of these launches"
-            notes.append(f"{started}, and each of them starts a whole run by {other_runner}. Start one launch alone.")
-        several = values["num_machines"].value or 1
-        count = _count(values, usable, several, f"as {other_runner} finds them")
-        local = max(count // several, 1)
+        changes, lines = _count_elsewhere(values, usable, other_runner, job)
     else:
-        count = _count_by_devices(values, devices, usable, meet.machines, notes)
-        local = count // meet.machines
+        changes, lines = _count_by_devices(values, devices, usable, meet.machines)
+    values, notes = {**values, **changes}, notes + lines
+    count = values["num_processes"].value
 
     runner = other_runner or _own_runner(values, count, meet.machines, scheduler_task)
     if not (other_runner and getattr(runners.module_of(other_runner), "REMOTE", False)):
-        _check_layout(values, on, notes)
-        _share_cores(values, 1 if own_rank else local, job if scheduler_task else None, notes)
+        notes += _check_layout(values, on)
+        local = max(count // (values["num_machines"].value or 1), 1)
+        if own_rank:
+            local = 1
+        elif scheduler_task:
+            local = scheduler_task.local_world_size or 1
+        changes, lines = _share_cores(values, local, job if scheduler_task else None)
+        values, notes = {**values, **changes}, notes + lines
     if job and runner in ("single", "local") and not scheduler_task:
         notes += job.notes
     is_alone = False
@@ -84,6 +93,9 @@ def resolve(args: argparse.Namespace, environ: Environ | None = None, needs_scri
         is_alone = is_of_agent(environ) or bool(scheduler and scheduler.task)
         notes += [] if is_alone else _joined(environ)
     extra = own_rank.variables if own_rank else _extra(values, environ, on, job if scheduler_task else None, is_alone)
+    if runner in ("local", "machines"):
+        meet, lines = _rendezvous(values, meet)
+        notes += lines
     return LaunchPlan(
         settings=MappingProxyType(values),
         script=args.training_script,
@@ -92,7 +104,7 @@ def resolve(args: argparse.Namespace, environ: Environ | None = None, needs_scri
         hardware=devices,
         on_cpu=bool(values["cpu"].value) or devices.device == "cpu",
         runner=runner,
-        rendezvous=_rendezvous(values, meet, notes) if runner in ("local", "machines") else meet,
+        rendezvous=meet,
         extra=MappingProxyType(extra),
         notes=() if scheduler_task and scheduler_task.rank else tuple(notes),  # the first task prints them for all
     )
@@ -110,7 +122,7 @@ def merge(args: argparse.Namespace, environ: Environ) -> tuple[Values, FileSetti
     given, nondefault = vars(args), getattr(args, "nondefault", ())
     path = config_file.find(given.get("config_file"), environ)
     file = config_file.read(path) if path else None
-    values: Values = {}
+    values: Changes = {}
     for option in OPTIONS:
         name, value = option.name, given.get(option.name)
         if value is not None and (name in nondefault or value != option.default):
@@ -126,13 +138,14 @@ def merge(args: argparse.Namespace, environ: Environ) -> tuple[Values, FileSetti
     for name in ("mixed_precision", "dynamo_backend"):
         if values[name].value is None:
             values[name] = Resolved("no")
-    return values, file
+    return MappingProxyType(values), file
 
 
-def choose_paradigm(values: Values) -> None:
-    """Keep, in place, the paradigm of the highest layer; a LaunchError refuses two in one layer."""
+def choose_paradigm(values: Values) -> Changes:
+    """Keep the paradigm of the highest layer, and return the others switched off; a LaunchError refuses two in one layer."""
+    changes: Changes = {}
     for names in (PARADIGMS, ("cpu", *NEEDS_DEVICES)):
-        wanted = [name for name in names if values[name].value]
+        wanted = [name for name in names if changes.get(name, values[name]).value]
         top = max([values[name].source for name in wanted], default=None)
         chosen = [name for name in wanted if values[name].source is top]
         if len(chosen) > 1:
@@ -140,39 +153,50 @@ def choose_paradigm(values: Values) -> None:
             raise LaunchError(f"{flags} exclude each other ({values[chosen[0]].origin}). Choose one.")
         for name in wanted:
             if name != chosen[0]:
-                values[name] = Resolved(False, top, f"--{chosen[0]} was chosen")
+                changes[name] = Resolved(False, top, f"--{chosen[0]} was chosen")
+    return changes
 
 
-def _ask_scheduler(values: Values, found: Cluster | None, notes: list[str]) -> Cluster | None:
+def _ask_scheduler(values: Values, cluster: Cluster | None) -> tuple[Cluster | None, Changes, list[str]]:
     """Let a scheduler fill in what the command line leaves open; None where the command line asks for something else."""
-    if found is None:
-        return None
+    changes: Changes = {}
+    notes: list[str] = []
+    if cluster is None:
+        return None, changes, notes
     asked = values["num_machines"]
-    if asked.source is Source.COMMAND_LINE and asked.value != found.machines:
-        notes.append(f"--num_machines is {asked.value}, not {found.machines} as with {found.source}, which is unused.")
-        return None
-    if found.machines == 1 and found.task is None:
-        return found
-    offers = {"num_machines": found.machines, "machine_rank": found.machine_rank}
-    offers |= {"main_process_ip": found.address, "main_process_port": found.port}
+    if asked.source is Source.COMMAND_LINE and asked.value != cluster.machines:
+        unused = f"not {cluster.machines} as with {cluster.source}, which is unused"
+        return None, changes, [f"--num_machines is {asked.value}, {unused}."]
+    if cluster.machines == 1 and cluster.task is None:
+        return cluster, changes, notes
+    offers = {"num_machines": cluster.machines, "machine_rank": cluster.machine_rank}
+    offers |= {"main_process_ip": cluster.address, "main_process_port": cluster.port}
     for name, offered in offers.items():
         former = values[name]
         if offered is None or former.source >= Source.ENVIRONMENT:
             continue
-        values[name] = Resolved(offered, Source.ENVIRONMENT, found.source)
+        changes[name] = Resolved(offered, Source.ENVIRONMENT, cluster.source)
         if former.source is Source.FILE and former.value != offered:
-            notes.append(f"{name} is {offered!r} (from {found.source}), not {former.value!r} ({former.origin}).")
-    return found
+            notes.append(f"{name} is {offered!r} (from {cluster.source}), not {former.value!r} ({former.origin}).")
+    return cluster, changes, notes
 
 
-def _check_settings(values: Values, on: set[str], file: FileSettings | None, notes: list[str]) -> None:
-    """Refuse numbers out of range; report settings of features that are off."""
+def _check_numbers(values: Values, on: set[str]) -> None:
+    """Refuse numbers out of range."""
+    for option in OPTIONS:
+        if option.check and option.feature in (None, *on) and (fault := option.fault(values[option.name].value)):
+            raise LaunchError(f"{_shown(values, option.name)}; {fault}.")
+
+
+def _without_effect(values: Values, on: set[str], file: FileSettings | None) -> tuple[Changes, list[str]]:
+    """Report settings of features that are off, and take back those of the configuration file."""
+    changes: Changes = {}
+    notes: list[str] = []
     for option in OPTIONS:
         value, source = values[option.name].value, values[option.name].source
         if option.feature in (None, *on):
-            if option.check and (fault := option.fault(value)):
-                raise LaunchError(f"{_shown(values, option.name)}; {fault}.")
-        elif source is Source.COMMAND_LINE and value not in (option.default, 0):  # machine 0 of one is right
+            continue
+        if source is Source.COMMAND_LINE and value not in (option.default, 0):  # machine 0 of one is right
             notes.append(f"{option.spellings[0]} has no effect without {FEATURES[option.feature].request}.")
     switches = [feature.switch for feature in FEATURES.values()]
     for section, needed in SECTIONS.items():
@@ -181,9 +205,10 @@ def _check_settings(values: Values, on: set[str], file: FileSettings | None, not
         names = [name for name in file.values if BY_NAME[name].section == section and name not in switches]
         for name in names:
             if values[name].source is Source.FILE:
-                values[name] = Resolved(BY_NAME[name].default)
+                changes[name] = Resolved(BY_NAME[name].default)
         if names:
             notes.append(f"{section} in {file.path} has no effect without {FEATURES[needed].request}.")
+    return changes, notes
 
 
 def _check_script(args: argparse.Namespace, values: Values) -> None:
@@ -220,13 +245,14 @@ def _own_runner(values: Values, count: int, machines: int, task: Ranks | None) -
     return "local" if count > 1 or values["max_restarts"].value or logs else "single"
 
 
-def _machines(values: Values) -> Rendezvous:
+def _machines(values: Values) -> tuple[Rendezvous, Changes]:
     """Return how many machines a run of torch's elastic launcher has, and which one this is."""
-    if values["num_machines"].value is None:
-        values["num_machines"] = replace(values["num_machines"], value=1)
-    count, rank = values["num_machines"].value, values["machine_rank"]
+    machines, rank = values["num_machines"], values["machine_rank"]
+    if machines.value is None:
+        return Rendezvous(), {"num_machines": replace(machines, value=1)}
+    count = machines.value
     if count == 1:
-        return Rendezvous()
+        return Rendezvous(), {}
     if rank.value is not None and not 0 <= rank.value < count:
         raise LaunchError(f"{_shown(values, 'machine_rank')}; {count} machines are numbered from 0 to {count - 1}.")
     if rank.value is None and values["rdzv_backend"].value == "static":
@@ -234,12 +260,13 @@ def _machines(values: Values) -> Rendezvous:
         raise LaunchError(f"{_shown(values, 'num_machines')}, and nothing says which machine this is. {hint}")
     if not values["main_process_ip"].value:
         raise LaunchError(f"{_shown(values, 'num_machines')}. Give --main_process_ip, the address of machine 0.")
+    changes: Changes = {}
     port = values["main_process_port"]
     if port.value is None:
-        values["main_process_port"] = Resolved(DEFAULT_PORT, Source.DEFAULT, "torch's default")
+        changes["main_process_port"] = Resolved(DEFAULT_PORT, Source.DEFAULT, "torch's default")
     elif fault := BY_NAME["main_process_port"].check(port.value):
         raise LaunchError(f"{_shown(values, 'main_process_port')}; {fault}, the same on each of them.")
-    return Rendezvous(machines=count, machine=rank.value)
+    return Rendezvous(machines=count, machine=rank.value), changes
 
 
 def _devices(values: Values, environ: Environ) -> tuple[hardware.Hardware, int]:
@@ -258,34 +285,47 @@ def _devices(values: Values, environ: Environ) -> tuple[hardware.Hardware, int]:
 # How many processes
 
 
-def _count(values: Values, usable: int, machines: int, why: str) -> int:
+def _count(values: Values, usable: int, machines: int, why: str) -> Resolved:
     """Return the number of processes on all machines together; where nothing sets it, one for each device."""
-    if values["num_processes"].value is None:
-        values["num_processes"] = Resolved((usable or 1) * machines, Source.MACHINE, why)
-    return values["num_processes"].value
+    asked = values["num_processes"]
+    return asked if asked.value is not None else Resolved((usable or 1) * machines, Source.MACHINE, why)
 
 
-def _count_tasks(values: Values, task: Ranks, scheduler: str, notes: list[str]) -> int:
-    """Each task that a scheduler has started is one process."""
+def _count_elsewhere(values: Values, usable: int, runner: str, job: Cluster | None) -> tuple[Changes, list[str]]:
+    """Return the number of processes that another program starts."""
+    machines = values["num_machines"].value or 1
+    notes = []
+    if job and job.task:
+        started = f"{job.source} has started {job.task.world_size} of these launches"
+        notes = [f"{started}, and each of them starts a whole run by {runner}. Start one launch alone."]
+    return {"num_processes": _count(values, usable, machines, f"as {runner} finds them")}, notes
+
+
+def _count_tasks(values: Values, task: Ranks, scheduler: str) -> tuple[Changes, list[str]]:
+    """Return the number of processes of a run whose tasks a scheduler has started: each is one process."""
     asked, count = values["num_processes"], task.world_size
     if asked.source is Source.COMMAND_LINE and asked.value != count:
         started = f"{scheduler} has started {count} tasks, each a process of the run"
         raise LaunchError(f"--num_processes is {asked.value}, and {started}.")
+    notes = []
     if asked.source is Source.FILE and asked.value != count:
         notes.append(f"num_processes is {count} ({scheduler}'s tasks), not {asked.value} ({asked.origin}).")
-    values["num_processes"] = Resolved(count, Source.ENVIRONMENT, f"{scheduler}'s tasks")
     for name in ("max_restarts", "log_dir", "tee"):
         if values[name].source is Source.COMMAND_LINE:
             notes.append(f"--{name} has no effect: {scheduler} has started each process by itself.")
-    return count
+    return {"num_processes": Resolved(count, Source.ENVIRONMENT, f"{scheduler}'s tasks")}, notes
 
 
-def _count_by_devices(values: Values, devices: hardware.Hardware, usable: int, machines: int, notes: list[str]) -> int:
+def _count_by_devices(
+    values: Values, devices: hardware.Hardware, usable: int, machines: int
+) -> tuple[Changes, list[str]]:
     """Return the number of processes, and check that machines and devices can hold them."""
     why = f"one for each {devices.device} device" if usable else "one, without a GPU"
     why += f", on each of {machines} machines" if machines > 1 else ""
-    count = _count(values, usable, machines, why)
-    here, multi_gpu, asked = count // machines, values["multi_gpu"], _shown(values, "num_processes")
+    number = _count(values, usable, machines, why)
+    changes = {"num_processes": number}
+    count, multi_gpu, asked = number.value, values["multi_gpu"], _shown(changes, "num_processes")
+    local = count // machines
     if count % machines:
         raise LaunchError(f"{asked}, which cannot be shared evenly by {machines} machines. Ask for a multiple.")
     if multi_gpu.value and devices.device == "cpu":
@@ -293,18 +333,19 @@ def _count_by_devices(values: Values, devices: hardware.Hardware, usable: int, m
         raise LaunchError(f"--multi_gpu (from the {multi_gpu.origin}) {hint}")
     if multi_gpu.value and multi_gpu.source is Source.COMMAND_LINE and count < 2:
         raise LaunchError(f"--multi_gpu needs at least two processes, and {asked}.")
-    if usable and here > usable and not devices.shareable:
-        each = f", {here} for each of {machines} machines" if machines > 1 else ""
+    if usable and local > usable and not devices.shareable:
+        share = f", {local} for each of {machines} machines" if machines > 1 else ""
         hint = f"Ask for at most {usable * machines}, or add --cpu to run on the CPU."
-        raise LaunchError(f"{asked}{each}, and there are {usable} {devices.device} devices to use. {hint}")
-    if count > 1 and devices.device == "cpu" and not values["cpu"].value:
-        values["cpu"] = Resolved(True, Source.MACHINE, "there is no GPU")
-        notes.append(f"There is no GPU: {count} processes run on the CPU (gloo). --cpu says that this is meant.")
-    return count
+        raise LaunchError(f"{asked}{share}, and there are {usable} {devices.device} devices to use. {hint}")
+    if count == 1 or devices.device != "cpu" or values["cpu"].value:
+        return changes, []
+    changes["cpu"] = Resolved(True, Source.MACHINE, "there is no GPU")
+    return changes, [f"There is no GPU: {count} processes run on the CPU (gloo). --cpu says that this is meant."]
 
 
-def _check_layout(values: Values, on: set[str], notes: list[str]) -> None:
-    """Check the sizes of parallel dimensions; note settings that this version of FSDP or a file of DeepSpeed ignores."""
+def _check_layout(values: Values, on: set[str]) -> list[str]:
+    """Check the sizes of parallel dimensions; return notes of settings that this version of FSDP or a file of DeepSpeed ignores."""
+    notes: list[str] = []
     if "parallelism" in on:
         _check_sizes(values)
     version = values["fsdp_version"].value
@@ -315,13 +356,14 @@ def _check_layout(values: Values, on: set[str], notes: list[str]) -> None:
             notes.append(f"--{name} ({values[name].origin}) has no effect with --fsdp_version {version}: {instead}.")
     for runner in _runners_of_strategies(on):
         notes += runner.notes(values) if hasattr(runner, "notes") else []
+    return notes
 
 
 def _check_sizes(values: Values) -> None:
     """Refuse sizes of parallel dimensions that do not multiply to the number of processes."""
     sizes = {name: values[name].value or 1 for name in _SIZES}
     total, count = math.prod(sizes.values()), values["num_processes"].value
-    # Beside DeepSpeed's sequence parallelism, the processes left over are its data parallelism.
+    # With DeepSpeed's sequence parallelism, the remaining processes are its data parallelism.
     by_deepspeed = values["parallelism_config_sp_backend"].value == "deepspeed" and sizes[_SIZES[-1]] > 1
     if total in (1, count) or (by_deepspeed and count % total == 0):
         return  # the worker takes all processes for copies where no size is set
@@ -332,38 +374,40 @@ def _check_sizes(values: Values) -> None:
     raise LaunchError(f"The sizes of --use_parallelism_config {asked}")
 
 
-def _share_cores(values: Values, local: int, tasks: Cluster | None, notes: list[str]) -> None:
+def _share_cores(values: Values, local: int, tasks: Cluster | None) -> tuple[Changes, list[str]]:
     """Give each of several processes its part of the cores; a single one keeps torch's own choice."""
     if values["num_cpu_threads_per_process"].value is not None or local == 1:
-        return
+        return {}, []
     cores = hardware.usable_cores()
+    notes = []
     if tasks and hardware.is_bound():  # the scheduler has shared them already
         threads, why = cores, f"cores of this task ({tasks.source})"
     else:
         threads, why = max(1, cores // local), f"{cores} cores"
-        each = f"OMP_NUM_THREADS={threads} for each of {local} processes ({why})"
-        notes.append(f"{each}; --num_cpu_threads_per_process changes it.")
-    values["num_cpu_threads_per_process"] = Resolved(threads, Source.MACHINE, why)
+        share = f"OMP_NUM_THREADS={threads} for each of {local} processes ({why})"
+        notes = [f"{share}; --num_cpu_threads_per_process changes it."]
+    return {"num_cpu_threads_per_process": Resolved(threads, Source.MACHINE, why)}, notes
 
 
 # How the processes find each other
 
 
-def _rendezvous(values: Values, meet: Rendezvous, notes: list[str]) -> Rendezvous:
+def _rendezvous(values: Values, meet: Rendezvous) -> tuple[Rendezvous, list[str]]:
     backend, port = values["rdzv_backend"].value, values["main_process_port"].value or 0
     if backend not in BACKENDS:
         raise LaunchError(f"{_shown(values, 'rdzv_backend')}; choose one of {', '.join(BACKENDS)}.")
-    found = replace(meet, backend=backend, port=port, settings=_rendezvous_settings(values))
+    settings = _rendezvous_settings(values)
+    meet = replace(meet, backend=backend, port=port, settings=settings)
     if meet.machines == 1:
         if port:
             _check_port(values)
-        return found
-    unknown = sorted(found.settings.keys() - {*_SECONDS})
-    notes += [f"--rdzv_conf {key} has no effect on several machines; {', '.join(_SECONDS)} have." for key in unknown]
+        return meet, []
+    unknown = sorted(settings.keys() - {*_SECONDS})
+    notes = [f"--rdzv_conf {key} has no effect on several machines; {', '.join(_SECONDS)} have." for key in unknown]
     if backend == "static" and values["max_restarts"].value:
         backend, needed = "c10d", "the rendezvous c10d, which is used at the same address"
         notes.append(f"--max_restarts on several machines needs {needed}.")
-    return replace(found, backend=backend, host=str(values["main_process_ip"].value))
+    return replace(meet, backend=backend, host=str(values["main_process_ip"].value)), notes
 
 
 def _rendezvous_settings(values: Values) -> dict[str, str]:

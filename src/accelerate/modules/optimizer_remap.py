@@ -53,6 +53,8 @@ class MovedParameters:
 
         ValueError: it has stepped already, or one flat parameter stands for parameters of several groups.
         """
+        if not len(self._new):
+            return False
         groups = [[(old, self.resolve(old)) for old in group["params"]] for group in optimizer.param_groups]
         moved = [(old, new) for group in groups for old, new in group if new is not old]
         if not moved:
@@ -92,9 +94,10 @@ def remap_optimizer(optimizer: torch.optim.Optimizer, histories: Sequence[MovedP
     while any(history.follow(optimizer) for history in histories):
         pass  # one Accelerator may have replaced the replacement of another one
     for group in optimizer.param_groups:
-        spread = {torch_private.local_part(parameter) is not parameter for parameter in group["params"]}
-        if len(spread) > 1 and "foreach" in group and group["foreach"] is None and not group.get("fused"):
-            group["foreach"] = False  # torch's default on GPUs takes no list of DTensors and others
+        if len(set(map(type, group["params"]))) > 1 and group.get("foreach", True) is None and not group.get("fused"):
+            spread = {torch_private.local_part(parameter) is not parameter for parameter in group["params"]}
+            if len(spread) > 1:
+                group["foreach"] = False  # torch's default on GPUs takes no list of DTensors and others
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if lost := [_REPLACED[parameter] for parameter in parameters if parameter in _REPLACED]:
         raise ValueError(
@@ -115,9 +118,10 @@ def remapping(accelerator: Any, model: nn.Module, same_elements: bool = False) -
     """Let optimizers, prepared and to come, follow parameters that are replaced inside, as `remap_optimizers`; ties stay."""
     before, tied = dict(model.named_parameters(remove_duplicate=False)), ties(model)
     yield
-    tie(model, tied)
-    after = model.named_parameters(remove_duplicate=False)
-    if [*map(id, before.values())] != [id(value) for _, value in after]:
+    if tied:
+        tie(model, tied)
+    after = dict(model.named_parameters(remove_duplicate=False))
+    if [*map(id, before.values())] != [*map(id, after.values())]:
         remap_optimizers(
             accelerator, model, {canonical_name(name): value for name, value in before.items()}, same_elements
         )

@@ -58,7 +58,7 @@ def _sorted(
         kind = kind_of(item)
         if kind == "loader":
             made[position] = accelerator._prepare_one(item, first_pass=True)
-        elif kind is not None and (known := find_prepared(accelerator, item, kind)) is not None:
+        elif kind is not None and (known := find_prepared(accelerator, item)) is not None:
             made[position] = known
         elif kind in new:
             raise AssertionError(

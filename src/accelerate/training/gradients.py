@@ -11,8 +11,7 @@ rescaled once, right before its backward pass, and are exact after it.
 """
 
 import contextlib
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -33,7 +32,7 @@ from accelerate.training.window import Window
 
 
 def reset(accelerator: TrainingRun) -> None:
-    """Forget the accumulation step that is open: its gradients are gone, or are about to be. Any rank, alone."""
+    """Forget the accumulation step that is open: its gradients are gone, or are about to be. Not a collective."""
     accelerator._window = Window()
     accelerator.gradient_state._set_sync_gradients(True)
 
@@ -57,8 +56,8 @@ class Accumulation:
         state = accelerator.gradient_state
         window.done = synchronise = state.sync_gradients
         if self.num_items is not None:
-            weigh_items(accelerator, self.num_items, self.models)
-        elif synchronise and window.micro_batches < state.num_steps and not window.counted:
+            _weigh_items(accelerator, self.num_items, self.models)
+        elif synchronise and window.micro_batches < state.num_steps and not window.items.counted:
             _short_window(accelerator, self.models)
         # A rank whose loader ends ends its accumulation step there, while the others' may be open: all have to communicate then.
         if not synchronise and not window.joining and not _syncs_each(accelerator, self.num_items is not None):
@@ -67,7 +66,7 @@ class Accumulation:
                 self.held = contextlib.ExitStack()
                 for model in self.models:
                     self.held.enter_context(no_sync(accelerator, strategy, model))
-        window.inside = True  # last: after an error above nothing would take it back
+        window.inside = True  # last, because `__exit__` is not called after an error above
 
     def __exit__(self, *exception: Any) -> None:
         window = self.accelerator._window
@@ -80,7 +79,7 @@ class Accumulation:
 
 @contextlib.contextmanager
 def no_sync(accelerator: TrainingRun, strategy: Strategy, model: nn.Module) -> Iterator[None]:
-    """Enter the strategy's context in which a model's gradients stay on their rank, whole ones beside any shards."""
+    """Enter the strategy's context in which a model's gradients stay on their rank, unsharded ones next to any shards."""
     window = accelerator._window
     before = window.held
     if traits_of(accelerator.distributed_type).sharded:
@@ -95,7 +94,7 @@ def no_sync(accelerator: TrainingRun, strategy: Strategy, model: nn.Module) -> I
 def _syncs_each(accelerator: TrainingRun, counted: bool) -> bool:
     """Whether gradients are exchanged after every micro-batch.
 
-    Those that FSDP keeps whole are out of reach, so accumulation steps whose weights are known at their end exchange each time.
+    Those that FSDP keeps unsharded cannot be rescaled, so accumulation steps whose weights are known at their end exchange each time.
     """
     if accelerator._sync_each_batch:
         return True
@@ -135,12 +134,36 @@ def _short_window(accelerator: TrainingRun, models: Sequence[nn.Module]) -> None
             )
 
 
-def weigh_items(accelerator: TrainingRun, num_items: Any, models: Sequence[nn.Module] = ()) -> None:
+def _weigh_items(accelerator: TrainingRun, num_items: Any, models: Sequence[nn.Module] = ()) -> None:
     """Weigh the current micro-batch by its items; in the last one of an accumulation step, fix the weights over all ranks.
 
     `models` have the gradients that are rescaled; all prepared ones by default. ValueError for a count that is missing
     in some micro-batches, is negative, or cannot be used.
     """
+    window, items = accelerator._window, accelerator._window.items
+    _check_items(accelerator, num_items)
+    items.counted += 1  # also a count that is refused below, so that the next micro-batch may have one
+    if items.counted < window.micro_batches:
+        raise _mixed(window, num_items)
+    count = float(num_items)
+    if count < 0:
+        raise ValueError(f"num_items={num_items!r} is negative; pass the number of items that the loss averages over.")
+    items.items += count
+    if not accelerator.gradient_state.sync_gradients:
+        window.factor = items.open(count, _expected_items(accelerator, count))
+        return
+    # Ranks that share each layer, or divide the layers, count the same items.
+    layout = accelerator.parallelism_config
+    copies = 1 if layout is None else layout.tp_size * layout.pp_size  # type: ignore[operator]  # no size is None
+    total = _over_ranks(accelerator, items.items, "sum") / copies
+    scale = items.close(total, accelerator.num_processes // copies)
+    if items.counted > 1:  # else the gradients belong to another backward pass, which has its weight
+        _rescale(accelerator, models, items.reference * scale)
+    window.factor = count * scale
+
+
+def _check_items(accelerator: TrainingRun, num_items: Any) -> None:
+    """Refuse a count where losses cannot be weighed."""
     window = accelerator._window
     if not accelerator._scales_loss:
         raise ValueError(
@@ -157,40 +180,18 @@ def weigh_items(accelerator: TrainingRun, num_items: Any, models: Sequence[nn.Mo
             f"num_items={num_items!r} was given inside no_sync, where {accelerator.distributed_type} keeps gradients that cannot be "
             "weighed afterwards. Leave no_sync away: `accumulate` exchanges gradients in every micro-batch then."
         )
-    window.counted += 1
-    if window.counted < window.micro_batches:
-        raise _mixed(window, num_items)
-    count = float(num_items)
-    if count < 0:
-        raise ValueError(f"num_items={num_items!r} is negative; pass the number of items that the loss averages over.")
-    window.items += count
-    # Gradients that are averaged after every micro-batch need weights that mean the same on every rank. So do those of ranks
-    # that share a sequence: through attention, the loss of one reaches the gradients that another keeps. What all know is the
-    # accumulation step before; of its items the next power of two, so that a resumed run, which has none, rounds as one that went on.
+
+
+def _expected_items(accelerator: TrainingRun, count: float) -> Callable[[], float] | None:
+    """Return what estimates the items of a rank in an accumulation step, where weights have to mean the same on every rank; else None.
+
+    Gradients that are averaged after every micro-batch need such weights. So do those of ranks that share a sequence: through
+    attention, the loss of one rank reaches the gradients that another keeps.
+    """
     layout = accelerator.parallelism_config
-    same_on_all = _syncs_each(accelerator, True) or (layout is not None and (layout.cp_enabled or layout.sp_enabled))
-    last = accelerator.gradient_state.sync_gradients
-    if same_on_all and not (window.reference or window.usual or last):
-        window.usual = _over_ranks(accelerator, count, "mean") * accelerator.gradient_state.num_steps
-    usual = 2.0 ** math.frexp(window.usual)[1] if window.usual else 0.0
-    window.reference = window.reference or (usual if same_on_all else count)
-    if not last:
-        # Without items so far nothing says what is near one; the micro-batch weighs nothing then.
-        window.factor = count / window.reference if window.reference else 0.0
-        return
-    # Ranks that share each layer, or divide the layers, count the same items.
-    copies = 1 if layout is None else layout.tp_size * layout.pp_size  # type: ignore[operator]  # no size is None
-    total = _over_ranks(accelerator, window.items, "sum") / copies
-    window.usual = total * copies / accelerator.num_processes
-    if total == 0:
-        raise ValueError(
-            "num_items is 0 on every rank in every micro-batch of this accumulation step: no loss to average."
-        )
-    # The wrapper averages over its replicas; the mean over items needs their sum.
-    scale = accelerator.num_processes // copies / total
-    if window.counted > 1:  # else what there is belongs to another backward pass, which has its weight
-        _rescale(accelerator, models, window.reference * scale)
-    window.factor = count * scale
+    if _syncs_each(accelerator, True) or (layout is not None and (layout.cp_enabled or layout.sp_enabled)):
+        return lambda: _over_ranks(accelerator, count, "mean") * accelerator.gradient_state.num_steps
+    return None
 
 
 def _over_ranks(accelerator: TrainingRun, count: float, how: str) -> float:
@@ -214,13 +215,13 @@ def backward(accelerator: TrainingRun, loss: torch.Tensor, num_items: Any, optio
         if not window.inside:  # without `accumulate` each call is a micro-batch
             window.begin()
             window.done = accelerator.gradient_state.sync_gradients
-        elif window.counted == window.micro_batches:
+        elif window.items.counted == window.micro_batches:
             raise ValueError(
                 f"num_items={num_items!r} was given to `backward`, but this micro-batch already has its count. With several "
                 "backward passes in one micro-batch give num_items to `accumulate`, once."
             )
-        weigh_items(accelerator, num_items)
-    elif window.counted and window.inside and window.counted != window.micro_batches:
+        _weigh_items(accelerator, num_items)
+    elif window.items.counted and window.inside and window.items.counted != window.micro_batches:
         raise _mixed(window, None)
     factor, divisor = _weight(accelerator)
     loss = loss * factor if factor is not None else loss / divisor if divisor != 1 else loss

@@ -1,7 +1,7 @@
 """How objects are prepared: one pass of detection by identity, then what is new is wrapped and registered."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -10,13 +10,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from accelerate.base._warn import warn_user
-from accelerate.checkpoint.save import HostBuffers
 from accelerate.config.enums import DynamoBackend
 from accelerate.config.strategies import traits_of
 from accelerate.data.loader import PreparedLoader, SkipDataLoader
 from accelerate.devices.memory import release_memory
 from accelerate.modules.optimizer_remap import remap_optimizer, remapping
 from accelerate.modules.unwrap import (
+    ORIGINAL,
     compile_regions,
     compile_regions_fsdp2,
     is_compiled_module,
@@ -29,7 +29,6 @@ from accelerate.precision.amp import precision
 from accelerate.runtime import storage, torch_private
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.strategies import mesh as meshes
-from accelerate.strategies.registry import resolve
 from accelerate.training import gradients, prepared
 from accelerate.training.prepared import Entry
 from accelerate.training.run import TrainingRun
@@ -59,12 +58,37 @@ def kind_of(obj: Any) -> str | None:
 
     A class that derives from none of torch's, such as a placeholder for an engine's optimizer, names its kind in ``_prepared_as``.
     """
-    kind = next((kind for kind, classes in _CLASSES.items() if isinstance(obj, classes)), None)
-    return kind or getattr(type(obj), "_prepared_as", None)
+    for kind, classes in _CLASSES.items():
+        if isinstance(obj, classes):
+            return kind
+    return getattr(type(obj), "_prepared_as", None)
 
 
 def prepare(accelerator: TrainingRun, objects: Sequence[Any], device_placement: list[bool] | None) -> Any:
     """Check the arguments, let the strategy prepare them, and return them in their order."""
+    _check_arguments(objects, device_placement)
+    registry = accelerator.prepared
+    _admit(accelerator, objects, evaluation=False)
+    registry.admitted = set(map(id, objects))
+    try:
+        strategy = accelerator._strategy
+        if strategy.prepares_together:
+            if device_placement is not None:
+                raise ValueError(
+                    f"device_placement={device_placement} has no effect with {accelerator.distributed_type}, whose engine places the model. "
+                    "Remove it."
+                )
+            result = getattr(accelerator, strategy.prepares_together)(*objects)
+        else:
+            result = in_order(accelerator, objects, device_placement)
+            prepared.check_optimizers(result)
+    finally:
+        registry.admitted = set()
+    _check_schedules(accelerator, result)
+    return result if len(result) > 1 else result[0]
+
+
+def _check_arguments(objects: Sequence[Any], device_placement: list[bool] | None) -> None:
     if not objects:
         raise ValueError("prepare() got no objects. Pass the model, optimizer, data loaders and schedulers.")
     for position, obj in enumerate(objects):
@@ -73,32 +97,38 @@ def prepare(accelerator: TrainingRun, objects: Sequence[Any], device_placement: 
                 f"prepare() got {obj!r} ({type(obj).__name__}) as argument {position}, which cannot be prepared. "
                 "Pass models, optimizers, data loaders and schedulers."
             )
-        contents = obj.values() if isinstance(obj, dict) else obj if isinstance(obj, (list, tuple)) else ()
-        if inside := [type(item).__name__ for item in contents if kind_of(item) is not None]:
-            warn_user(
-                f"prepare() got a {type(obj).__name__} as argument {position}, which it does not look into: the {inside[0]} "
-                "in it is not prepared. Unpack it: `accelerator.prepare(*objects)`."
-            )
+        for item in obj.values() if isinstance(obj, dict) else obj if isinstance(obj, (list, tuple)) else ():
+            if kind_of(item) is not None:
+                warn_user(
+                    f"prepare() got a {type(obj).__name__} as argument {position}, which it does not look into: the "
+                    f"{type(item).__name__} in it is not prepared. Unpack it: `accelerator.prepare(*objects)`."
+                )
+                break
     if device_placement is not None and len(device_placement) != len(objects):
         raise ValueError(
             f"`device_placement` should be a list with {len(objects)} elements (the number of objects passed), got "
             f"{device_placement!r}."
         )
-    _arrive(accelerator, [obj for obj in objects if isinstance(obj, nn.Module)], evaluation=False)
-    strategy = accelerator._strategy = resolve(accelerator.state)
-    strategy.check(accelerator, objects)
-    if strategy.prepares_together:
-        if device_placement is not None:
-            raise ValueError(
-                f"device_placement={device_placement} has no effect with {accelerator.distributed_type}, whose engine places the model. "
-                "Remove it."
-            )
-        result = getattr(accelerator, strategy.prepares_together)(*objects)
-    else:
-        result = in_order(accelerator, objects, device_placement)
-        prepared.check_optimizers(result)
-    _check_schedules(accelerator, result)
-    return result if len(result) > 1 else result[0]
+
+
+def _admit(accelerator: TrainingRun, objects: Sequence[Any], evaluation: bool) -> None:
+    """Let extensions follow the layout of new models, and let them and the strategy refuse what they cannot prepare."""
+    extensions, registry = accelerator.extensions, accelerator.prepared
+    models = []
+    for obj in objects:
+        if isinstance(obj, nn.Module):
+            entry = registry.find(obj)
+            if entry is None or (entry.evaluation and not evaluation):
+                models.append(obj)
+    if extensions.attach(accelerator, models):
+        vars(accelerator).pop("_strategy", None)  # resolved again when it is read
+    if models:
+        for hook in extensions.arrives:
+            hook(models, evaluation)
+        if extensions.attach(accelerator):  # models that arrive sharded choose the strategy
+            vars(accelerator).pop("_strategy", None)
+    if not evaluation:
+        accelerator._strategy.check(accelerator, objects)
 
 
 def in_order(
@@ -106,15 +136,16 @@ def in_order(
 ) -> tuple[Any, ...]:
     """Prepare models, then loaders and optimizers, which follow parameters, then schedulers, which seek optimizers."""
     placements = device_placement if device_placement is not None else [None] * len(objects)
-    made = list(objects)
-    for models_alone in (True, False):
+    results = list(objects)
+    for is_models_pass in (True, False):
         for position, item in enumerate(objects):
-            if isinstance(item, nn.Module) is models_alone:
-                made[position] = accelerator._prepare_one(item, first_pass=True, device_placement=placements[position])
-    return tuple(
-        accelerator._prepare_one(item, device_placement=placement)
-        for item, placement in zip(made, placements, strict=True)
-    )
+            if isinstance(item, nn.Module) is is_models_pass:
+                results[position] = accelerator._prepare_one(
+                    item, first_pass=True, device_placement=placements[position]
+                )
+    for position, item in enumerate(results):
+        results[position] = accelerator._prepare_one(item, device_placement=placements[position])
+    return tuple(results)
 
 
 @contextlib.contextmanager
@@ -131,20 +162,16 @@ def own_states(accelerator: TrainingRun) -> Iterator[None]:
         yield
 
 
-def find_prepared(accelerator: TrainingRun, obj: Any, kind: str, evaluation: bool = False) -> Any | None:
+def find_prepared(accelerator: TrainingRun, obj: Any, evaluation: bool = False) -> Any | None:
     """Return the registered object of what was prepared before, also by another Accelerator; None to prepare it."""
-    registry = accelerator.prepared
-    entry = registry.find(obj)
+    entry = accelerator.prepared.find(obj)
     if entry is None:
-        entry = next(filter(None, (other.find(obj) for other in prepared.live(registry)[1:])), None)
-        if entry is None or not _adoptable(accelerator, entry, obj, evaluation):
-            return None
-        return _adopt(accelerator, entry)
+        return _find_elsewhere(accelerator, obj, evaluation)
     outer = entry.outer()
     if entry.kind == "model" and not evaluation:
         # It would train unsynchronised: it was for evaluation, or all of it was frozen then.
-        if entry.evaluation or (entry.frozen and resolve(accelerator.state).needs_wrapper(accelerator, outer)):
-            return _upgrade(accelerator, entry)
+        if entry.evaluation or (entry.frozen and accelerator._strategy.needs_wrapper(accelerator, outer)):
+            return None
     what = f"This {entry.kind} ({type(obj).__name__}) was already prepared by this Accelerator"
     if obj is not outer:
         what = (
@@ -158,71 +185,59 @@ def find_prepared(accelerator: TrainingRun, obj: Any, kind: str, evaluation: boo
     return outer
 
 
-def _adoptable(accelerator: TrainingRun, entry: Entry, obj: Any, evaluation: bool) -> bool:
-    """Whether another Accelerator's object serves this one as it is."""
-    if entry.kind != "model":
-        return obj is entry.outer()  # an inner optimizer or loader may serve another Accelerator in its own wrapper
-    if entry.evaluation and not evaluation:
-        return False
-    # A model prepared where nothing is synchronised must not be taken for one that is.
-    distributed = traits_of(accelerator.distributed_type).distributed
-    return not distributed or entry.settings["distributed_type"] == settings_of(accelerator)["distributed_type"]
-
-
-def _adopt(accelerator: TrainingRun, entry: Entry) -> Any:
+def _find_elsewhere(accelerator: TrainingRun, obj: Any, evaluation: bool) -> Any | None:
+    """Return what another live Accelerator prepared, registered here too; warn of a model with other settings."""
+    entry = prepared.find_elsewhere(accelerator.prepared, obj)
+    if entry is None:
+        return None
     outer, *inners = entry.objects()
-    changes = [
-        f"{name}: {entry.settings[name]!r} then, {now!r} now"
-        for name, now in (settings_of(accelerator).items() if entry.kind == "model" else ())
-        if entry.settings[name] != now
-    ]
-    if changes:
-        warn_user(
-            f"Another live Accelerator prepared this model ({type(outer).__name__}) with other settings ({', '.join(changes)}). "
-            "It is used as it was prepared; call `free_memory()` on the other Accelerator and drop its model first "
-            "if these settings shall hold."
-        )
-    accelerator.prepared.record(entry.kind, outer, inners, evaluation=entry.evaluation, settings=entry.settings)
-    _enlist(accelerator, entry.kind, outer)
+    if entry.kind == "model":
+        settings = settings_of(accelerator)
+        changes = [
+            f"{name}: {entry.settings[name]!r} then, {now!r} now"
+            for name, now in settings.items()
+            if entry.settings[name] != now
+        ]
+        # A model prepared where nothing is synchronised must not be taken for one that is.
+        distributed = traits_of(accelerator.distributed_type).distributed
+        if (entry.evaluation and not evaluation) or (
+            distributed and entry.settings["distributed_type"] != settings["distributed_type"]
+        ):
+            return None
+        if changes:
+            warn_user(
+                f"Another live Accelerator prepared this model ({type(outer).__name__}) with other settings ({', '.join(changes)}). "
+                "It is used as it was prepared; call `free_memory()` on the other Accelerator and drop its model first "
+                "if these settings shall hold."
+            )
+    elif obj is not outer:
+        return None  # an inner optimizer or loader may serve another Accelerator in its own wrapper
+    _enlist(
+        accelerator,
+        accelerator.prepared.record(entry.kind, outer, inners, evaluation=entry.evaluation, settings=entry.settings),
+    )
     return outer
 
 
-def _upgrade(accelerator: TrainingRun, entry: Entry) -> nn.Module:
-    """Turn a model prepared for evaluation into one that trains, in its place in the registry."""
-    outer, *inners = entry.objects()
-    accelerator._strategy = resolve(accelerator.state)
-    accelerator._strategy.check(accelerator, (outer,))
-    amp.check_weights(outer, accelerator.scaler)
-    bare = outer._orig_mod if is_compiled_module(outer) else outer
-    accelerator.extensions.attach(accelerator)
-    settings = [setting for extension in accelerator.extensions.attached for setting in extension.serves]
-    if settings and not model_has_dtensor(bare):
-        raise ValueError(
-            f"{type(bare).__name__} was prepared with evaluation_mode=True, and {', '.join(settings)} changes models that are new "
-            "alone. Call free_memory(), and prepare it to train at once."
-        )
-    bare = _convert(accelerator, bare, evaluation=False)
-    wrapped = _wrap(accelerator, bare)
-    if wrapped is bare:
-        wrapped = outer
-    elif bare is not outer:
-        wrapped = compile_model(accelerator, wrapped)
-    models = accelerator._models
-    models[:] = [wrapped if known is outer else known for known in models]
-    return register(accelerator, "model", wrapped, outer, *inners, *chain(wrapped))
+def _record(accelerator: TrainingRun, kind: str, outer: Any, inners: Iterable[Any], **details: Any) -> Entry:
+    settings = settings_of(accelerator) if kind == "model" else {}
+    return accelerator.prepared.record(kind, outer, inners, settings=settings, **details)
 
 
-def _enlist(accelerator: TrainingRun, kind: str, obj: Any) -> None:
-    known = getattr(accelerator, _LISTS[kind])
-    if not any(obj is item for item in known):
-        known.append(obj)
+def _enlist(accelerator: TrainingRun, entry: Entry) -> None:
+    """Add a prepared object to the Accelerator's list of its kind, in the position of what it was before, if it is there."""
+    listed, objects = getattr(accelerator, _LISTS[entry.kind]), list(entry.objects())
+    for position, item in enumerate(listed):
+        if any(item is obj for obj in objects):
+            listed[position] = objects[0]
+            return
+    listed.append(objects[0])
 
 
 def register(accelerator: TrainingRun, kind: str, outer: T, *inners: Any, **details: Any) -> T:
     """Remember what was prepared, in the registry and in the Accelerator's list of its kind, and return it."""
     outer._is_accelerate_prepared = True  # type: ignore[attr-defined]  # new
-    accelerator.prepared.record(kind, outer, inners, settings=settings_of(accelerator), **details)
-    _enlist(accelerator, kind, outer)
+    _enlist(accelerator, _record(accelerator, kind, outer, inners, **details))
     if kind in ("optimizer", "loader"):
         outer._extensions = accelerator.extensions  # type: ignore[attr-defined]
     for hook in accelerator.extensions.registered:
@@ -244,54 +259,61 @@ def settings_of(accelerator: TrainingRun) -> dict[str, str]:
 def chain(model: nn.Module) -> list[nn.Module]:
     """Return the modules inside a model's wrappers and compiled shells, outermost first."""
     wrappers = loaded_wrappers()
-    found: list[nn.Module] = []
+    inside: list[nn.Module] = []
     while (compiled := is_compiled_module(model)) or isinstance(model, wrappers):
         model = getattr(model, "_orig_mod" if compiled else "module")
-        found.append(model)
-    return found
+        inside.append(model)
+    return inside
 
 
 def prepare_model(
     accelerator: TrainingRun, model: nn.Module, device_placement: bool | None, evaluation: bool
 ) -> nn.Module:
-    """Prepare a model in steps: find it, let it arrive, check, convert, place, wrap and compile it, and register it."""
+    """Prepare a model in steps: find, admit, check, convert, place, wrap, compile and register it."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"prepare_model() got model={model!r} ({type(model).__name__}); pass a torch.nn.Module.")
-    known: nn.Module | None = find_prepared(accelerator, model, "model", evaluation)
-    if known is not None:
-        return known
-    _arrive(accelerator, [model], evaluation)
+    registered: nn.Module | None = find_prepared(accelerator, model, evaluation)
+    if registered is not None:
+        return registered
+    if id(model) not in accelerator.prepared.admitted:  # a direct call, without `prepare`
+        _admit(accelerator, [model], evaluation)
+    model = _untrained(accelerator, model)
     _check(accelerator, model, evaluation)
     model = _convert(accelerator, model, evaluation)
     originals = [model, *chain(model)]
-    model = _place(accelerator, model, device_placement, evaluation)
+    model = _place(accelerator, model, originals[-1], device_placement, evaluation)
     wrapped = model if evaluation else _wrap(accelerator, model)
     wrapped = compile_model(accelerator, wrapped)
     _move_optimizers(accelerator)
+    inners = originals if wrapped is model else [*chain(wrapped), *originals]
     frozen = not any(parameter.requires_grad for parameter in model.parameters())
-    return register(accelerator, "model", wrapped, *chain(wrapped), *originals, evaluation=evaluation, frozen=frozen)
+    return register(accelerator, "model", wrapped, *inners, evaluation=evaluation, frozen=frozen)
 
 
-def _arrive(accelerator: TrainingRun, models: Sequence[nn.Module], evaluation: bool) -> None:
-    """Let extensions follow the layout of models that are new to this run, or refuse it."""
-    new = [model for model in models if accelerator.prepared.find(model) is None]
-    if new:
-        accelerator.extensions.attach(accelerator, new)
-        for hook in accelerator.extensions.arrives:
-            hook(new, evaluation)
+def _untrained(accelerator: TrainingRun, model: nn.Module) -> nn.Module:
+    """Return the module of a model that was prepared for evaluation, or frozen, and is to train; a new model itself."""
+    entry = accelerator.prepared.find(model)
+    if entry is None:
+        return model
+    outer = entry.outer()
+    bare: nn.Module = getattr(outer, ORIGINAL, outer)  # not compiled
+    settings = [setting for extension in accelerator.extensions.attached for setting in extension.serves]
+    if settings and not model_has_dtensor(bare):
+        raise ValueError(
+            f"{type(bare).__name__} was prepared with evaluation_mode=True, and {', '.join(settings)} changes models that are new "
+            "alone. Call free_memory(), and prepare it to train at once."
+        )
+    return bare
 
 
 def _check(accelerator: TrainingRun, model: nn.Module, evaluation: bool) -> None:
-    """Refuse a model, or a layout of the mesh, that this run cannot train; warn of parts that another model has."""
+    """Refuse a layout of the mesh that this run cannot train; warn of parts that another model has."""
     if shared := prepared.shared_part(accelerator.prepared, model):
         warn_user(
             f"This model ({type(model).__name__}) shares modules with one that is already prepared: {shared}. It is "
             "prepared as well, so the shared parameters get gradients from two wrappers. Prepare the whole model once, "
             "and reach its parts through `accelerator.unwrap_model`."
         )
-    if not evaluation:  # once more: a model may come here without `prepare`
-        accelerator._strategy = resolve(accelerator.state)
-        accelerator._strategy.check(accelerator, (model,))
     layout = accelerator.parallelism_config
     if layout is None or traits_of(accelerator.distributed_type).own_groups:
         return
@@ -310,9 +332,10 @@ def _convert(accelerator: TrainingRun, model: nn.Module, evaluation: bool) -> nn
     return model
 
 
-def _place(accelerator: TrainingRun, model: nn.Module, device_placement: bool | None, evaluation: bool) -> nn.Module:
+def _place(
+    accelerator: TrainingRun, model: nn.Module, inner: nn.Module, device_placement: bool | None, evaluation: bool
+) -> nn.Module:
     """Let a model compute in mixed precision, and move it to the device; refuse weights that cannot train there."""
-    inner = [model, *chain(model)][-1]
     amp.remember(inner)
     if not evaluation:
         amp.check_weights(model, accelerator.scaler)
@@ -343,8 +366,10 @@ def _move_optimizers(accelerator: TrainingRun) -> None:
     registry = accelerator.prepared
     for optimizer in prepared.optimizers():
         registry.moved.follow(optimizer)
-    for optimizer in accelerator._optimizers:
-        remap_optimizer(optimizer.optimizer, prepared.histories(registry))
+    if accelerator._optimizers:
+        histories = prepared.histories(registry)
+        for optimizer in accelerator._optimizers:
+            remap_optimizer(optimizer.optimizer, histories)
 
 
 def compile_model(accelerator: TrainingRun, model: nn.Module) -> nn.Module:
@@ -390,7 +415,7 @@ def prepare_optimizer(
         raise TypeError(
             f"prepare_optimizer() got optimizer={optimizer!r} ({type(optimizer).__name__}); pass a torch.optim.Optimizer."
         )
-    known: AcceleratedOptimizer | None = find_prepared(accelerator, optimizer, "optimizer")
+    known: AcceleratedOptimizer | None = find_prepared(accelerator, optimizer)
     if known is not None:
         return known
     if hasattr(optimizer, "fused_backward") and accelerator.num_processes > 1:
@@ -407,12 +432,13 @@ def prepare_optimizer(
     with own_states(accelerator):
         remap_optimizer(optimizer, prepared.histories(accelerator.prepared))
         wrapped = AcceleratedOptimizer(optimizer, device_placement=device_placement, scaler=accelerator.scaler)
+    accelerator.has_lomo_optimizer |= wrapped._steps_in_backward
     return register(accelerator, "optimizer", wrapped, optimizer)
 
 
 def prepare_scheduler(accelerator: TrainingRun, scheduler: Any) -> AcceleratedScheduler:
     """Wrap a new scheduler with the prepared optimizer it drives, and register it."""
-    known: AcceleratedScheduler | None = find_prepared(accelerator, scheduler, "scheduler")
+    known: AcceleratedScheduler | None = find_prepared(accelerator, scheduler)
     if known is not None:
         return known
     if isinstance(scheduler, AcceleratedScheduler):
@@ -438,7 +464,7 @@ def prepare_data_loader(
         build: The ``prepare_data_loader`` function in force, looked up by the facade because users replace it there.
         slice_fn: Cuts a rank's part out of a dispatched batch, or None.
     """
-    if (known := find_prepared(accelerator, data_loader, "loader")) is not None:
+    if (known := find_prepared(accelerator, data_loader)) is not None:
         return known
     if device_placement is None:
         device_placement = accelerator.device_placement and traits_of(accelerator.distributed_type).places_batches
@@ -478,8 +504,10 @@ def prepare_data_loader(
 def _check_schedules(accelerator: TrainingRun, objects: Sequence[Any]) -> None:
     """Warn of schedules whose length does not fit the first prepared loader."""
     schedulers = [item for item in objects if isinstance(item, AcceleratedScheduler)]
+    if not schedulers:
+        return
     try:
-        batches = len(accelerator._dataloaders[0]) if schedulers else 0
+        batches = len(accelerator._dataloaders[0])
         layout = accelerator.parallelism_config
         if layout is not None and layout._sp_by_deepspeed:
             batches *= layout.sp_size  # type: ignore[operator]  # no size is None
@@ -494,7 +522,7 @@ def ensure_registered(accelerator: TrainingRun, kind: str, result: Any, given: A
     """Register what a replaced ``prepare_*`` method returned, so that its second preparation is detected as well."""
     entry = accelerator.prepared.find(result)
     if entry is None:
-        accelerator.prepared.record(kind, result, [given], settings=settings_of(accelerator))
+        _record(accelerator, kind, result, [given])
     elif accelerator.prepared.find(given) is None:  # the replacement prepared another object in place of this one
         accelerator.prepared.include(entry, given)
     return result
@@ -505,12 +533,14 @@ def restore_registry(accelerator: TrainingRun) -> None:
     for kind, name in _LISTS.items():
         for item in getattr(accelerator, name):
             inside = chain(item) if kind == "model" else [] if kind == "loader" else [getattr(item, kind)]
-            accelerator.prepared.record(kind, item, inside, settings=settings_of(accelerator))
+            _record(accelerator, kind, item, inside)
 
 
 def release(accelerator: TrainingRun, objects: tuple[Any, ...]) -> list[Any]:
-    """Let go of everything prepared, so that the next ``prepare`` is a first one, and of the objects given."""
-    resolve(accelerator.state).release(accelerator)
+    """Release everything prepared, so that the next ``prepare`` is a first one, and the objects that were given."""
+    from accelerate.checkpoint.save import HostBuffers  # not for a run that writes no checkpoint
+
+    accelerator._strategy.release(accelerator)
     for released in accelerator.extensions.released:
         released()
     accelerator.prepared.clear()

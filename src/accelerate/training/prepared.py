@@ -2,7 +2,7 @@
 
 Every prepared object is remembered with the objects it was made from (the module inside a wrapper, the module inside a
 compiled one, the optimizer inside a prepared optimizer). References are weak, and objects are compared with ``is``
-alone: tensors, modules and lists define ``==`` as they like, and two models with the same weights are two models.
+only: tensors, modules and lists define ``==`` as they like, and two models with the same weights are two models.
 """
 
 import gc
@@ -61,6 +61,7 @@ class PreparedObjects:
         self.logged: set[str] = set()
         self.replicated: list[tuple[nn.Module, list[nn.Parameter]]] = []
         self.moved = MovedParameters()
+        self.admitted: set[int] = set()  # of objects that a running `prepare` has checked, by id
         # By the identity of each object that belongs to one, which another object may have once it is gone.
         self._entries: dict[int, Entry] = {}
         _LIVE.add(self)
@@ -75,14 +76,15 @@ class PreparedObjects:
         self.__dict__.update(state)
 
     def record(self, kind: str, outer: Any, inners: Iterable[Any] = (), **details: Any) -> Entry:
-        """Remember a prepared object and what it was made from; a former entry of the same objects is replaced."""
-        objects = [outer, *inners]
-        former = [self.find(obj) for obj in objects]
-        self._entries = {
-            key: known for key, known in self._entries.items() if known not in former and known.outer() is not None
-        }
-        entry = Entry(kind, reference(outer), [reference(inner) for inner in objects[1:]], **details)
-        self._entries.update(dict.fromkeys(map(id, objects), entry))
+        """Remember a prepared object and what it was made from; a former entry of the same objects becomes part of it."""
+        objects = {id(obj): obj for obj in (outer, *inners)}
+        for obj in list(objects.values()):
+            if (former := self.find(obj)) is not None:
+                objects = {id(part): part for part in former.objects()} | objects
+        references = [reference(obj) for key, obj in objects.items() if key != id(outer)]
+        entry = Entry(kind, reference(outer), references, **details)
+        self._entries = {key: other for key, other in self._entries.items() if other.outer() is not None}
+        self._entries.update(dict.fromkeys(objects, entry))
         _LIVE.add(self)
         return entry
 
@@ -94,8 +96,14 @@ class PreparedObjects:
     def find(self, obj: Any) -> Entry | None:
         """Return the entry that an object belongs to, as the outer or as an inner one; None once the outer one is gone."""
         entry = self._entries.get(id(obj))
-        belongs = entry is not None and entry.outer() is not None and any(obj is known for known in entry.objects())
-        return entry if belongs else None
+        if entry is None or (outer := entry.outer()) is None:
+            return None
+        if obj is outer:
+            return entry
+        for inner in entry.inners:
+            if inner() is obj:
+                return entry
+        return None
 
     def lists(self) -> list[list[Any]]:
         """Return the lists of what `prepare` and what follows it have put here."""
@@ -109,16 +117,18 @@ class PreparedObjects:
         self.moved.clear()
         _LIVE.discard(self)  # its training is over until something is prepared again
 
-    def alive(self, kind: str) -> Iterator[Any]:
-        """Yield the prepared objects of a kind that are alive."""
-        for entry in dict.fromkeys(self._entries.values()):
-            if entry.kind == kind and (outer := entry.outer()) is not None:
-                yield outer
+    def alive(self, kind: str) -> list[Any]:
+        """Return the prepared objects of a kind that are alive."""
+        entries = dict.fromkeys(self._entries.values())
+        return [outer for entry in entries if entry.kind == kind and (outer := entry.outer()) is not None]
 
 
-def live(registry: PreparedObjects) -> list[PreparedObjects]:
-    """Return the registries of all live Accelerators, that of this one first."""
-    return [registry, *(other for other in list(_LIVE) if other is not registry)]
+def find_elsewhere(registry: PreparedObjects, obj: Any) -> Entry | None:
+    """Return the entry that an object has in the registry of another live Accelerator."""
+    for other in list(_LIVE):
+        if other is not registry and (entry := other.find(obj)) is not None:
+            return entry
+    return None
 
 
 def others_alive() -> bool:
@@ -130,7 +140,7 @@ def others_alive() -> bool:
 
 def histories(registry: PreparedObjects) -> list[MovedParameters]:
     """Return what became of replaced parameters: of an Accelerator first, then of the other live ones."""
-    return [known.moved for known in live(registry)]
+    return [registry.moved] + [other.moved for other in list(_LIVE) if other is not registry]
 
 
 def optimizers() -> list[torch.optim.Optimizer]:
@@ -142,22 +152,20 @@ def optimizers() -> list[torch.optim.Optimizer]:
 def check_optimizers(objects: Sequence[Any]) -> None:
     """Refuse an optimizer of a model as it was before its parameters were replaced by hand: its steps change nothing.
 
-    An optimizer of something else than a prepared model is left alone: only one of the same shapes is refused.
+    An optimizer of anything but a prepared model is not refused, unless it has the same shapes.
     """
     models = [model for registry in list(_LIVE) for model in registry.alive("model")]
     trained = {id(parameter) for model in models for parameter in model.parameters()}
-    groups = [group for each in objects if isinstance(each, torch.optim.Optimizer) for group in each.param_groups]
-    all_held = {id(parameter) for group in groups for parameter in group["params"]}
-    for optimizer in objects:
-        if not isinstance(optimizer, torch.optim.Optimizer):
+    optimizers = [item for item in objects if isinstance(item, torch.optim.Optimizer)]
+    groups = [[parameter for group in item.param_groups for parameter in group["params"]] for item in optimizers]
+    updated = {id(parameter) for parameters in groups for parameter in parameters}
+    for optimizer, parameters in zip(optimizers, groups, strict=True):
+        if not trained.isdisjoint(map(id, parameters)):
             continue
-        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if any(id(parameter) in trained for parameter in held):
-            continue
-        shapes = Counter(parameter.shape for parameter in held)
-        # A model that has its optimizer here is not the one that this optimizer has lost.
+        shapes = Counter(parameter.shape for parameter in parameters)
         for model in objects:
-            if not isinstance(model, nn.Module) or any(id(parameter) in all_held for parameter in model.parameters()):
+            # A model that has its optimizer here is not the one that this optimizer has lost.
+            if not isinstance(model, nn.Module) or not updated.isdisjoint(map(id, model.parameters())):
                 continue
             if shapes in (
                 Counter(parameter.shape for parameter in model.parameters()),
@@ -165,7 +173,7 @@ def check_optimizers(objects: Sequence[Any]) -> None:
             ):
                 raise ValueError(
                     f"The optimizer ({type(getattr(optimizer, 'optimizer', optimizer)).__name__}) holds none of the prepared models' parameters, but "
-                    f"{len(held)} of the same shapes as those of {type(model).__name__}: they were replaced after the optimizer was "
+                    f"{len(parameters)} of the same shapes as those of {type(model).__name__}: they were replaced after the optimizer was "
                     "made (`model.to(device)` does that on some devices), and a step would change nothing. Make the optimizer "
                     "from `model.parameters()` of the model as it is now."
                 )
@@ -173,14 +181,16 @@ def check_optimizers(objects: Sequence[Any]) -> None:
 
 def shared_part(registry: PreparedObjects, model: nn.Module) -> str | None:
     """Say which part a new model shares with one that is prepared already; None when it shares none."""
-    if next(registry.alive("model"), None) is None:
+    itself = registry.find(model)
+    models = [outer for outer in registry.alive("model") if itself is None or outer is not itself.outer()]
+    if not models:
         return None
     # What has no parameters (an activation, a dropout) shares nothing that is trained.
     owners = {id(module) for module in model.modules() if next(module.parameters(), None) is not None}
     for name, module in model.named_modules():
         if name and id(module) in owners and (entry := registry.find(module)) is not None and entry.kind == "model":
             return f"its submodule {name!r} ({type(module).__name__}) is a prepared model"
-    for prepared in registry.alive("model"):
+    for prepared in models:
         for name, module in prepared.named_modules():
             if id(module) in owners:
                 return f"it shares {name!r} ({type(module).__name__}) with the prepared {type(prepared).__name__}"

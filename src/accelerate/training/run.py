@@ -1,28 +1,31 @@
 """What functions of `training` use of an Accelerator: they are the bodies of its methods, and use its private attributes."""
 
-from collections import OrderedDict
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from __future__ import annotations
+
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
-from torch import nn
-
-from accelerate.checkpoint.save import Background
-from accelerate.comm.base import Communicator
-from accelerate.config.enums import LoggerType, RNGType
-from accelerate.config.handlers import AutocastKwargs
-from accelerate.config.project import DataLoaderConfiguration
-from accelerate.extension import Extensions
 from accelerate.runtime.run import Run
-from accelerate.state import AcceleratorState, GradientState
-from accelerate.strategies.base import Strategy
-from accelerate.trackers.base import GeneralTracker
-from accelerate.training.prepared import PreparedObjects
-from accelerate.training.window import Window
 
 if TYPE_CHECKING:
+    from collections import OrderedDict
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
+    import torch
+    from torch import nn
+
+    from accelerate.checkpoint.save import Background
+    from accelerate.comm.base import Communicator
+    from accelerate.config.enums import LoggerType, RNGType
+    from accelerate.config.handlers import AutocastKwargs
+    from accelerate.config.project import DataLoaderConfiguration
+    from accelerate.extension import Extensions
+    from accelerate.state import AcceleratorState, GradientState
+    from accelerate.strategies.base import Strategy
     from accelerate.strategies.state_io import StateIO
+    from accelerate.trackers.base import GeneralTracker
+    from accelerate.training.prepared import PreparedObjects
+    from accelerate.training.window import Window
 
 
 class TrainingRun(Run, Protocol):
@@ -113,7 +116,7 @@ class TrainingRun(Run, Protocol):
         """The communicator of the run."""
 
     @property
-    def _state_io(self) -> "StateIO":
+    def _state_io(self) -> StateIO:
         """What a checkpoint has of the strategy."""
 
     # -- methods that libraries replace, so they are called on the Accelerator -----------------------------------------

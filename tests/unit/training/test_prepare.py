@@ -12,7 +12,6 @@ from accelerate.precision.amp import autocast_of
 from accelerate.runtime import storage
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.strategies.base import Strategy
-from accelerate.training import prepare
 from accelerate.training.prepared import PreparedObjects
 from accelerate.utils import TorchDynamoPlugin
 from cases import cases
@@ -60,19 +59,19 @@ def test_objects_prepared_after_a_reset_follow_their_accelerator():
     assert not storage.accelerator.current and not storage.gradient.current, "the reset stays in force for others"
 
 
-def test_a_frozen_model_that_is_trained_later_gets_its_wrapper(monkeypatch):
-    monkeypatch.setattr(prepare, "resolve", lambda state: Synchronising())
+def test_a_frozen_model_that_is_trained_later_gets_its_wrapper():
     accelerator = Accelerator(cpu=True)
+    accelerator._strategy = Synchronising()
     model = nn.Linear(1, 1).requires_grad_(False)
-    given = [nn.Linear(1, 1), model]
-    for item in given:
-        prepare.prepare_model(accelerator, item, None, evaluation=False)
+    accelerator.prepare(nn.Linear(1, 1), model)
     with pytest.warns(UserWarning, match="already prepared"):
-        assert prepare.find_prepared(accelerator, model, "model") is model
+        assert accelerator.prepare(model) is model
     model.requires_grad_(True)
-    wrapped = prepare.find_prepared(accelerator, model, "model")
+    wrapped = accelerator.prepare(model)
     assert isinstance(wrapped, Wrapper) and wrapped.module is model
     assert [type(item) for item in accelerator._models] == [Wrapper, Wrapper] and accelerator._models[1] is wrapped
+    with pytest.warns(UserWarning, match="inner object"):
+        assert accelerator.prepare(model) is wrapped
 
 
 def test_a_model_from_a_run_in_another_precision_loses_its_autocast():

@@ -120,7 +120,8 @@ def show_command(args: argparse.Namespace) -> None:
     from accelerate.launch import resolve, runners  # not for --help
 
     values, file = resolve.merge(args, os.environ)
-    resolve.choose_paradigm(values)  # a launch would not use values that a higher layer rules out
+    # A launch would not use values that a higher layer rules out.
+    values = {**values, **resolve.choose_paradigm(values)}
     print(f"configuration file: {file.path if file else f'none ({files.default_path()} does not exist)'}")
     print(runners.settings_table(values, every=args.all))
     for note in file.unused if file else ():

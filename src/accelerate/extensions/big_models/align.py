@@ -1,6 +1,6 @@
 """The hook that has a module's weights on its device during forward, and elsewhere between two."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,24 +19,112 @@ from accelerate.extensions.big_models.prefetch import Prefetcher
 from accelerate.extensions.big_models.store import WeightSource
 from accelerate.extensions.big_models.tensors import named_module_tensors
 
-# The module that holds a tensor, the table of it that has the tensor, and the tensor's name there.
+# The module that holds a tensor, its table that has the tensor, and the tensor's name there.
 _Place = tuple[nn.Module, dict[str, Any], str]
+# Of a shared weight, by its `data_ptr`: the copy on each device.
+_Copies = dict[int, dict[Any, torch.Tensor]]
 
 _uncompiled: dict[Callable[..., None], Callable[..., None]] = {}
 
 
 def _compiler_disable(method: Callable[..., None]) -> Callable[..., None]:
-    """A method that moves weights, without `torch.compile`, which would compile nothing of it and fail at some; its
-    own decorator would take a second to import for those who never compile.
-    """
+    """Return a method that `torch.compile` skips, because it fails on some tensors that are moved. Importing torch's decorator takes a second."""
     if method not in _uncompiled:
         _uncompiled[method] = torch.compiler.disable(method)
     return _uncompiled[method]
 
 
+class Residency:
+    """The weights of one module that are in it between `enter` and `leave`, and on the meta device otherwise.
+
+    Attributes:
+        source: Where they are read from.
+        shared: The `data_ptr` of each weight that other modules share, by name. It is kept because a value from a file has a new address
+            each time, maybe that of a freed one.
+    """
+
+    def __init__(self, source: WeightSource) -> None:
+        self.source = source
+        self.shared: dict[str, int] = {}
+        # Stored weights that needed no copy, with the parameters made of them, to be used again.
+        self._stored: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        # What is in the module now: where, the tensor, and the empty one that it replaced.
+        self._present: dict[str, tuple[_Place, torch.Tensor, torch.Tensor]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Copies bring in separate weights.
+        return {**self.__dict__, "_stored": {}, "_present": {}}
+
+    def enter(
+        self,
+        places: Iterable[tuple[str, _Place, torch.Tensor]],
+        device: Device,
+        ahead: Mapping[str, torch.Tensor],
+        copies: _Copies | None,
+    ) -> None:
+        """Put the weights into the module.
+
+        Args:
+            places: Name below the module, place and present tensor of each parameter and buffer that may be elsewhere.
+            device: Where they go.
+            ahead: Weights that were read ahead.
+            copies: The `tied_params_map` of the hook.
+        """
+        source = self.source
+        for name, place, empty in places:
+            value = ahead.get(name)
+            if value is None or value.dtype is not empty.dtype:
+                value = source.get(name)
+                if value is None and source.weights_map is not None:
+                    continue
+            stored, filled = self._stored.get(name, (None, empty))
+            is_stored = stored is value and stored is not None and filled.data_ptr() == value.data_ptr()
+            if is_stored and filled is empty:
+                continue  # left there by a forward that raised
+            if is_stored and empty.is_meta and filled.dtype is empty.dtype:
+                if filled.requires_grad is not empty.requires_grad:
+                    filled.requires_grad_(empty.requires_grad)
+                if empty.__dict__:
+                    filled.__dict__.update(empty.__dict__)
+                place[1][place[2]] = filled
+            else:
+                filled = self._fill(name, place, value, device, copies if name in self.shared else None)
+            self._present[name] = (place, filled, empty)
+
+    def _fill(
+        self, name: str, place: _Place, value: torch.Tensor | None, device: Device, copies: _Copies | None
+    ) -> torch.Tensor:
+        """Make a tensor of a value, put it into its place and return it."""
+        owner, table, key = place
+        empty, scales = table[key], self.source.scales(name, value)
+        set_module_tensor_to_device(owner, key, device, value, None, scales, tied_params_map=copies, clear_cache=False)
+        filled = table[key]
+        # The stored weight is worth keeping. Copies are not, because memory is what offloading saves.
+        is_stored = value is not None and name not in self.shared and filled.data_ptr() == value.data_ptr()
+        if is_stored and type(empty) in PLAIN and empty.is_meta and self.source.raw(name) is value:
+            self._stored[name] = (value, filled)
+        return filled
+
+    def leave(self, device: Device | None, copies: _Copies | None) -> None:
+        """Take the weights out of the module, and drop the copies of shared ones on the device."""
+        for name, ((owner, table, key), filled, empty) in self._present.items():
+            now = table.get(key)
+            if now is filled and empty.is_meta and filled.dtype is empty.dtype and type(empty) in PLAIN:
+                if filled.grad is not None:
+                    self._stored.pop(name, None)
+                if filled.requires_grad is not empty.requires_grad:
+                    empty.requires_grad_(filled.requires_grad)
+                table[key] = empty
+            elif now is not None and not now.is_meta:
+                set_module_tensor_to_device(owner, key, "meta")
+        self._present.clear()
+        for pointer in self.shared.values():
+            (copies or {}).get(pointer, {}).pop(device, None)
+
+
 class AlignDevicesHook(ModelHook):
     """Has a module's weights and inputs on one device during forward, and optionally keeps the weights elsewhere
-    between.
+    between. The public attributes are those of the interface, which others read and replace; a `Residency` moves the weights.
 
     Args:
         execution_device: Where forward runs. None: nothing is moved there.
@@ -49,6 +137,11 @@ class AlignDevicesHook(ModelHook):
         skip_keys: Keyword arguments (and keys of an output) that stay where they are.
         tied_params_map: ``data_ptr`` of a shared weight -> device -> its copy there, shared among hooks so that tied
             weights are brought to a device once.
+
+    Attributes:
+        prefetcher: What reads the weights of this module ahead; set by `attach_prefetcher`.
+        leads: The prefetcher of a model whose root has this hook.
+        ties: For an offloaded model, the groups of names that shared a parameter.
     """
 
     __module__ = "accelerate.hooks"  # the path in pickles
@@ -65,7 +158,6 @@ class AlignDevicesHook(ModelHook):
         tied_params_map: dict[int, dict[Any, torch.Tensor]] | None = None,
     ) -> None:
         self.execution_device = execution_device
-        self._target: tuple[Any, Any] = (None, None)
         self.offload = offload
         self.io_same_device = io_same_device
         self.weights_map = weights_map
@@ -77,33 +169,24 @@ class AlignDevicesHook(ModelHook):
         self.buffer_original_devices: dict[str, torch.device] = {}
         self.original_devices: dict[str, torch.device] = {}
         self.tied_params_names: set[str] = set()
-        self._tied_pointers: dict[str, int] = {}
         self.tied_params_map = tied_params_map
-        # Set by `attach_prefetcher`: who reads this module's weights ahead, and whose model's root this hook is on.
         self.prefetcher: Prefetcher | None = None
         self.leads: Prefetcher | None = None
-        # Set on the hook of an offloaded model: the groups of names that shared a parameter.
         self.ties: Sequence[Sequence[str]] = ()
-        # Parameters made of weights that needed no copy, to be used again; and what is in the module now, by name, with the
-        # place that it is in and what it replaced there.
-        self._kept: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._present: dict[str, tuple[_Place, torch.Tensor, torch.Tensor]] = {}
-        self._source = WeightSource(weights_map)
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Copies bring in weights of their own.
-        return {**self.__dict__, "_kept": {}, "_present": {}}
+        # The execution device, as it was given and exactly.
+        self._target: tuple[Any, Any] = (None, None)
+        self._residency = Residency(WeightSource(weights_map))
 
     def __repr__(self) -> str:
         shown = ("execution_device", "offload", "io_same_device", "offload_buffers", "place_submodules", "skip_keys")
         return f"AlignDevicesHook({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
 
     @property
-    def source(self) -> WeightSource:
-        """Where offloaded weights are read from: what `weights_map` is now, which others may replace at any time."""
-        if self._source.weights_map is not self.weights_map:
-            self._source = WeightSource(self.weights_map)
-        return self._source
+    def residency(self) -> Residency:
+        """What moves the weights. It reads from what `weights_map` is now, which others may replace at any time."""
+        if self._residency.source.weights_map is not self.weights_map:
+            self._residency.source = WeightSource(self.weights_map)
+        return self._residency
 
     def offloaded_tensors(self, module: nn.Module) -> list[tuple[str, torch.Tensor]]:
         """Return the tensors that are elsewhere between forwards: not buffers that are in no checkpoint, which stay."""
@@ -126,12 +209,12 @@ class AlignDevicesHook(ModelHook):
                     "`weights_map` that has it."
                 )
             self.weights_map = {name: tensors[name].to("cpu") for name in offloaded}
+        residency = self.residency
         for name in offloaded:
-            value = self.source.get(name) if self.tied_params_map else None
+            value = residency.source.get(name) if self.tied_params_map else None
             if value is not None and value.data_ptr() in self.tied_params_map:
-                # Kept, because a value from a file has a new address each time, maybe that of a freed one.
                 self.tied_params_names.add(name)
-                self._tied_pointers[name] = value.data_ptr()
+                residency.shared[name] = value.data_ptr()
             set_module_tensor_to_device(module, name, "meta")
         if self.execution_device is not None:
             # What is not offloaded lives where forward needs it.
@@ -171,9 +254,9 @@ class AlignDevicesHook(ModelHook):
         if torch.is_inference_mode_enabled():
             # A tensor that is made in inference mode computes in other ways, with other bits, and never works outside of it.
             with torch.inference_mode(False):
-                self._load_weights(module)
+                self._enter(module)
         else:
-            self._load_weights(module)
+            self._enter(module)
 
     def _places(self, module: nn.Module) -> Iterator[tuple[str, _Place, torch.Tensor]]:
         """Yield what may be elsewhere between forwards: a name below the module, where it is, and the tensor there."""
@@ -186,42 +269,9 @@ class AlignDevicesHook(ModelHook):
                 if tensor is not None and name not in owner._non_persistent_buffers_set:
                     yield prefix + name, (owner, owner._buffers, name), tensor
 
-    def _load_weights(self, module: nn.Module) -> None:
+    def _enter(self, module: nn.Module) -> None:
         ahead = self.prefetcher.enter(self) if self.prefetcher is not None else {}
-        source = self._source if self._source.weights_map is self.weights_map else self.source
-        for name, place, empty in self._places(module):
-            value = ahead.get(name)
-            if value is None or value.dtype is not empty.dtype:
-                value = source.get(name)
-                if value is None and self.weights_map is not None:
-                    continue
-            known, filled = self._kept.get(name, (None, empty))
-            again = known is value and known is not None and filled.data_ptr() == value.data_ptr()
-            if again and filled is empty:
-                continue  # left there by a forward that raised
-            if again and empty.is_meta and filled.dtype is empty.dtype:
-                if filled.requires_grad is not empty.requires_grad:
-                    filled.requires_grad_(empty.requires_grad)
-                if empty.__dict__:
-                    filled.__dict__.update(empty.__dict__)
-                place[1][place[2]] = filled
-            else:
-                filled = self._put_weight(name, place, value)
-            self._present[name] = (place, filled, empty)
-
-    def _put_weight(self, name: str, place: _Place, value: torch.Tensor | None) -> torch.Tensor:
-        owner, table, last = place
-        empty, tied = table[last], name in self.tied_params_names
-        scales, known = self.source.scales(name, value), self.tied_params_map if tied else None
-        set_module_tensor_to_device(
-            owner, last, self.execution_device, value, None, scales, tied_params_map=known, clear_cache=False
-        )
-        filled = table[last]
-        # The stored weight itself is worth keeping. Copies are not, because memory is what offloading saves.
-        stored = not tied and value is not None and type(empty) in PLAIN and filled.data_ptr() == value.data_ptr()
-        if stored and empty.is_meta and self.source.raw(name) is value:
-            self._kept[name] = (value, filled)
-        return filled
+        self.residency.enter(self._places(module), self.execution_device, ahead, self.tied_params_map)
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Drop offloaded weights again, and bring the output to the inputs' device."""
@@ -237,34 +287,21 @@ class AlignDevicesHook(ModelHook):
     def _leave(self, module: nn.Module) -> None:
         if self.leads is not None:
             self.leads.end()
-        if not self.offload:
-            return
-        for name, ((owner, table, last), filled, empty) in self._present.items():
-            now = table.get(last)
-            if now is filled and empty.is_meta and filled.dtype is empty.dtype and type(empty) in PLAIN:
-                if filled.grad is not None:
-                    self._kept.pop(name, None)
-                if filled.requires_grad is not empty.requires_grad:
-                    empty.requires_grad_(filled.requires_grad)
-                table[last] = empty
-            elif now is not None and not now.is_meta:
-                set_module_tensor_to_device(owner, last, "meta")
-        self._present.clear()
-        for pointer in self._tied_pointers.values():
-            (self.tied_params_map or {}).get(pointer, {}).pop(self.execution_device, None)
+        if self.offload:
+            self._residency.leave(self.execution_device, self.tied_params_map)
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """Bring offloaded weights back to the device they came from."""
         if self.leads is not None:
-            self.leads.close()  # it goes on if the hook comes back, as when another one is appended
+            self.leads.close()  # it starts again if the hook comes back, as when another one is appended
         if self.offload:
-            present = dict(named_module_tensors(module, recurse=self.place_submodules))
+            present, source = dict(named_module_tensors(module, recurse=self.place_submodules)), self.residency.source
             for name, device in self.original_devices.items():
                 if device.type == "meta" or name not in present:
                     continue
-                value = self.source.get(name)
+                value = source.get(name)
                 if value is None and present[name].device.type == "meta":
                     continue  # no data anywhere
-                scales = self.source.scales(name, value)
+                scales = source.scales(name, value)
                 set_module_tensor_to_device(module, name, device, value=value, fp16_statistics=scales)
         return module

@@ -10,4 +10,5 @@ SPEC = Spec(
     "checks",
     extension="accelerate.extensions.checks.replicas:ReplicaCheck",
     attaches=lambda run: bool(os.environ.get(CHECK_EVERY)),
+    late=False,
 )

@@ -16,6 +16,7 @@ SPEC = Spec(
     "fp8",
     extension=f"{_FP8}:Fp8",
     attaches=_attaches,
+    late=False,
     methods={name: f"{_FP8}:{name}" for name in ("_prepare_te", "_prepare_ao", "_prepare_msamp")},
     attributes={"fp8_backend": f"{_FP8}:fp8_backend"},
     handlers={

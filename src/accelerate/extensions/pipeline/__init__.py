@@ -34,7 +34,9 @@ SPEC = Spec(
     "pipeline",
     extension="accelerate.extensions.pipeline.extension:Pipelines",
     attaches=_attaches,
+    late=False,
     arrives=lambda models: any(hasattr(model, "_pp_stage") for model in models),
+    needs="transformers",
     strategies=(_STRATEGY,),
     methods={"prepare_pipeline": "accelerate.extensions.pipeline.pipeline:prepare_pipeline"},
 )

@@ -8,16 +8,19 @@ from accelerate.extension import Spec
 _WATCH = "accelerate.extensions.preemption.watch"
 
 
-def _attaches(run: Any) -> bool:
+def _arrives(models: list[Any]) -> bool:
     # An Accelerator without the setting prepares objects for the loop of one that has it.
-    watch = sys.modules.get(_WATCH)
-    return run.project_configuration.save_on_signal is not None or (watch is not None and watch.is_watching())
+    is_watching: bool = sys.modules[_WATCH].is_watching()
+    return is_watching
 
 
 SPEC = Spec(
     "preemption",
     extension=f"{_WATCH}:Preemption",
-    attaches=_attaches,
+    attaches=lambda run: run.project_configuration.save_on_signal is not None,
+    late=False,
+    arrives=_arrives,
+    needs=_WATCH,
     methods={"check_stop": f"{_WATCH}:check_stop"},
     attributes={"should_stop": f"{_WATCH}:should_stop"},
 )

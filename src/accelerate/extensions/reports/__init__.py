@@ -7,6 +7,7 @@ SPEC = Spec(
     "reports",
     extension="accelerate.extensions.reports.out_of_memory:OutOfMemory",
     attaches=lambda run: True,
+    late=False,
     methods={
         name: f"{_METHODS}:{name}" for name in ("precision_report", "memory_report", "throughput", "throughput_report")
     },

@@ -16,5 +16,6 @@ SPEC = Spec(
     "sequence",
     extension="accelerate.extensions.sequence.extension:SharedSequences",
     attaches=_attaches,
+    late=False,
     methods={"_prepare_cp": "accelerate.extensions.sequence.sequence:_prepare_cp"},
 )

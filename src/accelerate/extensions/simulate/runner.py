@@ -21,8 +21,8 @@ _OF_A_LAUNCH = (
 )
 
 
-def arrange(values: dict[str, Resolved], notes: list[str]) -> Ranks:
-    """Let the settings be those of a simulated run, in place, and return its rank; a LaunchError says what contradicts it."""
+def arrange(values: Mapping[str, Resolved]) -> tuple[Ranks, dict[str, Resolved], list[str]]:
+    """Return the rank of a simulated run, the settings that it changes, and notes; a LaunchError says what contradicts it."""
     asked, rank = values["simulate"].value, values["simulate_rank"].value or 0
     if fault := BY_NAME["simulate"].check(asked):
         raise LaunchError(f"--simulate is {asked!r}; {fault}.")
@@ -40,19 +40,21 @@ def arrange(values: dict[str, Resolved], notes: list[str]) -> Ranks:
             raise LaunchError(f"--simulate_device is {device!r}. {error}") from None
     machines, processes = map(int, asked.split("x"))
     counts = {"num_machines": machines, "num_processes": machines * processes}
+    changes: dict[str, Resolved] = {}
+    notes = []
     for name, count in counts.items():
         setting = values[name]
         if setting.value not in (None, count):
             if setting.source is Source.COMMAND_LINE:
                 raise LaunchError(f"--{name} is {setting.value}, and --simulate {asked} means {count}. Leave it out.")
             notes.append(f"{name} is {count} (--simulate {asked}), not {setting.value} ({setting.origin}).")
-        values[name] = Resolved(count, values["simulate"].source, f"--simulate {asked}")
+        changes[name] = Resolved(count, values["simulate"].source, f"--simulate {asked}")
     if not 0 <= rank < counts["num_processes"]:
         raise LaunchError(f"--simulate_rank is {rank}; {asked} has the ranks 0 to {counts['num_processes'] - 1}.")
     off = [name for name in ("multi_gpu", "enable_cpu_affinity") if name in values and values[name].value]
     for name, value in {"cpu": True, **dict.fromkeys(off)}.items():
-        values[name] = Resolved(value, Source.MACHINE, "a simulated run")
-    return Ranks(rank, counts["num_processes"], rank % processes, processes, "torchrun")
+        changes[name] = Resolved(value, Source.MACHINE, "a simulated run")
+    return Ranks(rank, counts["num_processes"], rank % processes, processes, "torchrun"), changes, notes
 
 
 def summary(plan: LaunchPlan) -> str:

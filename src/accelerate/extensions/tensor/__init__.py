@@ -34,7 +34,9 @@ SPEC = Spec(
     "tensor",
     extension="accelerate.extensions.tensor.extension:TensorParallelism",
     attaches=_attaches,
+    late=False,
     arrives=_arrives,
+    needs="torch.distributed.tensor",
     strategies=(_STRATEGY,),
     methods={"_prepare_tp": "accelerate.extensions.tensor.tensor:_prepare_tp"},
 )

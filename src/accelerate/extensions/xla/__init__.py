@@ -9,6 +9,7 @@ SPEC = Spec(
     "xla",
     extension=f"{_HERE}.strategy:ReduceBeforeStep",
     attaches=lambda run: traits_of(run.distributed_type).traced,
+    late=False,
     strategies=(
         StrategySpec(
             "xla",

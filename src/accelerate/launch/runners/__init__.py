@@ -8,8 +8,8 @@ A runner is a module of this folder, or one that an extension names in `Spec.run
 - `BY` says who starts the processes, such as "by mpirun".
 - `starts(values, on, job)`, of a runner that a `Feature` or a `StrategySpec` names, says whether it starts this run: the settings, the
   features that are on, and what a scheduler has started.
-- `arrange(values, notes)`, of a runner that an option of its name asks for, changes the settings, and returns the `Ranks` of the one process
-  that it starts. No scheduler, device or other machine is asked then. Optional.
+- `arrange(values)`, of a runner that an option of its name asks for, returns the `Ranks` of the one process that it starts, the settings
+  that it changes, and notes. No scheduler, device or other machine is asked then. Optional.
 - `REMOTE = True` says that the launcher knows neither the cores nor the devices of the machines. Optional.
 - `variables(values, environ)` returns what a run of the `StrategySpec` that names it needs besides the variables of options, and
   `notes(values)` lines about its settings, whatever starts the run. Optional.
