@@ -70,15 +70,7 @@ def test_adapters_train_as_on_one_process_and_load_into_stock_peft(launched, pro
 @pytest.mark.slow
 def test_models_that_arrive_sharded_on_four_processes_load_on_two(launched):
     need("transformers")
-    names = [
-        "fsdp-tp",
-        "norms-fsdp-tp",
-        "hsdp",
-        "ep-in-fsdp",
-        "ep-fsdp-tp",
-        "own-ep-in-fsdp",
-        "own-ep-hsdp",
-    ]
+    names = ["fsdp-tp", "norms-fsdp-tp", "hsdp", "ep-in-fsdp", "ep-fsdp-tp", "own-ep-in-fsdp", "own-ep-hsdp"]
     launched("arrived_models.py", "train", *names, processes=4)
     pairs = ["fsdp<hsdp", "tp<fsdp-tp", "fsdp<fsdp-tp"]
     pairs += [f"ep-fsdp<{name}" for name in ("ep-in-fsdp", "ep-fsdp-tp", "own-ep-in-fsdp", "own-ep-hsdp")]
@@ -103,8 +95,7 @@ def test_example_stops_and_goes_on(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "script, words, more",
-    [("sharded_models.py", ["all"], ["peft"]), ("sharded_trainer.py", MORE, [])],
+    "script, words, more", [("sharded_models.py", ["all"], ["peft"]), ("sharded_trainer.py", MORE, [])]
 )
 def test_every_layout(script, words, more, launched):
     need("transformers", *more)

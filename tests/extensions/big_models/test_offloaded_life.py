@@ -188,10 +188,7 @@ def test_checkpoint_is_never_written(form, references, tmp_path):
     before = _bytes_of(reference.checkpoints[form])
     for device_map in ({"": "cpu"}, {"": "disk"}, {"embedding": "cpu", "layers": "disk"}):
         model = load_checkpoint_and_dispatch(
-            reference.make(empty=True),
-            reference.checkpoints[form],
-            device_map,
-            offload_folder=tmp_path / "offload",
+            reference.make(empty=True), reference.checkpoints[form], device_map, offload_folder=tmp_path / "offload"
         )
         mine, wanted = (_doubling(one)(**reference.batches[0]) for one in (model, reference.make()))
         assert same(mine, wanted), device_map

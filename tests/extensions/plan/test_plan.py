@@ -400,10 +400,7 @@ def test_options_of_a_plan_of_a_program(accelerate, place):
     "prepare, said",
     ("loader = ()", "'train.py 8' prepares no model."),
     (f"{PREPARED}; loader = ()", "'train.py 8' calls no model that it has prepared."),
-    (
-        "raise RuntimeError('no data')",
-        "fails before it calls a model that it has prepared: RuntimeError('no data')",
-    ),
+    ("raise RuntimeError('no data')", "fails before it calls a model that it has prepared: RuntimeError('no data')"),
 )
 def test_a_program_without_a_model(accelerate, place, prepare, said):
     write_program(place, prepare)

@@ -4,7 +4,7 @@ import sys
 
 from datasets import Dataset
 from peft import LoraConfig
-from tiny import causal_model, report, sentences, tokenizer
+from tiny import causal_model, losses, report, sentences, tokenizer
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 ADAPTER = LoraConfig(r=4, lora_alpha=8, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM")
@@ -33,7 +33,7 @@ def preferences(folder):
 
 def train(trainer):
     trainer.train()
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return losses(trainer)
 
 
 folder, *more = sys.argv[1:]

@@ -4,7 +4,7 @@ import os
 import sys
 
 import numpy as np
-from tiny import TokenRows, causal_model, report
+from tiny import TokenRows, causal_model, losses, report
 from torch.utils.data import DataLoader, DistributedSampler
 from transformers import Trainer, TrainingArguments
 
@@ -31,10 +31,6 @@ class DividedTrainer(Trainer):
     def training_step(self, model, inputs, *rest, **options):
         self.seen = getattr(self, "seen", 0) + len(self.accelerator.gather_for_metrics(inputs["input_ids"]))
         return super().training_step(model, inputs, *rest, **options)
-
-
-def losses(trainer):
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 AUTO = dict.fromkeys(

@@ -9,12 +9,11 @@ transformers as it is installed, for some cases (`stock`: for all and nothing el
 import gc
 import os
 import sys
-from contextlib import contextmanager
 from functools import cache
 
 import torch
 from sharded_models import LENGTH, WORDS, llama
-from tiny import report
+from tiny import apart, report
 from transformers import (
     AutoModelForCausalLM,
     MixtralConfig,
@@ -29,7 +28,7 @@ from transformers.distributed import DistributedConfig
 
 import transformers_patch
 from accelerate import ParallelismConfig
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.state import PartialState
 
 BATCH, WINDOW, STEPS = 4, 2, 4
 EXACT = 1e-6
@@ -119,19 +118,6 @@ class Rows(torch.utils.data.Dataset):
     def __getitem__(self, index):
         mask = {"attention_mask": self.mask[index].long()} if self.padded else {}
         return {"input_ids": self.ids[index], "labels": self.labels[index], **mask}
-
-
-@contextmanager
-def apart():
-    """Forget states, and variables that the arguments write, afterwards."""
-    before = dict(os.environ)
-    try:
-        yield
-    finally:
-        GradientState._reset_state()
-        AcceleratorState._reset_state(True)
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def built(folder, name, weight, arriving=None):

@@ -16,16 +16,26 @@ import sys
 import time
 
 import torch
-import torch.distributed as dist
-from killing import wait_and_kill
-from tiny import TokenRows, bert_config, causal_model, report, sentences, tokenizer
+from killing import fork, wait_and_kill, written
+from tiny import (
+    Exact,
+    TokenRows,
+    apart,
+    bert_config,
+    causal_model,
+    everywhere,
+    losses,
+    report,
+    sentences,
+    tokenizer,
+)
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
 import transformers_patch
 from accelerate import ParallelismConfig
 from accelerate.checkpoint.manifest import NAME, Manifest
 from accelerate.runtime.torch_private import local_part
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.state import PartialState
 from transformers_patch.checkpoints import CheckpointMixin, get_last_checkpoint
 
 STEPS = 6
@@ -37,17 +47,6 @@ BLOCKS = {"transformer_layer_cls_to_wrap": ["GPT2Block"]}
 # Models that transformers splits while it loads them.
 ARRIVING = {"tp": {"tp_size": 2}, "ep": {"fsdp_size": 2, "ep_size": 2}, "tpfsdp": {"fsdp_size": 2, "tp_size": 2}}
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["c_attn"], "fan_in_fan_out": True, "task_type": "CAUSAL_LM"}
-
-
-class Exact:
-    """Keeps each loss as it is, and writes it down; the Trainer's log rounds it."""
-
-    def training_step(self, *args, **options):
-        loss = super().training_step(*args, **options)
-        self.losses = [*getattr(self, "losses", []), loss.item().hex()]
-        with open(pathlib.Path(self.args.output_dir, f"losses_{rank()}.txt"), "a", encoding="utf-8") as file:
-            file.write(f"{self.state.global_step} {loss.item().hex()}\n")
-        return loss
 
 
 def rank():
@@ -256,27 +255,10 @@ LIBRARIES = {
 
 
 @contextlib.contextmanager
-def apart(words):
-    """Forget states, and the variables that TrainingArguments writes, afterwards."""
-    before = dict(os.environ)
+def patched(words):
     way = "async" if "async" in words else True
-    try:
-        with transformers_patch.applied(checkpoints=way) if "apply" in words else contextlib.nullcontext():
-            yield
-    finally:
-        GradientState._reset_state()
-        AcceleratorState._reset_state(True)
-        os.environ.clear()
-        os.environ.update(before)
-
-
-def everywhere(value):
-    """Return the values of all ranks."""
-    if not dist.is_initialized():
-        return [value]
-    found = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
+    with apart(), transformers_patch.applied(checkpoints=way) if "apply" in words else contextlib.nullcontext():
+        yield
 
 
 def files(folder):
@@ -301,10 +283,10 @@ def halves(folder, case):
     """Train whole, and once more from the middle; say whether the losses are the same, and what the checkpoint has."""
     words = case.split("+")
     folder = f"{folder}/{case}"
-    with apart(words):
+    with patched(words):
         whole = build(folder, words)
         whole.train()
-        losses = everywhere(whole.losses)
+        by_rank = everywhere(whole.losses)
         last = f"{folder}/checkpoint-{STEPS}"
         listed = {name: entry.rank for name, entry in Manifest.read(last).files.items()}
         found = {"files": listed, "unlisted": sorted(files(last) ^ listed.keys())}
@@ -314,18 +296,14 @@ def halves(folder, case):
         if rank() == 0:
             damage(last, words)
         everywhere(None)
-    with apart(words):
+    with patched(words):
         resumed = build(folder, words)
         resumed.train(resume_from_checkpoint=True)
-        found["whole"] = losses
+        found["whole"] = by_rank
         found["rest"] = everywhere(getattr(resumed, "losses", []))
-        found["equal"] = found["rest"] == [one[4:] for one in losses]
+        found["equal"] = found["rest"] == [one[4:] for one in by_rank]
         found["rotten"] = [name for name in os.listdir(folder) if name.startswith(".saving")]
     return found
-
-
-def logged(trainer):
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 def across(folder, pair):
@@ -334,17 +312,17 @@ def across(folder, pair):
     folder = f"{folder}/{pair.replace(':', '-')}"
     shared = {"split": 2, "tp": 2, "tpfsdp": 2}  # so many ranks see the same batch
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    with apart(first):
+    with patched(first):
         whole = build(folder, first, per_device_train_batch_size=4 * shared.get(first[0], 1) // world)
         whole.train()
-        expected = logged(whole)
-    with apart(then):
+        expected = losses(whole)
+    with patched(then):
         resumed = build(folder, then, per_device_train_batch_size=4 * shared.get(then[0], 1) // world)
         try:
             resumed.train(resume_from_checkpoint=f"{folder}/checkpoint-4")
         except (ValueError, RuntimeError) as error:
             return {"refused": everywhere(str(error))}
-    found = logged(resumed)
+    found = losses(resumed)
     worst = max(abs(a / b - 1) for a, b in zip(found, expected, strict=True))
     return {"worst": worst, "whole": expected, "found": found}
 
@@ -357,7 +335,7 @@ def train(folder, words):
     reference = "reference" in words
     more = {"save_strategy": "no"} if reference else {"save_steps": 1, "save_total_limit": 1}
     last = None if reference else os.path.isdir(folder) and get_last_checkpoint(folder)
-    with apart(words):
+    with patched(words):
         trainer = build(folder, words, **more)
         if not (last and last.endswith(f"checkpoint-{STEPS}")):
             trainer.train(resume_from_checkpoint=bool(last))
@@ -374,34 +352,14 @@ class Pair:
 
     def __init__(self, folder, words):
         self.folder, place = pathlib.Path(folder), port()
-        self.codes, self.pids = {}, [self._fork(number, place, words) for number in range(2)]
+        log, self.codes = f"{folder}.log", {}
+        self.pids = [fork(log, self._begin, number, place, words) for number in range(2)]
 
-    def _fork(self, number, place, words):
-        pid = os.fork()
-        if pid:
-            return pid
-        code = 1
-        try:
-            log = os.open(f"{self.folder}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            os.dup2(log, 1), os.dup2(log, 2)
-            world = {
-                "RANK": number,
-                "LOCAL_RANK": number,
-                "WORLD_SIZE": 2,
-                "LOCAL_WORLD_SIZE": 2,
-                "MASTER_PORT": place,
-            }
-            os.environ |= {name: str(value) for name, value in world.items()} | {"MASTER_ADDR": "127.0.0.1"}
-            torch.set_num_threads(1)
-            train(str(self.folder), words)
-            code = 0
-        except BaseException:
-            import traceback
-
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush(), sys.stderr.flush()
-            os._exit(code)
+    def _begin(self, number, place, words):
+        world = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": place}
+        os.environ |= {name: str(value) for name, value in world.items()} | {"MASTER_ADDR": "127.0.0.1"}
+        torch.set_num_threads(1)
+        train(str(self.folder), words)
 
     def runs(self):
         for pid in self.pids:
@@ -428,16 +386,6 @@ class Pair:
         if not good:
             self.kill([])
             raise SystemExit(pathlib.Path(f"{self.folder}.log").read_text()[-6000:])
-
-
-def written(folder, number):
-    """Return the losses of each step that a rank wrote; a line that was being written when it was killed does not count."""
-    found = {}
-    for line in pathlib.Path(folder, f"losses_{number}.txt").read_text().splitlines(keepends=True):
-        step, _, loss = line.partition(" ")
-        if loss.endswith("\n"):
-            found.setdefault(step, set()).add(loss)
-    return found
 
 
 def kills(folder, case, draw, count):
