@@ -33,14 +33,8 @@ def test_trainer_trains_sharded_and_resumes(launched):
     assert "already prepared" not in launched("sharded_trainer.py")
 
 
-@pytest.mark.parametrize(
-    "layouts",
-    [
-        pytest.param(["fsdp"], marks=pytest.mark.slow),
-        pytest.param(["ep-tp", "own-ep"], marks=pytest.mark.slow),
-        pytest.param(["tp", "norms-tp", "ep-fsdp"], marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layouts", [["fsdp"], ["ep-tp", "own-ep"], ["tp", "norms-tp", "ep-fsdp"]])
 def test_models_that_arrive_sharded_train_as_on_one_process(launched, layouts):
     need("transformers")
     launched("arrived_models.py", "train", *layouts)
@@ -52,14 +46,15 @@ def test_adapters_of_models_that_arrive_sharded_train_as_on_one_process(launched
     launched("arrived_models.py", "adapt", "fsdp", "ep-fsdp")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "processes, layouts",
     [
-        pytest.param(2, ["tp", "fsdp2"], marks=pytest.mark.slow),
-        pytest.param(2, ["loaded-tp", "fsdp1", "forms"], marks=pytest.mark.slow),
-        pytest.param(2, ["ddp", "hand", "loaded-fsdp"], marks=pytest.mark.slow),
-        pytest.param(1, ["single"], marks=pytest.mark.slow),
-        pytest.param(4, ["fsdp2-tp", "hsdp"], marks=pytest.mark.slow),
+        (2, ["tp", "fsdp2"]),
+        (2, ["loaded-tp", "fsdp1", "forms"]),
+        (2, ["ddp", "hand", "loaded-fsdp"]),
+        (1, ["single"]),
+        (4, ["fsdp2-tp", "hsdp"]),
     ],
 )
 def test_adapters_train_as_on_one_process_and_load_into_stock_peft(launched, processes, layouts):

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from accelerate.big_modeling import disk_offload, dispatch_model
+from accelerate.big_modeling import disk_offload, dispatch_model, init_empty_weights
 from accelerate.extensions.big_models.loading import load_offloaded_weights, quantize_and_offload_8bit
 from accelerate.extensions.big_models.store import (
     OffloadedWeightsLoader,
@@ -25,7 +25,8 @@ from accelerate.extensions.big_models.store import (
     read_index,
     save_offload_index,
 )
-from accelerate.extensions.big_models.weights import write_missing
+from accelerate.extensions.big_models.weights import get_state_dict_offloaded_model, write_missing
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 
 TENSORS = {
     "float": torch.randn(2, 3),
@@ -317,3 +318,17 @@ def test_other_tensors_are_written_in_the_dtype_wanted(tmp_path):
     assert dtypes == {"0.bias": "float16", "1.running_mean": "float32", "1.num_batches_tracked": "int64"}
     assert model[0].bias.is_meta and model[0].bias.dtype is torch.float16 and model[0].bias.requires_grad
     assert model[1].running_mean.is_meta and model[1].num_batches_tracked.is_meta
+
+
+def test_tensors_without_data_are_named(caplog):
+    with init_empty_weights():
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=False))
+    with caplog.at_level(logging.WARNING):
+        get_state_dict_offloaded_model(model)
+    assert "0.bias, 0.weight, 1.weight" in caplog.text
+    # A hook that does not have the weight does not help; one that does, does.
+    add_hook_to_module(model[1], AlignDevicesHook("cpu", offload=True, weights_map={"weight": torch.ones(4, 4)}))
+    model[0]._hf_hook = AlignDevicesHook("cpu", offload=True, weights_map={"bias": torch.ones(4)})
+    caplog.clear()
+    get_state_dict_offloaded_model(model)
+    assert caplog.messages[0].endswith("on the meta device: 0.weight")

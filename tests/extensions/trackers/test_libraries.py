@@ -1,4 +1,4 @@
-"""Tracking with Aim, ClearML, Comet, DVCLive, SwanLab, Trackio and Weights & Biases: what is called on their libraries."""
+"""Tracking with Aim, ClearML, Comet, DVCLive, MLflow, SwanLab, Trackio and Weights & Biases: what is called on their libraries."""
 
 import types
 
@@ -11,6 +11,7 @@ from accelerate.extensions.trackers.libraries import (
     ClearMLTracker,
     CometMLTracker,
     DVCLiveTracker,
+    MLflowTracker,
     SwanLabTracker,
     TrackioTracker,
     WandBTracker,
@@ -176,7 +177,6 @@ def test_images(library, tracker_class):
 
 
 def test_other_ranks_call_no_library(monkeypatch):
-    """They do not even import it."""
     monkeypatch.setattr(base, "PartialState", lambda: type("State", (), {"is_main_process": False})())
     tracker = tracking.CometMLTracker("project")
     assert tracker.start() is tracker.log({"loss": 1}) is tracker.store_init_configuration({}) is tracker.finish()
@@ -188,3 +188,57 @@ def test_some_trackers_need_every_rank():
     for choice, needed in ((LoggerType.MLFLOW, False), (LoggerType.WANDB, True)):
         accelerator.log_with = [choice]
         assert metrics.needs_every_rank(accelerator) is needed
+
+
+@pytest.fixture
+def mlflow(library, monkeypatch):
+    for name in ("EXPERIMENT_NAME", "RUN_ID", "TAGS", "NESTED_RUN"):
+        monkeypatch.delenv(f"MLFLOW_{name}", raising=False)
+    limits = types.SimpleNamespace(MAX_PARAM_VAL_LENGTH=5, MAX_PARAMS_TAGS_PER_BATCH=2)
+    experiments = []
+
+    def search_experiments(filter_string):
+        library.calls.append(("search", filter_string))
+        return experiments
+
+    library.install("mlflow", utils=types.SimpleNamespace(validation=limits), search_experiments=search_experiments)
+    library.experiments = experiments
+    return library
+
+
+def test_a_known_experiment_of_mlflow_and_the_default_one(mlflow):
+    mlflow.experiments.append(types.SimpleNamespace(experiment_id="7"))
+    MLflowTracker("known").start()
+    assert mlflow.taken()[-1][2]["experiment_id"] == "7"
+    MLflowTracker().start()
+    (start,) = mlflow.taken()
+    assert start[2]["experiment_id"] is None
+
+
+def test_the_environment_of_mlflow_wins(mlflow, monkeypatch):
+    for name, value in (("EXPERIMENT_NAME", "other"), ("RUN_ID", "r"), ("TAGS", '{"a": "b"}'), ("NESTED_RUN", "true")):
+        monkeypatch.setenv(f"MLFLOW_{name}", value)
+    MLflowTracker("name", tags={"t": 1}).start()
+    search, create, start = mlflow.taken()
+    assert "other" in search[1] and create[2]["name"] == "other"
+    assert (start[2]["run_id"], start[2]["tags"], start[2]["nested"]) == ("r", {"a": "b"}, True)
+
+
+@pytest.mark.parametrize("tags", ["{", "[1]"])
+def test_tags_must_be_a_json_object(mlflow, tags):
+    with pytest.raises(ValueError, match="JSON"):
+        MLflowTracker("name", tags=tags)
+
+
+def test_mlflow_artifacts(mlflow):
+    tracker = MLflowTracker("name")
+    tracker.log_figure("figure", "file.png", dpi=3)
+    tracker.log_artifact("path", "to")
+    tracker.log_artifacts("folder")
+    tracker.finish()
+    assert [(name, kwargs) for name, _, kwargs in mlflow.taken()] == [
+        ("mlflow.log_figure", {"figure": "figure", "artifact_file": "file.png", "dpi": 3}),
+        ("mlflow.log_artifact", {"local_path": "path", "artifact_path": "to"}),
+        ("mlflow.log_artifacts", {"local_dir": "folder", "artifact_path": None}),
+        ("mlflow.end_run", {}),
+    ]

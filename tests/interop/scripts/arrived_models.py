@@ -77,7 +77,6 @@ LAYOUTS = {
 
 @cache
 def source(folder, make):
-    """Write a model once, for all ranks, and return where it is."""
     place = f"{folder}/{make.__name__}"
     with PartialState(cpu=True).main_process_first():
         if PartialState().is_main_process:
@@ -96,7 +95,6 @@ def rate(step):
 
 @cache
 def alone(place, replicas):
-    """Losses, norms and weights of one process, which takes the batches of all replicas one after the other."""
     model = AutoModelForCausalLM.from_pretrained(place).train()
     optimizer, losses, norms = adam(model.parameters()), [], []
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
@@ -114,7 +112,6 @@ def alone(place, replicas):
 
 @contextmanager
 def built(place, replicas, sizes, **options):
-    """Yield Accelerator, model, optimizer, loader and schedule, as a user makes them."""
     own = "dp_shard_size" in sizes
     if own:
         plugin = FullyShardedDataParallelPlugin(
@@ -188,7 +185,6 @@ def trains(folder, name):
 
 
 def loads(folder, name, saved):
-    """Go on with a checkpoint of another layout of the same model, as the run that saved it did."""
     make, replicas, sizes = LAYOUTS[name]
     with built(source(folder, make), replicas, sizes) as (accelerator, model, optimizer, _, _):
         accelerator.load_state(f"{folder}/{saved}-state")

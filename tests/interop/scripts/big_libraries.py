@@ -40,7 +40,6 @@ KINDS = {
 
 
 def places(**modules):
-    """Return a device map: place -> the modules on it, in words."""
     return {name: place for place, names in modules.items() for name in names.split()}
 
 
@@ -99,7 +98,6 @@ def from_pretrained(name):
 
 
 def saved_over(folder):
-    """A model saved into the folder whose files its offloaded weights are read from."""
     reference, saved = Reference(MODELS["llama"], torch.float32, folder), folder / "saved"
     reference.make().save_pretrained(saved, max_shard_size="20KB")
     for prefetch in PREFETCHES:
@@ -235,7 +233,6 @@ def _models(pipe):
 
 
 def pipeline_from_disk(folder):
-    """`from_pretrained` of diffusers with device maps: a pipeline's "balanced", and a model's with parts on disk."""
     wanted, pipe = image(pipeline()), pipeline()
     pipe.save_pretrained(folder / "pipe")
     balanced = StableDiffusionPipeline.from_pretrained(folder / "pipe", device_map="balanced")

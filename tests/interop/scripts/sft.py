@@ -13,7 +13,6 @@ COMMON |= {"save_strategy": "no", "report_to": [], "use_cpu": True, "bf16": Fals
 
 
 def build(folder, model, adapter=None):
-    """Return a trainer of a tiny model on 32 sentences, offline and on the CPU."""
     return SFTTrainer(
         model=model,
         args=SFTConfig(output_dir=folder, gradient_checkpointing=False, max_length=16, **COMMON),
@@ -22,7 +21,6 @@ def build(folder, model, adapter=None):
 
 
 def preferences(folder):
-    """Return a DPO trainer whose reference model is another one."""
     pairs = {name: sentences(32, seed) for seed, name in enumerate(("prompt", "chosen", "rejected"), 1)}
     return DPOTrainer(
         model=causal_model(), ref_model=causal_model(1),

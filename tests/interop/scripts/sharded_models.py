@@ -132,7 +132,6 @@ def units(model):
 
 
 def trains_as_one(folder, version, name):
-    """Losses, norms and weights are those of one process; exports give back the same model."""
     what = f"{name} under FSDP{version}"
     losses, norms, weights = alone(seeded(MODELS[name]))
     with accelerator_of(version) as accelerator:
@@ -150,7 +149,6 @@ def trains_as_one(folder, version, name):
 
 
 def exports(accelerator, model, state, folder):
-    """`save_pretrained` and `save_model` write what `from_pretrained` reads."""
     bare = accelerator.unwrap_model(model)
     # A copy: save_pretrained empties the dict that it is given.
     bare.save_pretrained(f"{folder}/pretrained", is_main_process=accelerator.is_main_process, state_dict=dict(state))
@@ -165,7 +163,6 @@ def exports(accelerator, model, state, folder):
 
 
 def generates(folder, version):
-    """After training, `generate` gives on every rank what the same weights give on one process."""
     options = {"max_new_tokens": 5, "do_sample": False}
     with accelerator_of(version) as accelerator:
         model = seeded(llama)
@@ -185,7 +182,6 @@ def generates(folder, version):
 
 
 def lora():
-    """An adapter of four matrices in each layer, both factors random; all else is frozen."""
     from peft import LoraConfig, get_peft_model
 
     return get_peft_model(
@@ -223,7 +219,6 @@ def trains_adapter(folder, version):
 
 
 def loaded_adapter(folder, state):
-    """The saved adapter, put on the base model, gives the model that was trained."""
     from peft import PeftModel
 
     got = PeftModel.from_pretrained(seeded(llama), folder).state_dict()

@@ -60,7 +60,6 @@ def logged(trainer):
 
 
 def saved(trainer, folder, loss):
-    """What `save_model` writes is the model that was evaluated."""
     trainer.save_model(folder)
     trainer.accelerator.wait_for_everyone()
     rows = Rows(8).ids

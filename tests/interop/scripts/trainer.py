@@ -52,7 +52,6 @@ SECTIONS = {
 
 
 def engine(stage, *sections):
-    """Return the Trainer's options for a ZeRO stage, with sections of the configuration."""
     config = {**AUTO, "zero_optimization": {"stage": int(stage), **ZERO}}
     for name in sections:
         config |= SECTIONS[name]

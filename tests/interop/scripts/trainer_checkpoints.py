@@ -77,7 +77,6 @@ def train(folder, kind, resume=None, **options):
 
 
 def refused(folder, kind, resume=None, **options):
-    """Return what each rank was told."""
     trainer, began = build(folder, kind, **options), time.monotonic()
     try:
         trainer.train(resume_from_checkpoint=resume)
@@ -105,7 +104,6 @@ def begun(folder):
 
 
 def resume(folder):
-    """Go on with it, on this number of ranks."""
     trainer = build(folder, Own, dropout=0.0)
     trainer.train(resume_from_checkpoint=True)
     steps = trainer.args.gradient_accumulation_steps

@@ -132,7 +132,6 @@ def built(folder, name, weight, arriving=None):
 
 
 def run(folder, name, batch, window, weight=WEIGHT, arriving=None, padded=False, **options):
-    """Return losses, norms and the loss of an evaluation."""
     common = {"per_device_train_batch_size": batch, "per_device_eval_batch_size": batch, "num_train_epochs": 1}
     common |= {"gradient_accumulation_steps": window, "learning_rate": 1e-2, "adam_epsilon": 1e-4, "seed": 3}
     common |= {"logging_steps": 1, "save_strategy": "no", "report_to": [], "use_cpu": True, "disable_tqdm": True}
@@ -175,7 +174,6 @@ def compared(found, expected, evaluates):
 
 
 def table_of(folder, cases, expected):
-    """Return how far the figures of each case are off."""
     table = {}
     for case in cases:
         name, layout, options = CASES[case]

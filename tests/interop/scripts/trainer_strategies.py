@@ -54,7 +54,6 @@ def rank():
 
 
 def strategy(words):
-    """Return the arguments of a strategy."""
     if words[0].startswith("fsdp"):
         kind = "SHARDED_STATE_DICT" if "sharded" in words else "FULL_STATE_DICT"
         config = {"fsdp_version": int(words[0][-1]), "state_dict_type": kind, "use_orig_params": True, **BLOCKS}
@@ -88,7 +87,6 @@ def strategy(words):
 
 
 def build(folder, words, **more):
-    """Return the Trainer of a case, patched or with the mixin."""
     os.makedirs(folder, exist_ok=True)
     ours = () if "apply" in words else (CheckpointMixin,)
 
@@ -153,7 +151,6 @@ class Stream(torch.utils.data.IterableDataset):
 
 
 def shuffled(kind_of, folder, words, options):
-    """A stream of `datasets`, by a buffer."""
     from datasets import Dataset
 
     data = Dataset.from_list([{name: value.tolist() for name, value in row.items()} for row in TokenRows(32)])
@@ -225,7 +222,6 @@ def llama(folder, experts=0, **options):
 
 
 def quantized(kind_of, folder, words, options):
-    """Adapters on a model of 4 bits, which are stored as numbers that FSDP can cut."""
     from transformers import BitsAndBytesConfig
 
     types = dict.fromkeys(["bnb_4bit_compute_dtype", "bnb_4bit_quant_storage"], torch.float32)
