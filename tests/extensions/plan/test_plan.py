@@ -212,17 +212,8 @@ def llama(place):
 def test_plan_of_a_configuration_and_the_file_that_launch_takes(accelerate, llama, place):
     status, out, err = accelerate(*words(llama, "--gpus", "2", "--sequence", "32", "--write", "plan.yaml"))
     assert status == 0, err
-    for part in (
-        "layout",
-        "DDP 2",
-        "FSDP2 2",
-        "ZeRO 3, 2 ranks",
-        "tp_size=2",
-        "cp_size=2",
-        "sp_size=2",
-        "plan.yaml: ",
-    ):
-        assert part in out
+    parts = ["layout", "DDP 2", "FSDP2 2", "ZeRO 3, 2 ranks", "tp_size=2", "cp_size=2", "sp_size=2", "plan.yaml: "]
+    assert all(part in out for part in parts), out
     status, out, err = accelerate("launch", "--config_file", "plan.yaml", "--cpu", "--dry-run", "train.py")
     assert status == 0 and "num_processes" in out, err
 

@@ -6,23 +6,14 @@ import pytest
 
 from accelerate import Accelerator, tracking
 from accelerate.config.enums import LoggerType
-from accelerate.extensions.trackers.libraries import (
-    AimTracker,
-    ClearMLTracker,
-    CometMLTracker,
-    DVCLiveTracker,
-    MLflowTracker,
-    SwanLabTracker,
-    TrackioTracker,
-    WandBTracker,
-)
+from accelerate.extensions.trackers import libraries
 from accelerate.trackers import base
 from accelerate.training import metrics
 
 
 def test_an_aim_run(library, tmp_path):
     library.install("aim")
-    tracker = AimTracker("run", logging_dir=tmp_path, experiment="e")
+    tracker = libraries.AimTracker("run", logging_dir=tmp_path, experiment="e")
     tracker.start()
     assert library.taken() == [
         ("aim.Run", (), {"repo": tmp_path, "experiment": "e"}),
@@ -47,7 +38,7 @@ def test_what_aim_refuses_is_left_out_alone(caplog):
         float(value)  # as strict as the library
         seen.append(value)
 
-    seen, tracker = [], AimTracker("run")
+    seen, tracker = [], libraries.AimTracker("run")
     tracker.writer = types.SimpleNamespace(track=track)
     tracker.log({"bad": [1], "text": "x", "good": 1})
     assert seen == [1] and "'bad' is a list" in caplog.text and "'text' is a str" in caplog.text
@@ -67,7 +58,7 @@ def start_clearml(library, running):
             return recorder
 
     library.install("clearml", Task=Task)
-    tracker = ClearMLTracker("run", project_name="p")
+    tracker = libraries.ClearMLTracker("run", project_name="p")
     tracker.start()
     return tracker
 
@@ -95,7 +86,7 @@ def test_clearml_images(library):
 @pytest.mark.parametrize(("version", "begin"), [("3.41.0", "start"), ("3.40.9", "Experiment")])
 def test_comet_is_started_as_the_version_wants(library, version, begin):
     library.install("comet_ml", __version__=version)
-    tracker = CometMLTracker("project", workspace="w")
+    tracker = libraries.CometMLTracker("project", workspace="w")
     tracker.start()
     tracker.log({"note": "x", "many": [1]}, step=3)
     tracker.finish()
@@ -120,7 +111,7 @@ def fake_dvclive(library):
 
 def test_a_dvclive_run(library, caplog):
     fake_dvclive(library)
-    tracker = DVCLiveTracker("run", dir="folder")
+    tracker = libraries.DVCLiveTracker("run", dir="folder")
     tracker.start()
     tracker.store_init_configuration({"lr": 0.1})
     tracker.log({"loss": 0.5, "note": "x"}, step=3)
@@ -135,12 +126,12 @@ def test_a_dvclive_run(library, caplog):
     ]
     assert "'note'" in caplog.text
     live = object()  # of one's own
-    tracker = DVCLiveTracker(live=live)
+    tracker = libraries.DVCLiveTracker(live=live)
     tracker.start()
     assert tracker.tracker is live and library.taken() == []
 
 
-@pytest.mark.parametrize("tracker_class", [SwanLabTracker, TrackioTracker, WandBTracker])
+@pytest.mark.parametrize("tracker_class", [libraries.SwanLabTracker, libraries.TrackioTracker, libraries.WandBTracker])
 def test_a_run(library, tracker_class):
     name = tracker_class.name
     library.install(name)
@@ -164,7 +155,7 @@ def test_a_run(library, tracker_class):
     assert tracker_class.requires_logging_directory is False
 
 
-@pytest.mark.parametrize("tracker_class", [SwanLabTracker, WandBTracker])
+@pytest.mark.parametrize("tracker_class", [libraries.SwanLabTracker, libraries.WandBTracker])
 def test_images(library, tracker_class):
     library.install(tracker_class.name)
     tracker = tracker_class("project")
@@ -208,9 +199,9 @@ def mlflow(library, monkeypatch):
 
 def test_a_known_experiment_of_mlflow_and_the_default_one(mlflow):
     mlflow.experiments.append(types.SimpleNamespace(experiment_id="7"))
-    MLflowTracker("known").start()
+    libraries.MLflowTracker("known").start()
     assert mlflow.taken()[-1][2]["experiment_id"] == "7"
-    MLflowTracker().start()
+    libraries.MLflowTracker().start()
     (start,) = mlflow.taken()
     assert start[2]["experiment_id"] is None
 
@@ -218,7 +209,7 @@ def test_a_known_experiment_of_mlflow_and_the_default_one(mlflow):
 def test_the_environment_of_mlflow_wins(mlflow, monkeypatch):
     for name, value in (("EXPERIMENT_NAME", "other"), ("RUN_ID", "r"), ("TAGS", '{"a": "b"}'), ("NESTED_RUN", "true")):
         monkeypatch.setenv(f"MLFLOW_{name}", value)
-    MLflowTracker("name", tags={"t": 1}).start()
+    libraries.MLflowTracker("name", tags={"t": 1}).start()
     search, create, start = mlflow.taken()
     assert "other" in search[1] and create[2]["name"] == "other"
     assert (start[2]["run_id"], start[2]["tags"], start[2]["nested"]) == ("r", {"a": "b"}, True)
@@ -227,11 +218,11 @@ def test_the_environment_of_mlflow_wins(mlflow, monkeypatch):
 @pytest.mark.parametrize("tags", ["{", "[1]"])
 def test_tags_must_be_a_json_object(mlflow, tags):
     with pytest.raises(ValueError, match="JSON"):
-        MLflowTracker("name", tags=tags)
+        libraries.MLflowTracker("name", tags=tags)
 
 
 def test_mlflow_artifacts(mlflow):
-    tracker = MLflowTracker("name")
+    tracker = libraries.MLflowTracker("name")
     tracker.log_figure("figure", "file.png", dpi=3)
     tracker.log_artifact("path", "to")
     tracker.log_artifacts("folder")

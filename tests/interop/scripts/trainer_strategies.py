@@ -15,20 +15,9 @@ import socket
 import sys
 import time
 
+import tiny
 import torch
 from killing import fork, wait_and_kill, written
-from tiny import (
-    Exact,
-    TokenRows,
-    apart,
-    bert_config,
-    causal_model,
-    everywhere,
-    losses,
-    report,
-    sentences,
-    tokenizer,
-)
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
 import transformers_patch
@@ -91,23 +80,23 @@ def build(folder, words, **more):
     ours = () if "apply" in words else (CheckpointMixin,)
 
     def kind_of(base):
-        return type("Own", (*ours, Exact, base), {"checkpoints": "async"} if "async" in words else {})
+        return type("Own", (*ours, tiny.Exact, base), {"checkpoints": "async"} if "async" in words else {})
 
     make = quantized if "qlora" in words else LIBRARIES.get(words[0], plain)
     return make(kind_of, folder, words, {**COMMON, "save_steps": 2, **strategy(words), **more})
 
 
 def plain(kind_of, folder, words, options):
-    model, rows = causal_model(), TokenRows(32)
+    model, rows = tiny.causal_model(), tiny.TokenRows(32)
     if "llama" in words or "experts" in words:
         model = llama(folder, 4 if "experts" in words else 0).train()
     if "lora" in words:
         model = adapted(model)
     if words[0] == "stream":
         # The short one is in its second pass at step 4, and then has two batches of each rank left.
-        rows = Stream(TokenRows(6 * int(os.environ.get("WORLD_SIZE", "1"))) if "short" in words else rows)
+        rows = Stream(tiny.TokenRows(6 * int(os.environ.get("WORLD_SIZE", "1"))) if "short" in words else rows)
     trainer = kind_of(Trainer)(
-        model, TrainingArguments(folder, **options), train_dataset=rows, processing_class=tokenizer()
+        model, TrainingArguments(folder, **options), train_dataset=rows, processing_class=tiny.tokenizer()
     )
     if "average" in words:
         trainer.add_callback(Averaging(trainer))
@@ -153,10 +142,13 @@ class Stream(torch.utils.data.IterableDataset):
 def shuffled(kind_of, folder, words, options):
     from datasets import Dataset
 
-    data = Dataset.from_list([{name: value.tolist() for name, value in row.items()} for row in TokenRows(32)])
+    data = Dataset.from_list([{name: value.tolist() for name, value in row.items()} for row in tiny.TokenRows(32)])
     rows = data.to_iterable_dataset(num_shards=2).shuffle(seed=1, buffer_size=7)
     return kind_of(Trainer)(
-        causal_model(), TrainingArguments(folder, **options), train_dataset=rows, processing_class=tokenizer()
+        tiny.causal_model(),
+        TrainingArguments(folder, **options),
+        train_dataset=rows,
+        processing_class=tiny.tokenizer(),
     )
 
 
@@ -168,20 +160,20 @@ def of_trl(kind_of, folder, words, options):
     name = {"sft": "SFT", "dpo": "DPO", "reward": "Reward"}[words[0]]
     config = getattr(trl, f"{name}Config")(folder, **options, bf16=False, gradient_checkpointing=False, max_length=24)
     columns = {"sft": ["text"], "dpo": ["prompt", "chosen", "rejected"], "reward": ["chosen", "rejected"]}[words[0]]
-    data = Dataset.from_dict({column: sentences(32, seed) for seed, column in enumerate(columns)})
-    model = causal_model()
+    data = Dataset.from_dict({column: tiny.sentences(32, seed) for seed, column in enumerate(columns)})
+    model = tiny.causal_model()
     if words[0] == "reward":
         from transformers import GPT2ForSequenceClassification
 
         model.config.num_labels = 1
         model = GPT2ForSequenceClassification(model.config)
-    rest = {"ref_model": causal_model(1)} if words[0] == "dpo" else {}
+    rest = {"ref_model": tiny.causal_model(1)} if words[0] == "dpo" else {}
     if "lora" in words:
         from peft import LoraConfig
 
         rest = {"peft_config": LoraConfig(**LORA)}
     return kind_of(getattr(trl, f"{name}Trainer"))(
-        model=model, args=config, train_dataset=data, processing_class=tokenizer(), **rest
+        model=model, args=config, train_dataset=data, processing_class=tiny.tokenizer(), **rest
     )
 
 
@@ -193,11 +185,11 @@ def of_sentences(kind_of, folder, words, options):
     from transformers import BertModel
 
     set_seed(0)
-    BertModel(bert_config()).save_pretrained(f"{folder}/bert")
-    tokenizer().save_pretrained(f"{folder}/bert")
+    BertModel(tiny.bert_config()).save_pretrained(f"{folder}/bert")
+    tiny.tokenizer().save_pretrained(f"{folder}/bert")
     model = SentenceTransformer(f"{folder}/bert", device="cpu")
     scores = {"score": [(number % 5) / 4 for number in range(32)]}
-    data = Dataset.from_dict({"sentence1": sentences(32, 1), "sentence2": sentences(32, 2), **scores})
+    data = Dataset.from_dict({"sentence1": tiny.sentences(32, 1), "sentence2": tiny.sentences(32, 2), **scores})
     return kind_of(SentenceTransformerTrainer)(
         model, Arguments(folder, **options), train_dataset=data, loss=CoSENTLoss(model)
     )
@@ -229,7 +221,7 @@ def quantized(kind_of, folder, words, options):
     model = llama(folder, quantization_config=four, dtype=torch.float32)
     model = adapted(model, target_modules=["q_proj", "v_proj"], fan_in_fan_out=False)
     arguments = TrainingArguments(folder, **options)
-    return kind_of(Trainer)(model, arguments, train_dataset=TokenRows(32), processing_class=tokenizer())
+    return kind_of(Trainer)(model, arguments, train_dataset=tiny.TokenRows(32), processing_class=tiny.tokenizer())
 
 
 def tensors(kind_of, folder, words, options):
@@ -241,7 +233,7 @@ def tensors(kind_of, folder, words, options):
     model = llama(folder, 4 if words[0] == "ep" else 0, distributed_config=sizes).train()
     if "lora" in words:
         model = adapted(model, target_modules=["q_proj", "v_proj"], fan_in_fan_out=False)
-    return kind_of(Trainer)(model, arguments, train_dataset=TokenRows(32), processing_class=tokenizer())
+    return kind_of(Trainer)(model, arguments, train_dataset=tiny.TokenRows(32), processing_class=tiny.tokenizer())
 
 
 LIBRARIES = {
@@ -253,7 +245,7 @@ LIBRARIES = {
 @contextlib.contextmanager
 def patched(words):
     way = "async" if "async" in words else True
-    with apart(), transformers_patch.applied(checkpoints=way) if "apply" in words else contextlib.nullcontext():
+    with tiny.apart(), transformers_patch.applied(checkpoints=way) if "apply" in words else contextlib.nullcontext():
         yield
 
 
@@ -282,21 +274,21 @@ def halves(folder, case):
     with patched(words):
         whole = build(folder, words)
         whole.train()
-        by_rank = everywhere(whole.losses)
+        by_rank = tiny.everywhere(whole.losses)
         last = f"{folder}/checkpoint-{STEPS}"
         listed = {name: entry.rank for name, entry in Manifest.read(last).files.items()}
         found = {"files": listed, "unlisted": sorted(files(last) ^ listed.keys())}
         if "weights" in words:
             return found
-        everywhere(None)
+        tiny.everywhere(None)
         if rank() == 0:
             damage(last, words)
-        everywhere(None)
+        tiny.everywhere(None)
     with patched(words):
         resumed = build(folder, words)
         resumed.train(resume_from_checkpoint=True)
         found["whole"] = by_rank
-        found["rest"] = everywhere(getattr(resumed, "losses", []))
+        found["rest"] = tiny.everywhere(getattr(resumed, "losses", []))
         found["equal"] = found["rest"] == [one[4:] for one in by_rank]
         found["rotten"] = [name for name in os.listdir(folder) if name.startswith(".saving")]
     return found
@@ -311,14 +303,14 @@ def across(folder, pair):
     with patched(first):
         whole = build(folder, first, per_device_train_batch_size=4 * shared.get(first[0], 1) // world)
         whole.train()
-        expected = losses(whole)
+        expected = tiny.losses(whole)
     with patched(then):
         resumed = build(folder, then, per_device_train_batch_size=4 * shared.get(then[0], 1) // world)
         try:
             resumed.train(resume_from_checkpoint=f"{folder}/checkpoint-4")
         except (ValueError, RuntimeError) as error:
-            return {"refused": everywhere(str(error))}
-    found = losses(resumed)
+            return {"refused": tiny.everywhere(str(error))}
+    found = tiny.losses(resumed)
     worst = max(abs(a / b - 1) for a, b in zip(found, expected, strict=True))
     return {"worst": worst, "whole": expected, "found": found}
 
@@ -427,4 +419,4 @@ if __name__ == "__main__":
     else:
         folder, *cases = sys.argv[1:]
         set_seed(0)
-        report(**{case: (across if ":" in case else halves)(folder, case) for case in cases})
+        tiny.report(**{case: (across if ":" in case else halves)(folder, case) for case in cases})
