@@ -114,17 +114,9 @@ def is_open(fd):
         return False
 
 
-# Python itself ignores these two.
 CATCHABLE = set(signal.valid_signals()) - {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD}
-CATCHABLE -= {
-    signal.SIGPIPE,
-    signal.SIGXFSZ,
-    signal.SIGCONT,
-    signal.SIGTSTP,
-    signal.SIGTTIN,
-    signal.SIGTTOU,
-    signal.SIGWINCH,
-}
+CATCHABLE -= {signal.SIGPIPE, signal.SIGXFSZ}  # Python itself ignores these two
+CATCHABLE -= {signal.SIGCONT, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU, signal.SIGWINCH}
 
 
 def main():
