@@ -33,14 +33,8 @@ def test_trainer_trains_sharded_and_resumes(launched):
     assert "already prepared" not in launched("sharded_trainer.py")
 
 
-@pytest.mark.parametrize(
-    "layouts",
-    [
-        pytest.param(["fsdp"], marks=pytest.mark.slow),
-        pytest.param(["ep-tp", "own-ep"], marks=pytest.mark.slow),
-        pytest.param(["tp", "norms-tp", "ep-fsdp"], marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layouts", [["fsdp"], ["ep-tp", "own-ep"], ["tp", "norms-tp", "ep-fsdp"]])
 def test_models_that_arrive_sharded_train_as_on_one_process(launched, layouts):
     need("transformers")
     launched("arrived_models.py", "train", *layouts)
@@ -52,14 +46,15 @@ def test_adapters_of_models_that_arrive_sharded_train_as_on_one_process(launched
     launched("arrived_models.py", "adapt", "fsdp", "ep-fsdp")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "processes, layouts",
     [
-        pytest.param(2, ["tp", "fsdp2"], marks=pytest.mark.slow),
-        pytest.param(2, ["loaded-tp", "fsdp1", "forms"], marks=pytest.mark.slow),
-        pytest.param(2, ["ddp", "hand", "loaded-fsdp"], marks=pytest.mark.slow),
-        pytest.param(1, ["single"], marks=pytest.mark.slow),
-        pytest.param(4, ["fsdp2-tp", "hsdp"], marks=pytest.mark.slow),
+        (2, ["tp", "fsdp2"]),
+        (2, ["loaded-tp", "fsdp1", "forms"]),
+        (2, ["ddp", "hand", "loaded-fsdp"]),
+        (1, ["single"]),
+        (4, ["fsdp2-tp", "hsdp"]),
     ],
 )
 def test_adapters_train_as_on_one_process_and_load_into_stock_peft(launched, processes, layouts):
@@ -70,15 +65,7 @@ def test_adapters_train_as_on_one_process_and_load_into_stock_peft(launched, pro
 @pytest.mark.slow
 def test_models_that_arrive_sharded_on_four_processes_load_on_two(launched):
     need("transformers")
-    names = [
-        "fsdp-tp",
-        "norms-fsdp-tp",
-        "hsdp",
-        "ep-in-fsdp",
-        "ep-fsdp-tp",
-        "own-ep-in-fsdp",
-        "own-ep-hsdp",
-    ]
+    names = ["fsdp-tp", "norms-fsdp-tp", "hsdp", "ep-in-fsdp", "ep-fsdp-tp", "own-ep-in-fsdp", "own-ep-hsdp"]
     launched("arrived_models.py", "train", *names, processes=4)
     pairs = ["fsdp<hsdp", "tp<fsdp-tp", "fsdp<fsdp-tp"]
     pairs += [f"ep-fsdp<{name}" for name in ("ep-in-fsdp", "ep-fsdp-tp", "own-ep-in-fsdp", "own-ep-hsdp")]
@@ -103,8 +90,7 @@ def test_example_stops_and_goes_on(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "script, words, more",
-    [("sharded_models.py", ["all"], ["peft"]), ("sharded_trainer.py", MORE, [])],
+    "script, words, more", [("sharded_models.py", ["all"], ["peft"]), ("sharded_trainer.py", MORE, [])]
 )
 def test_every_layout(script, words, more, launched):
     need("transformers", *more)

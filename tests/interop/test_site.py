@@ -141,7 +141,6 @@ class Links(html.parser.HTMLParser):
 
 
 def test_no_link_is_dead(site):
-    """Each link, picture, style, script and redirect leads to a file of the site, and its fragment to an anchor there."""
     parsed = {path: Links(path.read_text("utf-8")) for path in site.rglob("*.html")}
     assert len(parsed) > 40
     dead = []

@@ -11,7 +11,8 @@ FROM_TWO = [(2, ["train"]), (1, ["load", *BOTH])]
 FROM_MORE = [(2, ["train"]), (3, ["load", *BOTH]), (1, ["load", "by_3"]), (2, ["load", "by_1", "by_3"])]
 
 
-@pytest.mark.parametrize("runs", [pytest.param(runs, marks=pytest.mark.slow) for runs in (FROM_TWO, FROM_MORE)])
+@pytest.mark.slow
+@pytest.mark.parametrize("runs", [FROM_TWO, FROM_MORE])
 def test_eight_bit_states_go_on_on_any_ranks(tmp_path, runs):
     need("torchao")
     for processes, words in runs:

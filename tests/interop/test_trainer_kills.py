@@ -15,11 +15,12 @@ import psutil
 import pytest
 
 from interop.programs import SCRIPTS, finished, last_figures, need, starter
-from interop.scripts.killing import wait_and_kill
+from interop.scripts.killing import wait_and_kill, written
 
 pytestmark = pytest.mark.interop
 SCRIPT = str(SCRIPTS / "trainer_kills.py")
 STEPS = 10
+SETTINGS = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true"}
 QUICK = [(1, "async", 1, 2), (1, "apply", 1, 2)]
 SLOW = [
     (1, "mixin", 1, 12), (1, "apply", 2, 12), (1, "async", 1, 12), (2, "mixin", 1, 8), (2, "apply", 2, 8), (2, "async", 2, 8),
@@ -27,14 +28,7 @@ SLOW = [
 
 
 def losses(folder, ranks):
-    """Return the losses of each step, by rank and step; a line that was being written when the run was killed does not count."""
-    found = {}
-    for rank in range(ranks):
-        for line in (folder / f"losses_{rank}.txt").read_text("utf-8").splitlines(keepends=True):
-            step, _, loss = line.partition(" ")
-            if loss.endswith("\n"):
-                found.setdefault((rank, step), set()).add(loss)
-    return found
+    return {(rank, step): values for rank in range(ranks) for step, values in written(folder, rank).items()}
 
 
 def alive(process):
@@ -74,7 +68,7 @@ def test_every_killed_run_goes_on_with_the_same_losses(processes, way, limit, ki
         found = last_figures(finished([sys.executable, SCRIPT, "--kill", "5", str(kills), str(run), way, str(limit)]))
         assert found["killed"] == kills and found["in_saves"] >= kills // 2, found
         return
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true"}
+    environment = {**os.environ, **SETTINGS}
     command = [*starter(processes, ours=True), SCRIPT]
     draw, in_saves, killed, folders, reference = random.Random(11), 0, 0, [run], [str(tmp_path / "reference")]
     for number in range(kills):
@@ -100,13 +94,7 @@ def test_every_killed_run_goes_on_with_the_same_losses(processes, way, limit, ki
 @pytest.mark.slow
 def test_a_run_that_the_launcher_is_told_to_stop_saves_and_goes_on(tmp_path):
     need("transformers")
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "ACCELERATE_USE_CPU": "true",
-        "STEP_S": "0.2",
-    }
+    environment = {**os.environ, **SETTINGS, "STEP_S": "0.2"}
     command, run, reference = [*starter(2, ours=True), SCRIPT], tmp_path / "run", tmp_path / "reference"
     with open(tmp_path / "log.txt", "ab") as log:
         process = subprocess.Popen(

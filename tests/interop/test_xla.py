@@ -30,12 +30,10 @@ def run(tmp_path, *arguments, devices=None):
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize(("devices", "checks"), [(None, tuple(CHECKS)), (2, SPREAD)], ids=["one", "two"])
 def test_every_check_of_one_process_passes(tmp_path, devices, checks):
-    """Losses, norms and weights are those of torch alone on the processor."""
     held = run(tmp_path, RUN, tmp_path / "checkpoints", "single", *checks, "--pairs", devices=devices)
     assert held >= {f"ok single {check}" for check in checks}
 
 
 @pytest.mark.timeout(1000)
 def test_fsdp_v2_over_two_devices(tmp_path):
-    """It equals one process, its weights have the user's names, and a checkpoint goes on bit for bit."""
     assert run(tmp_path, SCRIPTS / "check_xla.py", tmp_path, devices=2) >= {"ok check_who_follows", "ok check_sharded"}

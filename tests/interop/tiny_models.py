@@ -1,20 +1,8 @@
 """Tiny random models of transformers and diffusers, with inputs of several lengths: nothing is downloaded."""
 
 import torch
+import transformers
 from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    CLIPTextConfig,
-    CLIPTextModel,
-    CLIPTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-)
 
 from offload_samples import Sample
 
@@ -42,27 +30,31 @@ def token_ids(length, rows=2):
 
 def llama():
     """A decoder with a rotary buffer that no state dict holds."""
-    return LlamaForCausalLM(LlamaConfig(**DECODER))
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**DECODER))
 
 
 def tied_llama():
-    return LlamaForCausalLM(LlamaConfig(**DECODER, tie_word_embeddings=True))
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**DECODER, tie_word_embeddings=True))
 
 
 def mixtral():
-    return MixtralForCausalLM(MixtralConfig(**DECODER, num_local_experts=4, num_experts_per_tok=2))
+    return transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(**DECODER, num_local_experts=4, num_experts_per_tok=2)
+    )
 
 
 def t5():
     sizes = {"vocab_size": WORDS, "d_model": WIDTH, "d_kv": 8, "d_ff": 2 * WIDTH, "num_layers": 2, "num_heads": 2}
-    return T5ForConditionalGeneration(
-        T5Config(**sizes, decoder_start_token_id=0, eos_token_id=2, pad_token_id=0, tie_word_embeddings=True)
+    return transformers.T5ForConditionalGeneration(
+        transformers.T5Config(
+            **sizes, decoder_start_token_id=0, eos_token_id=2, pad_token_id=0, tie_word_embeddings=True
+        )
     )
 
 
 def bert():
     sizes = {"hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 2 * WIDTH}
-    return BertForMaskedLM(BertConfig(vocab_size=WORDS, max_position_embeddings=64, **sizes))
+    return transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=WORDS, max_position_embeddings=64, **sizes))
 
 
 def unet():
@@ -83,7 +75,9 @@ def vae():
 def text_encoder():
     sizes = {"hidden_size": WIDTH, "intermediate_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 2}
     special = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
-    return CLIPTextModel(CLIPTextConfig(vocab_size=WORDS, max_position_embeddings=8, **sizes, **special))
+    return transformers.CLIPTextModel(
+        transformers.CLIPTextConfig(vocab_size=WORDS, max_position_embeddings=8, **sizes, **special)
+    )
 
 
 def pipeline():
@@ -91,7 +85,7 @@ def pipeline():
     ids = {word: number for number, word in enumerate(vocabulary)}
     pipe = StableDiffusionPipeline(
         vae=seeded(vae)(), text_encoder=seeded(text_encoder)(),
-        tokenizer=CLIPTokenizer(vocab=ids, merges=[("a", "t</w>"), ("c", "at</w>")], model_max_length=8),
+        tokenizer=transformers.CLIPTokenizer(vocab=ids, merges=[("a", "t</w>"), ("c", "at</w>")], model_max_length=8),
         unet=seeded(unet)(), scheduler=DDIMScheduler(steps_offset=1, clip_sample=False), safety_checker=None,
         feature_extractor=None, requires_safety_checker=False,
     )  # fmt: skip

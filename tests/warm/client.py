@@ -21,15 +21,8 @@ HUB: dict = {}
 
 # Read when an interpreter, torch or a library starts: a process that was started with other values cannot take them over.
 READ_AT_START = ("PYTHON", "LD_", "LC_", "LANG", "TORCH", "PYTORCH", "KMP_", "MKL_", "MALLOC_", "COVERAGE_", "CUDA_")
-READ_LATER = (
-    "PYTHONPATH",
-    "PYTHONUNBUFFERED",
-    "TORCHELASTIC_",
-    "TORCH_ELASTIC_",
-    "TORCH_NCCL_",
-    "TORCH_CPP_LOG_LEVEL",
-)
-READ_LATER += ("TORCHINDUCTOR_CACHE_DIR",)  # torch's compiler sets it for its own processes
+READ_LATER = ("PYTHONPATH", "PYTHONUNBUFFERED", "TORCHELASTIC_", "TORCH_ELASTIC_", "TORCH_NCCL_")
+READ_LATER += ("TORCH_CPP_LOG_LEVEL", "TORCHINDUCTOR_CACHE_DIR")  # torch's compiler sets it for its own processes
 OF_HUB = ("HF_", "TRANSFORMERS_", "DATASETS_", "HUGGINGFACE_", "DIFFUSERS_")
 LIBRARIES = (b"transformers", b"peft", b"trl", b"datasets", b"diffusers", b"tiny_models")
 LIMITS = ("CORE", "FSIZE", "NOFILE", "AS", "STACK", "NPROC", "CPU", "MEMLOCK")
@@ -121,14 +114,8 @@ def is_open(fd):
         return False
 
 
-# Python itself ignores these two.
-CATCHABLE = set(signal.valid_signals()) - {
-    signal.SIGKILL,
-    signal.SIGSTOP,
-    signal.SIGCHLD,
-    signal.SIGPIPE,
-    signal.SIGXFSZ,
-}
+CATCHABLE = set(signal.valid_signals()) - {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD}
+CATCHABLE -= {signal.SIGPIPE, signal.SIGXFSZ}  # Python itself ignores these two
 CATCHABLE -= {signal.SIGCONT, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU, signal.SIGWINCH}
 
 

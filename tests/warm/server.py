@@ -24,7 +24,7 @@ IMPORTED = {
     "torch": """torch torch._dynamo torch.distributed torch.distributed.run torch.distributed.checkpoint torch.distributed.fsdp
         torch.distributed.tensor torch.distributed.checkpoint.state_dict torch.distributed.elastic.agent.server.local_elastic_agent
         torch.distributed.optim torch.distributed.algorithms.join torch.utils.data torch.utils.serialization.config torch.optim
-        numpy safetensors.torch psutil yaml xxhash packaging.version multiprocessing.spawn unittest.mock""",
+        numpy safetensors.torch psutil yaml xxhash packaging.version multiprocessing.spawn unittest.mock"""
 }
 IMPORTED["transformers"] = (
     f"{IMPORTED['torch']} transformers transformers.trainer transformers.models.gpt2.modeling_gpt2 datasets"

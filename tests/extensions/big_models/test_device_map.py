@@ -6,14 +6,7 @@ from torch import nn
 
 from accelerate.base.text import convert_file_size_to_int
 from accelerate.config.enums import CustomDtype
-from accelerate.extensions.big_models.device_map import (
-    check_device_map,
-    clean_device_map,
-    fallback_allocate,
-    get_balanced_memory,
-    get_max_memory,
-    infer_auto_device_map,
-)
+from accelerate.extensions.big_models import device_map as maps
 from accelerate.extensions.big_models.tensors import (
     calculate_maximum_sizes,
     compute_module_sizes,
@@ -33,19 +26,19 @@ def _tied():
 def test_fallback_gives_an_empty_device_something_deeper():
     model = nn.Sequential(nn.Linear(10, 10), nn.Sequential(nn.Linear(2, 2), nn.Linear(10, 10)))
     budget = {0: 500, "cpu": 10**4}
-    assert infer_auto_device_map(model, budget) == {"": "cpu"}
-    device_map = infer_auto_device_map(model, budget, fallback_allocation=True)
+    assert maps.infer_auto_device_map(model, budget) == {"": "cpu"}
+    device_map = maps.infer_auto_device_map(model, budget, fallback_allocation=True)
     assert device_map["1.0"] == 0 and device_map["0"] == "cpu"
 
 
 def test_verbose_prints_each_step(capsys):
-    infer_auto_device_map(Net(), {0: 200, "cpu": 1000}, offload_buffers=True, verbose=True)
+    maps.infer_auto_device_map(Net(), {0: 200, "cpu": 1000}, offload_buffers=True, verbose=True)
     printed = capsys.readouterr().out
     assert "Putting linear1" in printed and "Not enough space on 0" in printed
 
 
 def test_devices_that_hold_nothing_are_warned_about_once(caplog):
-    device_map = infer_auto_device_map(Net(), {0: 10, 1: 5, 2: 0, "cpu": 1000}, offload_buffers=True)
+    device_map = maps.infer_auto_device_map(Net(), {0: 10, 1: 5, 2: 0, "cpu": 1000}, offload_buffers=True)
     assert device_map == {"": "cpu"}
     (told,) = [record.getMessage() for record in caplog.records if "too little memory" in record.getMessage()]
     assert "0: 164 bytes required (64 for 'linear1', 100 kept free for the largest layer)" in told
@@ -56,13 +49,13 @@ def test_devices_that_hold_nothing_are_warned_about_once(caplog):
 def test_what_is_printed_names_what_is_split_and_what_is_tied(capsys):
     model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 4))
     for whole, cause in (("Sequential", "it cannot be split"), (None, "it was split")):
-        infer_auto_device_map(model, {"cpu": 200}, no_split_module_classes=whole, verbose=True)
+        maps.infer_auto_device_map(model, {"cpu": 200}, no_split_module_classes=whole, verbose=True)
         refused = "Not enough space on cpu for 0 (space available 120, needed 160): "
         assert f"{refused}{cause}." in capsys.readouterr().out
     model = _tied()
     model["head"] = nn.Sequential(model["head"], nn.Linear(20, 20))
     budgets = {0: 1680 + 64, "cpu": 10**5}
-    infer_auto_device_map(model, budgets, no_split_module_classes=["Sequential"], verbose=True)
+    maps.infer_auto_device_map(model, budgets, no_split_module_classes=["Sequential"], verbose=True)
     refused = "Not enough space on 0 for emb (space available 64, needed 1744): tied to head, and it cannot be split."
     assert refused in capsys.readouterr().out
 
@@ -78,45 +71,45 @@ def test_what_is_printed_names_what_is_split_and_what_is_tied(capsys):
     ({"special_dtypes": {"norm.weight": "half_float"}}, "'half_float'.*float16"),
 )
 def test_mistakes_are_named(wrong, told):
-    for function in (infer_auto_device_map, get_balanced_memory):
+    for function in (maps.infer_auto_device_map, maps.get_balanced_memory):
         with pytest.raises(ValueError, match=told):
             function(Net(), **{"max_memory": {0: 1000, 1: 1000}, **wrong})
     if "max_memory" in wrong:
         with pytest.raises(ValueError, match=told):
-            get_max_memory(**wrong)
+            maps.get_max_memory(**wrong)
 
 
 def test_what_matches_nothing_does_no_harm():
     budgets = {0: 236, "cpu": 1000}
     options = {"special_dtypes": {"stranger.*": "int8"}, "no_split_module_classes": ["Stranger", nn.BatchNorm1d]}
-    assert infer_auto_device_map(Net(), budgets, **options) == {"": 0}
+    assert maps.infer_auto_device_map(Net(), budgets, **options) == {"": 0}
     waiting = [("linear1", nn.Linear(3, 4))]
     tied = [["linear1.w.*", "x.*"], []]
-    assert fallback_allocate(waiting, {"linear1": 64}, 64, tied_parameters=tied)[0] == "linear1"
+    assert maps.fallback_allocate(waiting, {"linear1": 64}, 64, tied_parameters=tied)[0] == "linear1"
 
 
 def test_fallback_allocate_counts_what_is_tied():
     model = _tied()
     waiting, sizes = list(model.named_children()), compute_module_sizes(model)
-    assert fallback_allocate(waiting, sizes, 64)[0] == "emb"
+    assert maps.fallback_allocate(waiting, sizes, 64)[0] == "emb"
     model["head"] = nn.Sequential(model["head"], nn.Linear(4, 4))
     waiting, sizes, tied = list(model.named_children()), compute_module_sizes(model), [["emb.weight", "head.0.weight"]]
-    assert fallback_allocate(waiting, sizes, 64, [], tied)[0] == "mid"
+    assert maps.fallback_allocate(waiting, sizes, 64, [], tied)[0] == "mid"
 
 
 def test_what_a_device_map_lacks_is_named_and_strangers_are_warned_about():
     with pytest.raises(ValueError, match="norm.running_mean"), pytest.warns(UserWarning, match="stranger"):
-        check_device_map(Net(), {"linear1": 0, "linear2": 0, "stranger": 0})
+        maps.check_device_map(Net(), {"linear1": 0, "linear2": 0, "stranger": 0})
 
 
 def test_clean_device_map_merges_by_name_not_by_text():
-    assert clean_device_map({"a.b": 0, "a.c": 0, "ab": 1}) == {"ab": 1, "a": 0}
-    assert clean_device_map({"a.b.x": 0, "a.b.y": 0, "a.c": 1}) == {"a.c": 1, "a.b": 0}
-    assert clean_device_map({"a": 0, "b": 0}) == {"": 0}
-    assert clean_device_map({}) == {}
-    assert clean_device_map({"a.b.x": 0, "a.b.y": 0, "c.x": 0, "c.y": 0}, "a") == {"c.x": 0, "c.y": 0, "a": 0}
-    assert clean_device_map({"a": 1, "a.b": 0, "c": 1}) == {"a": 1, "a.b": 0, "c": 1}
-    assert clean_device_map({"a.b.x": 0, "c": 1}) == {"a.b.x": 0, "c": 1}
+    assert maps.clean_device_map({"a.b": 0, "a.c": 0, "ab": 1}) == {"ab": 1, "a": 0}
+    assert maps.clean_device_map({"a.b.x": 0, "a.b.y": 0, "a.c": 1}) == {"a.c": 1, "a.b": 0}
+    assert maps.clean_device_map({"a": 0, "b": 0}) == {"": 0}
+    assert maps.clean_device_map({}) == {}
+    assert maps.clean_device_map({"a.b.x": 0, "a.b.y": 0, "c.x": 0, "c.y": 0}, "a") == {"c.x": 0, "c.y": 0, "a": 0}
+    assert maps.clean_device_map({"a": 1, "a.b": 0, "c": 1}) == {"a": 1, "a.b": 0, "c": 1}
+    assert maps.clean_device_map({"a.b.x": 0, "c": 1}) == {"a.b.x": 0, "c": 1}
 
 
 # --- sizes and budgets ---
@@ -161,17 +154,17 @@ def _six(count=6):
 
 
 def test_budgets_are_parsed_and_put_in_filling_order():
-    budgets = get_max_memory({"disk": "1KB", "cpu": 3, 1: 5, 0: "2KiB"})
+    budgets = maps.get_max_memory({"disk": "1KB", "cpu": 3, 1: 5, 0: "2KiB"})
     assert list(budgets.items()) == [(0, 2048), (1, 5), ("cpu", 3), ("disk", 1000)]
-    assert get_max_memory({"cpu": 1.5}) == {"cpu": 1.5}
+    assert maps.get_max_memory({"cpu": 1.5}) == {"cpu": 1.5}
 
 
 def test_devices_that_are_not_there_are_warned_about_once(caplog):
-    get_max_memory({101: 5, 100: 5, "cpu": 5})
+    maps.get_max_memory({101: 5, 100: 5, "cpu": 5})
     (message,) = caplog.messages
     assert message.startswith("Devices in max_memory that are not available: [100, 101]; available devices are [")
     caplog.clear()
-    get_balanced_memory(_six(), {100: 5})  # the warning comes when the budgets are used
+    maps.get_balanced_memory(_six(), {100: 5})  # the warning comes when the budgets are used
     assert not caplog.messages
 
 
@@ -197,5 +190,5 @@ def test_devices_that_are_not_there_are_warned_about_once(caplog):
 )
 def test_balanced_budgets(model, budget, options, balanced):
     before = dict(budget)
-    assert get_balanced_memory(model, budget, **options) == balanced
+    assert maps.get_balanced_memory(model, budget, **options) == balanced
     assert budget == before

@@ -6,19 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from accelerate import hooks
 from accelerate.extensions.big_models.hooks_base import guard_method
-from accelerate.hooks import (
-    AlignDevicesHook,
-    CpuOffload,
-    LayerwiseCastingHook,
-    ModelHook,
-    SequentialHook,
-    UserCpuOffloadHook,
-    add_hook_to_module,
-    attach_align_device_hook,
-    attach_align_device_hook_on_blocks,
-    remove_hook_from_module,
-)
 from accelerate.utils.modeling import align_module_device
 from accelerate.utils.versions import is_torch_version
 from offload_models import Net
@@ -30,30 +19,30 @@ def test_removal_leaves_the_module_exactly_as_it_was():
         if own is not None:
             layer.forward = own
         before = dict(layer.__dict__)
-        add_hook_to_module(layer, ModelHook())
+        hooks.add_hook_to_module(layer, hooks.ModelHook())
         assert own is None or layer(torch.ones(1, 2)) == "own"
         for _ in range(2):
-            assert remove_hook_from_module(layer) is layer and layer.__dict__ == before
+            assert hooks.remove_hook_from_module(layer) is layer and layer.__dict__ == before
 
 
 def test_no_grad_hooks_record_nothing():
-    hook = ModelHook()
+    hook = hooks.ModelHook()
     hook.no_grad = True
-    layer = add_hook_to_module(nn.Linear(2, 2), hook)
+    layer = hooks.add_hook_to_module(nn.Linear(2, 2), hook)
     assert not layer(torch.ones(1, 2)).requires_grad
-    assert ModelHook.no_grad is False
+    assert hooks.ModelHook.no_grad is False
 
 
 def test_graph_modules_are_hooked_on_their_class_and_restored():
     graph = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2)))
     plain = graph(torch.ones(1, 2))
     function = type(graph).forward
-    hook = mock.Mock(wraps=ModelHook(), no_grad=False)
-    add_hook_to_module(graph, hook)
+    hook = mock.Mock(wraps=hooks.ModelHook(), no_grad=False)
+    hooks.add_hook_to_module(graph, hook)
     assert "forward" not in graph.__dict__ and graph.forward.args[0] is graph
     assert torch.equal(graph(torch.ones(1, 2)), plain)
     assert [call[0] for call in hook.method_calls] == ["init_hook", "pre_forward", "post_forward"]
-    remove_hook_from_module(graph)
+    hooks.remove_hook_from_module(graph)
     assert type(graph).forward is function and torch.equal(graph(torch.ones(1, 2)), plain)
 
 
@@ -64,10 +53,10 @@ def test_guards_run_first_and_go_with_the_hooks():
     guard_method(layer, "to", seen.append)
     assert layer.to(torch.float64) is layer and seen == [layer]
     assert layer.weight.dtype is torch.float64
-    remove_hook_from_module(layer)
+    hooks.remove_hook_from_module(layer)
     assert "to" not in layer.__dict__
     layer.cuda = lambda: "mine"
-    remove_hook_from_module(layer)
+    hooks.remove_hook_from_module(layer)
     assert layer.cuda() == "mine"
 
 
@@ -75,9 +64,9 @@ def test_cpu_offload_brings_model_and_inputs_to_the_device_and_its_predecessor_a
     first, second = nn.Linear(2, 2), nn.Linear(2, 2)
     second.forward = lambda x: x
     moved = []
-    user = UserCpuOffloadHook(first, CpuOffload("cpu"))
+    user = hooks.UserCpuOffloadHook(first, hooks.CpuOffload("cpu"))
     user.offload = lambda: moved.append(first)
-    add_hook_to_module(second, CpuOffload("meta", prev_module_hook=user))
+    hooks.add_hook_to_module(second, hooks.CpuOffload("meta", prev_module_hook=user))
     assert second.weight.device.type == "cpu"
     assert second(torch.ones(1, 2)).device.type == second.weight.device.type == "meta" and moved == [first]
     second._hf_hook.prev_module_hook = None
@@ -88,11 +77,11 @@ def test_cpu_offload_brings_model_and_inputs_to_the_device_and_its_predecessor_a
 @pytest.mark.parametrize("storage", [torch.bfloat16, torch.float8_e4m3fn])
 def test_layerwise_casting_stores_narrow_and_computes_wide(storage):
     layer = nn.Linear(2, 2)
-    add_hook_to_module(layer, LayerwiseCastingHook(storage, torch.float32, non_blocking=False))
+    hooks.add_hook_to_module(layer, hooks.LayerwiseCastingHook(storage, torch.float32, non_blocking=False))
     assert layer.weight.dtype is storage
     assert layer(torch.ones(1, 2)).dtype is torch.float32
     assert layer.weight.dtype is storage
-    remove_hook_from_module(layer)
+    hooks.remove_hook_from_module(layer)
     assert layer.weight.dtype is torch.float32
 
 
@@ -101,8 +90,8 @@ def test_layerwise_casting_stores_narrow_and_computes_wide(storage):
 
 def test_driving_a_hook_by_hand_and_a_plain_dict_as_weights_map():
     layer = nn.Linear(2, 2, bias=False)
-    hook = AlignDevicesHook("cpu", offload=True)
-    add_hook_to_module(layer, hook)
+    hook = hooks.AlignDevicesHook("cpu", offload=True)
+    hooks.add_hook_to_module(layer, hook)
     hook.pre_forward(layer)
     with torch.no_grad():
         layer.weight.fill_(7)
@@ -119,7 +108,7 @@ def test_inputs_follow_and_outputs_return_except_skipped_keys():
             self.seen = (x.device.type, past.device.type)
             return {"x": torch.ones(1), "past": past}
 
-    echo = add_hook_to_module(Echo(), AlignDevicesHook("meta", io_same_device=True, skip_keys="past"))
+    echo = hooks.add_hook_to_module(Echo(), hooks.AlignDevicesHook("meta", io_same_device=True, skip_keys="past"))
     echo(torch.ones(1), past=torch.ones(1))
     assert echo.seen == ("meta", "cpu")
     assert echo._hf_hook.input_device == torch.device("cpu")
@@ -131,14 +120,14 @@ def test_inputs_follow_and_outputs_return_except_skipped_keys():
 def test_weights_without_data_are_named():
     layer = nn.Linear(2, 2).to("meta")
     with pytest.raises(ValueError, match="'weight' of Linear is on the meta device"):
-        add_hook_to_module(layer, AlignDevicesHook("cpu", offload=True))
+        hooks.add_hook_to_module(layer, hooks.AlignDevicesHook("cpu", offload=True))
     assert "_old_forward" not in layer.__dict__ and "_hf_hook" not in layer.__dict__
     norm = nn.BatchNorm1d(2).to("meta")
     with pytest.raises(ValueError, match="'running_mean' is on the meta device"):
-        add_hook_to_module(
-            norm, AlignDevicesHook("cpu", offload=True, weights_map=dict(nn.BatchNorm1d(2).state_dict()))
+        hooks.add_hook_to_module(
+            norm, hooks.AlignDevicesHook("cpu", offload=True, weights_map=dict(nn.BatchNorm1d(2).state_dict()))
         )
-    layer = add_hook_to_module(nn.Linear(2, 2), AlignDevicesHook("cpu", offload=True))
+    layer = hooks.add_hook_to_module(nn.Linear(2, 2), hooks.AlignDevicesHook("cpu", offload=True))
     layer._hf_hook.weights_map = None
     with pytest.raises(ValueError, match="'weight' is on the meta device"):
         layer(torch.ones(1, 2))
@@ -146,9 +135,9 @@ def test_weights_without_data_are_named():
 
 def test_appending_to_a_hooked_block_keeps_both():
     model = nn.Sequential(nn.Linear(2, 2))
-    add_hook_to_module(model[0], AlignDevicesHook("cpu"))
-    attach_align_device_hook(model, "cpu", offload=True)
-    assert isinstance(model[0]._hf_hook, SequentialHook) and len(model[0]._hf_hook.hooks) == 2
+    hooks.add_hook_to_module(model[0], hooks.AlignDevicesHook("cpu"))
+    hooks.attach_align_device_hook(model, "cpu", offload=True)
+    assert isinstance(model[0]._hf_hook, hooks.SequentialHook) and len(model[0]._hf_hook.hooks) == 2
     assert model[0].weight.device.type == "meta"
     assert model(torch.ones(1, 2)).device.type == "cpu"
 
@@ -159,8 +148,8 @@ def test_tied_weights_in_memory_share_one_copy_and_files_share_none():
         layer = nn.Linear(2, 2, bias=False)
         layer.weight = value
         ties = {value.data_ptr(): {}}
-        hook = AlignDevicesHook("cpu", offload=True, weights_map=weights, tied_params_map=ties)
-        add_hook_to_module(layer, hook)
+        hook = hooks.AlignDevicesHook("cpu", offload=True, weights_map=weights, tied_params_map=ties)
+        hooks.add_hook_to_module(layer, hook)
         assert hook.tied_params_names == shared
         hook.pre_forward(layer)
         assert ties == ({value.data_ptr(): {"cpu": layer.weight}} if shared else {value.data_ptr(): {}})
@@ -171,7 +160,9 @@ def test_tied_weights_in_memory_share_one_copy_and_files_share_none():
 def _offloaded_layer():
     layer = nn.Linear(2, 2, bias=False)
     layer.weight.data.fill_(1)
-    return add_hook_to_module(layer, AlignDevicesHook("cpu", offload=True, weights_map={"weight": torch.ones(2, 2)}))
+    return hooks.add_hook_to_module(
+        layer, hooks.AlignDevicesHook("cpu", offload=True, weights_map={"weight": torch.ones(2, 2)})
+    )
 
 
 def test_what_is_said_of_gradients_while_weights_are_there_stays():
@@ -208,7 +199,7 @@ def test_whatever_is_put_in_its_place_the_stored_weight_stays():
 def test_models_that_hooks_leave_in_place_compile_without_a_break(recwarn):
     model, inputs = Net().eval(), torch.randn(2, 3)
     plain = model(inputs)
-    attach_align_device_hook_on_blocks(model, dict.fromkeys(["linear1", "norm", "linear2", ""], "cpu"))
+    hooks.attach_align_device_hook_on_blocks(model, dict.fromkeys(["linear1", "norm", "linear2", ""], "cpu"))
     try:
         compiled = torch.compile(model, backend="eager", fullgraph=True)
         for _ in range(3):

@@ -102,11 +102,7 @@ def test_tied_weights_load_from_one_name_and_stay_tied(tmp_path):
         assert model["a"].weight is model["b"].weight and (model["b"].weight == 1).all()
 
 
-@cases(
-    "arguments, text",
-    ({"device_map": {"linear1": "cpu"}}, "no device for"),
-    ({"dtype": "bf16"}, "bf16"),
-)
+@cases("arguments, text", ({"device_map": {"linear1": "cpu"}}, "no device for"), ({"dtype": "bf16"}, "bf16"))
 def test_arguments_that_cannot_work_are_named(arguments, text, source, tmp_path):
     torch.save(source, tmp_path / "m.bin")
     with pytest.raises(ValueError, match=text):

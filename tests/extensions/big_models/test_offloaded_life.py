@@ -12,22 +12,11 @@ import pytest
 import torch
 import torch.utils.checkpoint
 
+import offload_samples as samples
 from accelerate import Accelerator, cpu_offload, disk_offload, load_checkpoint_and_dispatch
 from accelerate.hooks import remove_hook_from_submodules
 from accelerate.utils import align_module_device, offload_state_dict, offload_weight
 from offload_models import References, batches, ids
-from offload_samples import (
-    EMPTY,
-    FORMS,
-    MAPPED,
-    PREFETCHES,
-    WHOLE,
-    Reference,
-    Sample,
-    prefetching,
-    same,
-    write_checkpoint,
-)
 
 
 @pytest.fixture(scope="module")
@@ -35,12 +24,12 @@ def references(tmp_path_factory):
     return References(tmp_path_factory.mktemp("models"))
 
 
-@pytest.mark.parametrize("prefetch", PREFETCHES)
-@pytest.mark.parametrize("way", [*MAPPED, *WHOLE])
+@pytest.mark.parametrize("prefetch", samples.PREFETCHES)
+@pytest.mark.parametrize("way", [*samples.MAPPED, *samples.WHOLE])
 def test_gradients_of_inputs_pass_through(way, prefetch, references):
     reference = references("stack")
     results = []
-    with prefetching(prefetch):
+    with samples.prefetching(prefetch):
         for model in (reference.make(), reference.offloaded(way, {"": "disk"})):
             kept = []
             # The gradient needs every layer's weights long after the layer has run.
@@ -48,14 +37,14 @@ def test_gradients_of_inputs_pass_through(way, prefetch, references):
             outputs = [model(**batch) for batch in reference.batches[:3]]
             hook.remove()
             results.append([torch.autograd.grad(o.square().sum(), i)[0] for o, i in zip(outputs, kept, strict=True)])
-    assert all(same(mine, other) for mine, other in zip(*results, strict=True))
+    assert all(samples.same(mine, other) for mine, other in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize("prefetch", PREFETCHES)
-@pytest.mark.parametrize("way", [*MAPPED, *WHOLE])
+@pytest.mark.parametrize("prefetch", samples.PREFETCHES)
+@pytest.mark.parametrize("way", [*samples.MAPPED, *samples.WHOLE])
 def test_inference_mode_and_failed_forwards_leave_nothing_behind(way, prefetch, references):
     reference = references("branches")
-    with prefetching(prefetch):
+    with samples.prefetching(prefetch):
         model = reference.offloaded(way, {"": "disk"})
         with torch.inference_mode():
             reference.check(model)
@@ -64,15 +53,15 @@ def test_inference_mode_and_failed_forwards_leave_nothing_behind(way, prefetch, 
                 model(ids(1))
             reference.check(model)
         output = model(**reference.batches[0])
-        assert output.requires_grad and same(output.detach(), reference.results[0])
+        assert output.requires_grad and samples.same(output.detach(), reference.results[0])
         output.sum().backward()
         with pytest.raises(ArithmeticError):
             model(ids(1))
-        if way not in EMPTY:
+        if way not in samples.EMPTY:
             reference.check_removal(model)
 
 
-@pytest.mark.parametrize("prefetch", PREFETCHES)
+@pytest.mark.parametrize("prefetch", samples.PREFETCHES)
 def test_weights_changed_between_forwards_are_used(prefetch, references):
     reference = references("branches")
     layer = "layers.3"
@@ -91,20 +80,20 @@ def test_weights_changed_between_forwards_are_used(prefetch, references):
             module.weight.data.copy_(changed)
 
     for change in (in_the_map, by_name):
-        with prefetching(prefetch):
+        with samples.prefetching(prefetch):
             model = cpu_offload(reference.make(), execution_device="cpu")
             for _ in range(2):
                 model(**batch)
             change(model)
-            assert same(model(**batch), plain(**batch)), change.__name__
+            assert samples.same(model(**batch), plain(**batch)), change.__name__
 
 
-@pytest.mark.parametrize("prefetch", PREFETCHES)
+@pytest.mark.parametrize("prefetch", samples.PREFETCHES)
 def test_nothing_is_left_running_or_open(prefetch, references):
     reference = references("branches")
     threads = set(threading.enumerate())
     opened = set(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else set()
-    with prefetching(prefetch):
+    with samples.prefetching(prefetch):
         model = reference.offloaded("shards", {"": "disk"})
         reference.check(model)
         del model
@@ -120,13 +109,13 @@ def test_nothing_is_left_running_or_open(prefetch, references):
     assert len(set(os.listdir("/proc/self/fd")) - opened) == 0 if opened else True
 
 
-@pytest.mark.parametrize("prefetch", PREFETCHES)
+@pytest.mark.parametrize("prefetch", samples.PREFETCHES)
 @pytest.mark.parametrize("index", ["loader's", "folder's", "none"])
 def test_a_file_replaced_between_forwards_is_used(index, prefetch, references):
     reference = references("branches")
     folder = reference.new_folder()
     plain, batch = reference.make(), reference.batches[0]
-    with prefetching(prefetch):
+    with samples.prefetching(prefetch):
         model = disk_offload(reference.make(), folder, execution_device="cpu")
         for number in (3, 0):
             for _ in range(2):
@@ -139,7 +128,7 @@ def test_a_file_replaced_between_forwards_is_used(index, prefetch, references):
             else:
                 known = model.layers[number]._hf_hook.weights_map.dataset.index
                 offload_weight(weight, name, folder, index=known if index == "loader's" else None)
-            assert same(model(**batch), plain(**batch)), number
+            assert samples.same(model(**batch), plain(**batch)), number
 
 
 @pytest.mark.parametrize("name", ["branches", pytest.param("stack", marks=pytest.mark.slow)])
@@ -181,24 +170,21 @@ def _doubling(model):
     return model
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", samples.FORMS)
 def test_checkpoint_is_never_written(form, references, tmp_path):
     """Weights may be mapped from the checkpoint's files; what is done to them stays in the model."""
     reference = references("branches")
     before = _bytes_of(reference.checkpoints[form])
     for device_map in ({"": "cpu"}, {"": "disk"}, {"embedding": "cpu", "layers": "disk"}):
         model = load_checkpoint_and_dispatch(
-            reference.make(empty=True),
-            reference.checkpoints[form],
-            device_map,
-            offload_folder=tmp_path / "offload",
+            reference.make(empty=True), reference.checkpoints[form], device_map, offload_folder=tmp_path / "offload"
         )
         mine, wanted = (_doubling(one)(**reference.batches[0]) for one in (model, reference.make()))
-        assert same(mine, wanted), device_map
+        assert samples.same(mine, wanted), device_map
     assert _bytes_of(reference.checkpoints[form]) == before
 
 
-@pytest.mark.parametrize("way", [*MAPPED, *WHOLE])
+@pytest.mark.parametrize("way", [*samples.MAPPED, *samples.WHOLE])
 def test_requires_grad_is_kept(way, references):
     reference = references("branches")
 
@@ -208,7 +194,7 @@ def test_requires_grad_is_kept(way, references):
         return model
 
     wanted = {name: parameter.requires_grad for name, parameter in frozen().named_parameters()}
-    model = Reference(Sample(frozen, batches), torch.float32, reference.new_folder()).offloaded(
+    model = samples.Reference(samples.Sample(frozen, batches), torch.float32, reference.new_folder()).offloaded(
         way, {"embedding": "cpu", "layers": "disk"}
     )
     for _ in range(2):
@@ -217,19 +203,19 @@ def test_requires_grad_is_kept(way, references):
     model.layers[3].requires_grad_(False)  # between forwards, when its weights are elsewhere
     model(**reference.batches[0])
     assert not model.layers[3].weight.requires_grad
-    if way not in EMPTY:
+    if way not in samples.EMPTY:
         remove_hook_from_submodules(model)
         assert not model.layers[3].weight.requires_grad and model.layers[0].weight.requires_grad
         assert model.layers[2].weight.is_leaf
 
 
-@pytest.mark.parametrize("prefetch", PREFETCHES)
+@pytest.mark.parametrize("prefetch", samples.PREFETCHES)
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_gradient_checkpointing(reentrant, prefetch, references):
     """Forwards run again during the backward pass, in the opposite order."""
     reference = references("stack")
     results = []
-    with prefetching(prefetch):
+    with samples.prefetching(prefetch):
         for model in (reference.make(), reference.offloaded("shards", {"embedding": "cpu", "blocks": "disk"})):
             for _ in range(2):
                 x = model.embedding(ids(6)).detach().requires_grad_()
@@ -238,13 +224,13 @@ def test_gradient_checkpointing(reentrant, prefetch, references):
                     y = norm(torch.utils.checkpoint.checkpoint(block, y, use_reentrant=reentrant))
                 y.square().sum().backward()
             results.append(x.grad)
-    assert same(*results)
+    assert samples.same(*results)
 
 
-@pytest.mark.parametrize("prefetch", PREFETCHES)
+@pytest.mark.parametrize("prefetch", samples.PREFETCHES)
 def test_models_in_threads_of_their_own(prefetch, references):
     reference = references("branches")
-    with prefetching(prefetch), ThreadPoolExecutor(3) as pool:
+    with samples.prefetching(prefetch), ThreadPoolExecutor(3) as pool:
         folder = reference.new_folder()
         models = [disk_offload(reference.make(), folder, execution_device="cpu") for _ in range(3)]
         for model in models:
@@ -252,10 +238,10 @@ def test_models_in_threads_of_their_own(prefetch, references):
         list(pool.map(lambda model: [reference.check(model) for _ in range(5)], models, timeout=60))
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", samples.FORMS)
 def test_saved_over_its_own_checkpoint(form, references, tmp_path):
     reference = references("stack")
-    checkpoint = write_checkpoint(reference.state, tmp_path / "checkpoint", form)
+    checkpoint = samples.write_checkpoint(reference.state, tmp_path / "checkpoint", form)
     device_map = {"embedding": "cpu", "blocks.a": "disk", "blocks.b": "disk"}
     model = load_checkpoint_and_dispatch(
         reference.make(empty=True), checkpoint, device_map, offload_folder=tmp_path / "offload"

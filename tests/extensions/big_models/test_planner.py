@@ -9,16 +9,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import placement_samples as samples
-from accelerate.extensions.big_models.device_map import (
-    check_device_map,
-    get_max_memory,
-    infer_auto_device_map,
-)
+from accelerate.extensions.big_models.device_map import check_device_map, get_max_memory, infer_auto_device_map
 from accelerate.extensions.big_models.planner import make_plan
-from accelerate.extensions.big_models.tensors import (
-    compute_module_sizes,
-    device_of,
-)
+from accelerate.extensions.big_models.tensors import compute_module_sizes, device_of
 
 
 class _Weights(nn.Module):

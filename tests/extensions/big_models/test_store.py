@@ -12,20 +12,11 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from accelerate.big_modeling import disk_offload, dispatch_model
+from accelerate.big_modeling import disk_offload, dispatch_model, init_empty_weights
+from accelerate.extensions.big_models import store
 from accelerate.extensions.big_models.loading import load_offloaded_weights, quantize_and_offload_8bit
-from accelerate.extensions.big_models.store import (
-    OffloadedWeightsLoader,
-    OffloadWriter,
-    PrefixedDataset,
-    WeightFile,
-    load_offloaded_weight,
-    offload_state_dict,
-    offload_weight,
-    read_index,
-    save_offload_index,
-)
-from accelerate.extensions.big_models.weights import write_missing
+from accelerate.extensions.big_models.weights import get_state_dict_offloaded_model, write_missing
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 
 TENSORS = {
     "float": torch.randn(2, 3),
@@ -49,33 +40,33 @@ def _listing(folder):
 
 def test_every_dtype_and_shape_comes_back(tmp_path):
     for name, tensor in TENSORS.items():
-        index = offload_weight(tensor, name, tmp_path, index={})
-        loaded = load_offloaded_weight(tmp_path / f"{name}.dat", index[name])
+        index = store.offload_weight(tensor, name, tmp_path, index={})
+        loaded = store.load_offloaded_weight(tmp_path / f"{name}.dat", index[name])
         assert loaded.dtype is tensor.dtype and loaded.shape == tensor.shape, name
         assert torch.equal(*(one.float() if name == "float8" else one for one in (loaded, tensor))), name
     assert (tmp_path / "bfloat16.dat").read_bytes() == TENSORS["bfloat16"].view(torch.int16).numpy().tobytes()
 
 
 def test_rewriting_a_weight_does_not_change_a_loaded_one(tmp_path):
-    index = offload_weight(torch.zeros(1000), "w", tmp_path, index={})
-    loaded = load_offloaded_weight(tmp_path / "w.dat", index["w"])
-    offload_weight(torch.ones(10), "w", tmp_path, index=index)
+    index = store.offload_weight(torch.zeros(1000), "w", tmp_path, index={})
+    loaded = store.load_offloaded_weight(tmp_path / "w.dat", index["w"])
+    store.offload_weight(torch.ones(10), "w", tmp_path, index=index)
     assert (loaded == 0).all()
     loaded.add_(1)
-    assert (load_offloaded_weight(tmp_path / "w.dat", index["w"]) == 1).all()
+    assert (store.load_offloaded_weight(tmp_path / "w.dat", index["w"]) == 1).all()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["w.dat"]
 
 
 def test_files_and_indices_that_are_damaged_or_missing_are_named(tmp_path):
-    index = offload_weight(torch.arange(4.0), "w", tmp_path, index={})
+    index = store.offload_weight(torch.arange(4.0), "w", tmp_path, index={})
     (tmp_path / "w.dat").write_bytes(bytes(15))
     with pytest.raises(ValueError, match="has 15 bytes"):
-        load_offloaded_weight(tmp_path / "w.dat", index["w"])
+        store.load_offloaded_weight(tmp_path / "w.dat", index["w"])
     with pytest.raises(FileNotFoundError, match=r"v\.dat"):
-        load_offloaded_weight(tmp_path / "v.dat", index["w"])
+        store.load_offloaded_weight(tmp_path / "v.dat", index["w"])
     for text in ("{", '{"a": 1}'):
         (tmp_path / "index.json").write_text(text)
-        for call in (lambda: read_index(tmp_path), lambda: save_offload_index({"a": {}}, tmp_path)):
+        for call in (lambda: store.read_index(tmp_path), lambda: store.save_offload_index({"a": {}}, tmp_path)):
             with pytest.raises(ValueError, match=r"index\.json is no index"):
                 call()
         assert (tmp_path / "index.json").read_text() == text
@@ -87,9 +78,9 @@ def test_no_name_leads_out_of_the_folder(name, tmp_path):
     index = {name: {"dtype": "float32", "shape": [1]}}
     (tmp_path / "w.dat").write_bytes(bytes(4))
     for call in (
-        lambda: offload_state_dict(folder, {"a": torch.ones(1), name: torch.ones(1)}),
-        lambda: offload_weight(torch.ones(1), name, folder),
-        lambda: OffloadedWeightsLoader(save_folder=folder, index=index)[name],
+        lambda: store.offload_state_dict(folder, {"a": torch.ones(1), name: torch.ones(1)}),
+        lambda: store.offload_weight(torch.ones(1), name, folder),
+        lambda: store.OffloadedWeightsLoader(save_folder=folder, index=index)[name],
     ):
         with pytest.raises(ValueError, match="cannot be a file in"):
             call()
@@ -121,17 +112,17 @@ def full_disk(monkeypatch):
 @pytest.mark.parametrize("after", [0, 400, 420])
 def test_a_full_disk_leaves_the_files_as_they_were(after, full_disk, tmp_path):
     folder = tmp_path / "deep" / "offload"
-    offload_state_dict(folder, {"a": torch.zeros(3), "kept": torch.ones(1)})
+    store.offload_state_dict(folder, {"a": torch.zeros(3), "kept": torch.ones(1)})
     before = _listing(tmp_path)
     full_disk(after)
     with pytest.raises(OSError, match=r"Offloading .* to .*offload failed: No space left.*Nothing of it") as caught:
-        offload_state_dict(folder, {"a": torch.ones(100), "b": torch.ones(5)})
+        store.offload_state_dict(folder, {"a": torch.ones(100), "b": torch.ones(5)})
     assert caught.value.errno == errno.ENOSPC and _listing(tmp_path) == before
 
 
 @pytest.mark.parametrize("fails_at", ["new.dat", "old.dat", "index.json"])
 def test_a_rename_that_fails_leaves_the_index_as_it_was(fails_at, monkeypatch, tmp_path):
-    offload_state_dict(tmp_path, {"kept": torch.ones(1), "old": torch.zeros(3)})
+    store.offload_state_dict(tmp_path, {"kept": torch.ones(1), "old": torch.zeros(3)})
     before, real = _listing(tmp_path), os.replace
 
     def replace(source, target):
@@ -141,10 +132,10 @@ def test_a_rename_that_fails_leaves_the_index_as_it_was(fails_at, monkeypatch, t
 
     monkeypatch.setattr(os, "replace", replace)
     with pytest.raises(OSError, match="Input/output error"):
-        offload_state_dict(tmp_path, {"old": torch.ones(3), "new": torch.ones(2)})
+        store.offload_state_dict(tmp_path, {"old": torch.ones(3), "new": torch.ones(2)})
     after = _listing(tmp_path)
     assert after["index.json"] == before["index.json"] and set(after) <= {*before, "new.dat"}
-    assert torch.equal(OffloadedWeightsLoader(save_folder=tmp_path)["kept"], torch.ones(1))
+    assert torch.equal(store.OffloadedWeightsLoader(save_folder=tmp_path)["kept"], torch.ones(1))
 
 
 def test_a_full_disk_while_dispatching_leaves_the_model_whole(full_disk, tmp_path):
@@ -163,13 +154,13 @@ def test_a_full_disk_while_dispatching_leaves_the_model_whole(full_disk, tmp_pat
 
 
 def test_a_block_that_raises_publishes_nothing(tmp_path):
-    with pytest.raises(RuntimeError, match="stop"), OffloadWriter(tmp_path) as writer:
+    with pytest.raises(RuntimeError, match="stop"), store.OffloadWriter(tmp_path) as writer:
         writer.add("a", torch.ones(2))
         raise RuntimeError("stop")
     with pytest.raises(ValueError, match="'b' is on the meta device"):
-        offload_state_dict(tmp_path, {"a": torch.ones(2), "b": torch.empty(1, device="meta")})
-    save_offload_index({}, tmp_path)
-    save_offload_index(None, tmp_path)
+        store.offload_state_dict(tmp_path, {"a": torch.ones(2), "b": torch.empty(1, device="meta")})
+    store.save_offload_index({}, tmp_path)
+    store.save_offload_index(None, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -206,9 +197,9 @@ def test_a_folder_of_a_model_of_other_shapes_is_refused(tmp_path):
 
 
 def test_the_loader_prefers_memory_and_is_a_mapping(tmp_path):
-    offload_state_dict(tmp_path, {"a": torch.zeros(1)})
-    offload_state_dict(tmp_path, {"b": torch.zeros(2)})  # the index grows
-    loader = OffloadedWeightsLoader(state_dict={"a": torch.ones(1)}, save_folder=tmp_path)
+    store.offload_state_dict(tmp_path, {"a": torch.zeros(1)})
+    store.offload_state_dict(tmp_path, {"b": torch.zeros(2)})  # the index grows
+    loader = store.OffloadedWeightsLoader(state_dict={"a": torch.ones(1)}, save_folder=tmp_path)
     assert list(loader) == ["a", "b"] and len(loader) == 2 and "b" in loader and "c" not in loader
     assert {name: float(tensor.sum()) for name, tensor in dict(loader).items()} == {"a": 1.0, "b": 0.0}
     for arguments, error, message in (
@@ -218,11 +209,11 @@ def test_the_loader_prefers_memory_and_is_a_mapping(tmp_path):
         ({"save_folder": tmp_path}, KeyError, "c"),
     ):
         with pytest.raises(error, match=message):
-            OffloadedWeightsLoader(**arguments)["c"]
+            store.OffloadedWeightsLoader(**arguments)["c"]
 
 
 def test_a_prefixed_view_reads_short_names_and_lists_full_ones():
-    view = PrefixedDataset({"x.a": 1, "x.b": 2, "y": 3}, "x.")
+    view = store.PrefixedDataset({"x.a": 1, "x.b": 2, "y": 3}, "x.")
     assert view["a"] == view["x.a"] == 1 and "b" in view and "y" not in view and 3 not in view
     assert list(view) == ["x.a", "x.b"] and len(view) == 2 and dict(view) == {"x.a": 1, "x.b": 2}
     with pytest.raises(KeyError):
@@ -254,7 +245,7 @@ def _mapped_at(tensor, known):
 def test_files_of_torch_are_mapped_if_they_can_be(legacy, tmp_path):
     state = {"w": torch.arange(6.0), "extra": {"not": "a tensor"}}
     torch.save(state, tmp_path / "m.bin", _use_new_zipfile_serialization=not legacy)
-    file = WeightFile(tmp_path / "m.bin")
+    file = store.WeightFile(tmp_path / "m.bin")
     assert not file.in_place and torch.equal(file.tensor("w"), torch.arange(6.0))
     assert (_mapped_at(file.tensor("w"), None if legacy else "m.bin") == "m.bin") is not legacy
     with pytest.raises(KeyError, match="no tensor 'x'"):
@@ -268,31 +259,31 @@ def test_truncated_files_and_what_is_no_state_dict_are_named(name, path, tmp_pat
     for share in (0, 0.02, 0.5, 0.99, *([1] if name == "m.bin" else [])):
         (tmp_path / name).write_bytes(data[: int(len(data) * share)])
         with pytest.raises(ValueError, match=rf"{name} \([\d,]+ bytes\) is truncated or no"):
-            WeightFile(tmp_path / name)
+            store.WeightFile(tmp_path / name)
 
 
 def test_a_file_that_is_replaced_stays_what_it_was_for_those_that_use_it(path, tmp_path):
     index = {"w": {"safetensors_file": str(path)}}
-    loader = OffloadedWeightsLoader(index=index)
+    loader = store.OffloadedWeightsLoader(index=index)
     first = loader["w"]
     assert loader["w"] is first
     save_file({"w": torch.zeros(6)}, tmp_path / "new")
     os.replace(tmp_path / "new", path)
     assert loader["w"] is first and torch.equal(first, torch.arange(6.0))
-    assert not OffloadedWeightsLoader(index=index)["w"].any()
+    assert not store.OffloadedWeightsLoader(index=index)["w"].any()
     os.unlink(path)
     assert torch.equal(loader["w"], torch.arange(6.0))
 
 
 def test_an_entry_that_is_replaced_is_mapped_anew_and_casts_are_not_kept(path):
     entry = {"safetensors_file": str(path), "dtype": "float32"}
-    loader = OffloadedWeightsLoader(index={"w": entry})
+    loader = store.OffloadedWeightsLoader(index={"w": entry})
     assert loader["w"] is loader["w"]
     loader.index["w"] = {**entry, "weight_name": "b"}
     assert torch.equal(loader["w"], torch.ones(2)) and loader["w"].dtype is torch.float32
     assert loader["w"] is not loader["w"] and loader.stored("w").dtype is torch.bfloat16
     assert torch.equal(pickle.loads(pickle.dumps(loader))["w"], torch.ones(2))
-    assert OffloadedWeightsLoader(index={"w": entry}, device="meta")["w"].is_meta
+    assert store.OffloadedWeightsLoader(index={"w": entry}, device="meta")["w"].is_meta
 
 
 # --- weights that are quantised to 8 bits on their way to a folder ---
@@ -317,3 +308,17 @@ def test_other_tensors_are_written_in_the_dtype_wanted(tmp_path):
     assert dtypes == {"0.bias": "float16", "1.running_mean": "float32", "1.num_batches_tracked": "int64"}
     assert model[0].bias.is_meta and model[0].bias.dtype is torch.float16 and model[0].bias.requires_grad
     assert model[1].running_mean.is_meta and model[1].num_batches_tracked.is_meta
+
+
+def test_tensors_without_data_are_named(caplog):
+    with init_empty_weights():
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=False))
+    with caplog.at_level(logging.WARNING):
+        get_state_dict_offloaded_model(model)
+    assert "0.bias, 0.weight, 1.weight" in caplog.text
+    # A hook that does not have the weight does not help; one that does, does.
+    add_hook_to_module(model[1], AlignDevicesHook("cpu", offload=True, weights_map={"weight": torch.ones(4, 4)}))
+    model[0]._hf_hook = AlignDevicesHook("cpu", offload=True, weights_map={"bias": torch.ones(4)})
+    caplog.clear()
+    get_state_dict_offloaded_model(model)
+    assert caplog.messages[0].endswith("on the meta device: 0.weight")

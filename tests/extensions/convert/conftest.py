@@ -1,6 +1,5 @@
-"""Fixtures of the tests of commands and of object stores."""
+"""Every test of a command runs in an empty directory."""
 
-from unit.checkpoint.conftest import base, memory, s3, s3_server
-from unit.commands.conftest import accelerate, clean, refused
+from unit.commands.conftest import clean
 
-__all__ = ["accelerate", "base", "clean", "memory", "refused", "s3", "s3_server"]
+__all__ = ["clean"]

@@ -254,7 +254,6 @@ def test_prune_follows_no_link(accelerate, tmp_path):
 
 
 def test_prune_stays_in_the_folder(accelerate, tmp_path):
-    """A project may keep its checkpoints on another disk."""
     disk, project = tmp_path / "disk", tmp_path / "project"
     numbered(disk)
     samples.left_behind(disk, "checkpoint_7")
@@ -347,7 +346,6 @@ def test_object_store(accelerate, store, tmp_path, monkeypatch):
 
 
 def test_checkpoints_of_a_run(accelerate, tmp_path):
-    """The checkpoints that `save_state` writes, with a tied weight."""
     from accelerate.utils import ProjectConfiguration
 
     made = Accelerator(cpu=True, project_config=ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True))

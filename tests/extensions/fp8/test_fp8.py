@@ -59,10 +59,7 @@ def handlers(**given):
     return {**dict.fromkeys(ATTRIBUTES), **given}
 
 
-@pytest.mark.parametrize(
-    ("there", "device", "kind"),
-    [((AO,), CPU, AO), ((TE, AO), CPU, AO), ((TE, AO), CUDA, TE)],
-)
+@pytest.mark.parametrize(("there", "device", "kind"), [((AO,), CPU, AO), ((TE, AO), CPU, AO), ((TE, AO), CUDA, TE)])
 def test_without_a_recipe_the_first_library_that_can_serves(installed, capability, there, device, kind):
     installed(*there)
     built = accelerator(device)
@@ -110,13 +107,7 @@ def test_the_general_recipe_names_its_library(installed, capability):
         "AORecipeKwargs and MSAMPRecipeKwargs",
     ),
     ((TE,), CPU, {}, ValueError, r"Transformer Engine.*'cpu'.*pip install torchao"),
-    (
-        (TE,),
-        CPU,
-        {"te": bare(TERecipeKwargs)},
-        ValueError,
-        "Transformer Engine does not compute in 8 bits on 'cpu'",
-    ),
+    ((TE,), CPU, {"te": bare(TERecipeKwargs)}, ValueError, "Transformer Engine does not compute in 8 bits on 'cpu'"),
     ((TE, AO), torch.device("mps"), {}, ValueError, "'mps'"),
 )
 def test_refusals(installed, there, device, given, error, said):

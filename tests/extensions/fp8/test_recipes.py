@@ -8,12 +8,7 @@ import pytest
 import torch
 
 from accelerate.extensions.fp8 import recipes as low_bit
-from accelerate.extensions.fp8.recipes import (
-    AORecipeKwargs,
-    FP8RecipeKwargs,
-    MSAMPRecipeKwargs,
-    TERecipeKwargs,
-)
+from accelerate.extensions.fp8.recipes import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from accelerate.extensions.quantize.config import BnbQuantizationConfig
 from cases import cases
 

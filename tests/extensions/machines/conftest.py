@@ -1,11 +1,5 @@
-"""Fixtures of the tests of launches."""
+"""Every test runs on a machine without devices."""
 
-from unit.launch.conftest import found_or_refused, gpus, no_devices, parse, plan
+from unit.launch.conftest import no_devices
 
-__all__ = [
-    "found_or_refused",
-    "gpus",
-    "no_devices",
-    "parse",
-    "plan",
-]
+__all__ = ["no_devices"]

@@ -3,6 +3,7 @@ import types
 import pytest
 import torch
 
+from accelerate.extensions.megatron import steps
 from accelerate.extensions.megatron.plugin import MegatronLMPlugin as Plugin
 from accelerate.utils import MegatronLMDummyScheduler
 
@@ -65,3 +66,21 @@ def test_batches_optimizers_and_schedules():
         plugin.set_mixed_precision("fp8")
     with pytest.raises(NotImplementedError, match="log_with"):
         plugin.set_tensorboard_logging_options()
+
+
+def test_what_is_missing_is_said(monkeypatch):
+    monkeypatch.setattr(steps, "is_megatron_lm_available", lambda: False)
+    with pytest.raises(NotImplementedError, match="torch DataLoader"):
+        steps.MegatronLMDummyDataLoader().set_megatron_data_args()
+    with pytest.raises(ImportError, match=r"Accelerator\.reduce"):
+        steps.avg_losses_across_data_parallel_group([torch.ones(())])
+    for step in (steps.BertTrainStep, steps.T5TrainStep):
+        with pytest.raises(NotImplementedError, match="types llama, gpt2 here"):
+            step(None, None)
+
+
+def test_a_step_of_ones_own():
+    functions = dict.fromkeys(("get_batch_func", "get_forward_step_func", "get_loss_func"), lambda self, *args: None)
+    assert type("Mine", (steps.AbstractTrainStep,), functions)("mine").name == "mine"
+    with pytest.raises(TypeError):
+        steps.AbstractTrainStep("abstract")

@@ -50,10 +50,7 @@ def prepared(model, mixed_precision="no", handlers=(), scheduler=None, kind=torc
 @cases(
     "plugin, wanted",
     ({}, {MODEL: {**NONE_RECOMPUTED, "attention_dropout": 0.0, "fp16": None}, OPTIMIZER: {"clip_grad": 1.0}}),
-    (
-        {"attention_dropout": 0.1, "hidden_dropout": 0.2},
-        {MODEL: {"attention_dropout": 0.1, "hidden_dropout": 0.2}},
-    ),
+    ({"attention_dropout": 0.1, "hidden_dropout": 0.2}, {MODEL: {"attention_dropout": 0.1, "hidden_dropout": 0.2}}),
     ({"recompute_activations": True}, {MODEL: {**NONE_RECOMPUTED, "recompute_granularity": "selective"}}),
     (
         {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2},

@@ -1,14 +1,5 @@
-"""Fixtures of the tests of launches and runners."""
+"""Every test runs on a machine without devices."""
 
-from unit.launch.conftest import found_or_refused, gpus, no_devices, parse, plan
-from unit.launch.runners.conftest import fake_package, written
+from unit.launch.conftest import no_devices
 
-__all__ = [
-    "fake_package",
-    "found_or_refused",
-    "gpus",
-    "no_devices",
-    "parse",
-    "plan",
-    "written",
-]
+__all__ = ["no_devices"]

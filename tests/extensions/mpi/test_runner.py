@@ -58,7 +58,6 @@ def called(programs, plan):
     ("mpich", "2001:db8::1 slots=2\n2001:db8::2 slots=1", 3, "-f hosts -genvlist"),
 )
 def test_each_mpirun_is_called_in_its_words(called, hosts, makers, text, count, words):
-    """A host file of another style is translated."""
     for maker in makers.split():
         arguments, _ = called(f"--num_processes {count} {hosts(text)}", maker)
         assert arguments[: len(words.split())] == words.split()

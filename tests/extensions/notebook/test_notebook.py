@@ -131,7 +131,6 @@ def test_a_launcher_that_is_killed_takes_its_processes_along(begin):
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["static", "c10d"])
 def test_two_machines_restart_together(begin, notes, backend):
-    """Two machines with two processes each, which are one."""
     shared = {"num_nodes": 2, "use_port": str(get_free_port()), "rdzv_backend": backend, "max_restarts": 2}
     machines = [begin("fail_at_first", {"node_rank": rank, **shared}) for rank in (1, 0)]
     for machine in machines:

@@ -167,9 +167,6 @@ def test_ends_with_and_without_a_fault(tmp_path, monkeypatch, function, status, 
     assert text is None or text in json.loads(error_file.read_text())["accelerate"]["traceback"]
 
 
-forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-
-
 @forks
 def test_processes_of_a_start_that_fails_are_killed(monkeypatch):
     started = []

@@ -1,5 +1,5 @@
-"""Fixtures of the tests of commands."""
+"""Every test of a command runs in an empty directory."""
 
-from unit.commands.conftest import accelerate, clean, refused
+from unit.commands.conftest import clean
 
-__all__ = ["accelerate", "clean", "refused"]
+__all__ = ["clean"]

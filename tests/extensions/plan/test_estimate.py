@@ -169,7 +169,6 @@ def test_local_configuration(accelerate, place, config, no_hub):
 
 @pytest.mark.parametrize("changed", [{"dtype": "bfloat16", "architectures": None}, {"architectures": ["NoSuchModel"]}])
 def test_configuration_without_architecture(accelerate, config, changed):
-    """The bare model, in fp32, whatever type the weights would have."""
     config(**changed)
     report = answer(accelerate, "llama")
     assert (report["parameters"], report["sizes"][0]["largest_layer"]) == (BARE, 4 * (4 * 256 + 3 * 512 + 32))
@@ -192,7 +191,6 @@ def test_weights_come_before_the_configuration(accelerate, config, no_hub):
 
 
 def test_timm(accelerate, place, monkeypatch, no_hub):
-    """A library that records how it is asked."""
     asked = []
 
     def create_model(name, pretrained, **options):

@@ -132,7 +132,6 @@ def test_a_rank_that_shares_sequences_has_a_part_of_the_activations(llama, axis)
 
 
 def test_a_model_that_recomputes_is_also_measured_without(llama):
-    """As a program gives it."""
     build, inputs = plan.load(llama)
 
     def recomputing():
@@ -213,23 +212,13 @@ def llama(place):
 def test_plan_of_a_configuration_and_the_file_that_launch_takes(accelerate, llama, place):
     status, out, err = accelerate(*words(llama, "--gpus", "2", "--sequence", "32", "--write", "plan.yaml"))
     assert status == 0, err
-    for part in (
-        "layout",
-        "DDP 2",
-        "FSDP2 2",
-        "ZeRO 3, 2 ranks",
-        "tp_size=2",
-        "cp_size=2",
-        "sp_size=2",
-        "plan.yaml: ",
-    ):
-        assert part in out
+    parts = ["layout", "DDP 2", "FSDP2 2", "ZeRO 3, 2 ranks", "tp_size=2", "cp_size=2", "sp_size=2", "plan.yaml: "]
+    assert all(part in out for part in parts), out
     status, out, err = accelerate("launch", "--config_file", "plan.yaml", "--cpu", "--dry-run", "train.py")
     assert status == 0 and "num_processes" in out, err
 
 
 def test_experts_are_split_where_a_model_can_split_them(accelerate, place):
-    """Each of two ranks has half of the experts, and what it sends of them is counted."""
     pytest.importorskip("transformers", minversion="5.23")
     content = {**LLAMA, "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 4}
     (place / "config.json").write_text(json.dumps(content))
@@ -290,7 +279,6 @@ def test_the_file_of_each_kind_of_layout_is_taken(accelerate, place, layout):
 
 
 def test_plan_says_why_layouts_do_not_fit(accelerate, place, monkeypatch):
-    """A model from a function, of which one layer is as large as the device."""
     (place / "own.py").write_text(
         "import torch\nfrom torch import nn\n\n\nclass Block(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
         "        self.layer = nn.Linear(1024, 1024)\n\n    def forward(self, x):\n        return self.layer(x)\n\n\n"
@@ -400,10 +388,7 @@ def test_options_of_a_plan_of_a_program(accelerate, place):
     "prepare, said",
     ("loader = ()", "'train.py 8' prepares no model."),
     (f"{PREPARED}; loader = ()", "'train.py 8' calls no model that it has prepared."),
-    (
-        "raise RuntimeError('no data')",
-        "fails before it calls a model that it has prepared: RuntimeError('no data')",
-    ),
+    ("raise RuntimeError('no data')", "fails before it calls a model that it has prepared: RuntimeError('no data')"),
 )
 def test_a_program_without_a_model(accelerate, place, prepare, said):
     write_program(place, prepare)

@@ -56,7 +56,6 @@ def test_signal_to_the_launcher(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_signal_to_every_process_of_a_job(tmp_path, processes):
-    """As with a time limit of a scheduler: the launcher, the ranks and their workers get it."""
     job = Job(tmp_path, processes, hold=2)
     launcher = psutil.Process(job.process.pid)
     for process in [launcher, *launcher.children(recursive=True)]:

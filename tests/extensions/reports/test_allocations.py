@@ -2,16 +2,7 @@
 
 import torch
 
-from accelerate.extensions.reports.allocations import (
-    ACTIVATIONS,
-    EXCHANGED,
-    GRADIENTS,
-    OPTIMIZER,
-    PARAMETERS,
-    PROGRAM,
-    AllocationTracker,
-    label,
-)
+from accelerate.extensions.reports import allocations
 from accelerate.runtime import torch_private
 
 WEIGHTS = 4 * (64 * 64 + 64)
@@ -30,7 +21,7 @@ class Seen(torch_private.TorchDispatchMode):
 
 
 def test_the_peak_of_a_step_is_told_apart_by_kind_and_module():
-    tracker, resize = AllocationTracker(), torch.UntypedStorage.resize_
+    tracker, resize = allocations.AllocationTracker(), torch.UntypedStorage.resize_
     with tracker.watching(), Seen(tracker):
         model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -41,13 +32,13 @@ def test_the_peak_of_a_step_is_told_apart_by_kind_and_module():
             model(data).sum().backward()
             optimizer.step()
             assert tracker.forwards[id(model)] == 1
-            label(tracker, [model], [optimizer])
+            allocations.label(tracker, [model], [optimizer])
             kinds, modules = tracker.peak({module: name for name, module in model.named_modules()}.get)
             optimizer.zero_grad()
-    assert kinds[PARAMETERS] == kinds[OPTIMIZER] == 2 * WEIGHTS
-    assert kinds[GRADIENTS] <= 2 * WEIGHTS and kinds[EXCHANGED] == 2000
-    assert kinds[PROGRAM] == 1000 * 64 * 4  # the data
+    assert kinds[allocations.PARAMETERS] == kinds[allocations.OPTIMIZER] == 2 * WEIGHTS
+    assert kinds[allocations.GRADIENTS] <= 2 * WEIGHTS and kinds[allocations.EXCHANGED] == 2000
+    assert kinds[allocations.PROGRAM] == 1000 * 64 * 4  # the data
     # The output of the first layer is kept for its successor's gradient, and that is made beside it.
-    assert 1000 * 64 * 4 <= kinds[ACTIVATIONS] <= 4 * 1000 * 64 * 4
+    assert 1000 * 64 * 4 <= kinds[allocations.ACTIVATIONS] <= 4 * 1000 * 64 * 4
     assert modules["*"] >= 4 * WEIGHTS + 1000 * 64 * 4
     assert torch.UntypedStorage.resize_ is resize

@@ -1,5 +1,5 @@
-"""Fixtures of the tests of runners."""
+"""Every test runs on a machine without devices."""
 
-from unit.launch.conftest import gpus, no_devices, parse, plan
+from unit.launch.conftest import no_devices
 
-__all__ = ["gpus", "no_devices", "parse", "plan"]
+__all__ = ["no_devices"]

@@ -27,39 +27,31 @@ def found(tmp_path: Path, *words: str) -> tuple[dict, str]:
     return json.loads(line.removeprefix("FOUND ")), ended.stdout
 
 
-@pytest.mark.parametrize(
-    "ranks, options, kinds",
-    [
-        pytest.param(2, [], {"all ranks all_reduce"}, id="ddp", marks=pytest.mark.slow),
-        pytest.param(2, [*FSDP, "2"], {"all ranks all_gather", "all ranks reduce_scatter"}, id="fsdp2"),
-        pytest.param(
-            4,
-            [*FSDP, "2", *f"{MESH}dp_shard_size 2 --parallelism_config_tp_size 2".split()],
-            {"dp_shard all_gather", "dp_shard reduce_scatter", "tp all_reduce"},
-            id="fsdp2 and tp",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            4,
-            [*FSDP, "2", *f"{MESH}dp_replicate_size 2 --parallelism_config_dp_shard_size 2".split()],
-            {"dp_replicate all_reduce", "dp_shard all_gather"},
-            id="hsdp",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(2, [*FSDP, "1"], {"all ranks all_gather"}, id="fsdp1", marks=pytest.mark.slow),
-        pytest.param(2, f"{MESH}tp_size 2".split(), {"tp all_reduce"}, id="tp", marks=pytest.mark.slow),
-        pytest.param(2, [*FSDP, "2", *f"{MESH}cp_size 2".split()], {"cp all_to_all"}, id="cp", marks=pytest.mark.slow),
-        pytest.param(
-            2,
-            [*FSDP, "2", *f"{MESH}sp_size 2 --parallelism_config_sp_backend torch".split()],
-            {"sp all_to_all"},
-            id="sp",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(2, [*FSDP, "2", "experts"], {"dp_shard all_to_all"}, id="ep", marks=pytest.mark.slow),
-    ],
-)
-def test_a_simulated_rank_is_the_rank_of_a_real_run(ranks, options, kinds, tmp_path):
+# Ranks, options of the launch, and collectives that the run must have.
+CASES = {
+    "ddp": (2, [], {"all ranks all_reduce"}),
+    "fsdp2": (2, [*FSDP, "2"], {"all ranks all_gather", "all ranks reduce_scatter"}),
+    "fsdp2 and tp": (
+        4,
+        [*FSDP, "2", *f"{MESH}dp_shard_size 2 --parallelism_config_tp_size 2".split()],
+        {"dp_shard all_gather", "dp_shard reduce_scatter", "tp all_reduce"},
+    ),
+    "hsdp": (
+        4,
+        [*FSDP, "2", *f"{MESH}dp_replicate_size 2 --parallelism_config_dp_shard_size 2".split()],
+        {"dp_replicate all_reduce", "dp_shard all_gather"},
+    ),
+    "fsdp1": (2, [*FSDP, "1"], {"all ranks all_gather"}),
+    "tp": (2, f"{MESH}tp_size 2".split(), {"tp all_reduce"}),
+    "cp": (2, [*FSDP, "2", *f"{MESH}cp_size 2".split()], {"cp all_to_all"}),
+    "sp": (2, [*FSDP, "2", *f"{MESH}sp_size 2 --parallelism_config_sp_backend torch".split()], {"sp all_to_all"}),
+    "ep": (2, [*FSDP, "2", "experts"], {"dp_shard all_to_all"}),
+}
+
+
+@pytest.mark.parametrize("case", ["fsdp2", *(pytest.param(c, marks=pytest.mark.slow) for c in CASES if c != "fsdp2")])
+def test_a_simulated_rank_is_the_rank_of_a_real_run(case, tmp_path):
+    ranks, options, kinds = CASES[case]
     split = ["--fsdp_cpu_ram_efficient_loading", "false"] if "--use_fsdp" in options else []
     experts = [word for word in options if word == "experts"]
     options = [word for word in options if word != "experts"]

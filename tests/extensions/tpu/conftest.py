@@ -1,18 +1,6 @@
-"""Fixtures of the tests of launches, runners and commands."""
+"""Every test runs in an empty directory, on a machine without devices."""
 
-from unit.commands.conftest import accelerate, clean, refused
-from unit.launch.conftest import found_or_refused, gpus, no_devices, parse, plan
-from unit.launch.runners.conftest import fake_package, written
+from unit.commands.conftest import clean
+from unit.launch.conftest import no_devices
 
-__all__ = [
-    "accelerate",
-    "clean",
-    "fake_package",
-    "found_or_refused",
-    "gpus",
-    "no_devices",
-    "parse",
-    "plan",
-    "refused",
-    "written",
-]
+__all__ = ["clean", "no_devices"]

@@ -6,32 +6,11 @@ import types
 
 import pytest
 
+from recorder import Recorder
 
-class Recorder:
-    """Takes every attribute, call and assignment, and writes calls and assignments down in one list."""
 
-    def __init__(self, name, calls):
-        self.__dict__.update(_name=name, _calls=calls)
-
-    def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        child = self.__dict__[name] = Recorder(f"{self._name}.{name}", self._calls)
-        return child
-
-    def __setattr__(self, name, value):
-        self._calls.append((f"{self._name}.{name} =", (value,), {}))
-        self.__dict__[name] = value
-
-    def __setitem__(self, key, value):
-        self._calls.append((f"{self._name}[{key!r}] =", (value,), {}))
-
-    def __call__(self, *args, **kwargs):
-        self._calls.append((self._name, args, kwargs))
-        return Recorder(f"{self._name}()", self._calls)
-
-    def __repr__(self):
-        return f"<{self._name}>"
+class Comparable(Recorder):
+    """Is equal to its text."""
 
     def __eq__(self, other):
         return repr(self) == (other if isinstance(other, str) else repr(other))
@@ -48,7 +27,7 @@ class Library:
 
     def install(self, name, **attributes):
         module = types.ModuleType(name)
-        recorder = Recorder(name, self.calls)
+        recorder = Comparable(name, self.calls)
         module.__dict__.update(attributes)
         module.__getattr__ = lambda attribute: getattr(recorder, attribute)
         module.__spec__ = importlib.machinery.ModuleSpec(name, None)

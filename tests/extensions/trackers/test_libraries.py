@@ -1,4 +1,4 @@
-"""Tracking with Aim, ClearML, Comet, DVCLive, SwanLab, Trackio and Weights & Biases: what is called on their libraries."""
+"""Tracking with Aim, ClearML, Comet, DVCLive, MLflow, SwanLab, Trackio and Weights & Biases: what is called on their libraries."""
 
 import types
 
@@ -6,22 +6,14 @@ import pytest
 
 from accelerate import Accelerator, tracking
 from accelerate.config.enums import LoggerType
-from accelerate.extensions.trackers.libraries import (
-    AimTracker,
-    ClearMLTracker,
-    CometMLTracker,
-    DVCLiveTracker,
-    SwanLabTracker,
-    TrackioTracker,
-    WandBTracker,
-)
+from accelerate.extensions.trackers import libraries
 from accelerate.trackers import base
 from accelerate.training import metrics
 
 
 def test_an_aim_run(library, tmp_path):
     library.install("aim")
-    tracker = AimTracker("run", logging_dir=tmp_path, experiment="e")
+    tracker = libraries.AimTracker("run", logging_dir=tmp_path, experiment="e")
     tracker.start()
     assert library.taken() == [
         ("aim.Run", (), {"repo": tmp_path, "experiment": "e"}),
@@ -46,7 +38,7 @@ def test_what_aim_refuses_is_left_out_alone(caplog):
         float(value)  # as strict as the library
         seen.append(value)
 
-    seen, tracker = [], AimTracker("run")
+    seen, tracker = [], libraries.AimTracker("run")
     tracker.writer = types.SimpleNamespace(track=track)
     tracker.log({"bad": [1], "text": "x", "good": 1})
     assert seen == [1] and "'bad' is a list" in caplog.text and "'text' is a str" in caplog.text
@@ -66,7 +58,7 @@ def start_clearml(library, running):
             return recorder
 
     library.install("clearml", Task=Task)
-    tracker = ClearMLTracker("run", project_name="p")
+    tracker = libraries.ClearMLTracker("run", project_name="p")
     tracker.start()
     return tracker
 
@@ -94,7 +86,7 @@ def test_clearml_images(library):
 @pytest.mark.parametrize(("version", "begin"), [("3.41.0", "start"), ("3.40.9", "Experiment")])
 def test_comet_is_started_as_the_version_wants(library, version, begin):
     library.install("comet_ml", __version__=version)
-    tracker = CometMLTracker("project", workspace="w")
+    tracker = libraries.CometMLTracker("project", workspace="w")
     tracker.start()
     tracker.log({"note": "x", "many": [1]}, step=3)
     tracker.finish()
@@ -119,7 +111,7 @@ def fake_dvclive(library):
 
 def test_a_dvclive_run(library, caplog):
     fake_dvclive(library)
-    tracker = DVCLiveTracker("run", dir="folder")
+    tracker = libraries.DVCLiveTracker("run", dir="folder")
     tracker.start()
     tracker.store_init_configuration({"lr": 0.1})
     tracker.log({"loss": 0.5, "note": "x"}, step=3)
@@ -134,12 +126,12 @@ def test_a_dvclive_run(library, caplog):
     ]
     assert "'note'" in caplog.text
     live = object()  # of one's own
-    tracker = DVCLiveTracker(live=live)
+    tracker = libraries.DVCLiveTracker(live=live)
     tracker.start()
     assert tracker.tracker is live and library.taken() == []
 
 
-@pytest.mark.parametrize("tracker_class", [SwanLabTracker, TrackioTracker, WandBTracker])
+@pytest.mark.parametrize("tracker_class", [libraries.SwanLabTracker, libraries.TrackioTracker, libraries.WandBTracker])
 def test_a_run(library, tracker_class):
     name = tracker_class.name
     library.install(name)
@@ -163,7 +155,7 @@ def test_a_run(library, tracker_class):
     assert tracker_class.requires_logging_directory is False
 
 
-@pytest.mark.parametrize("tracker_class", [SwanLabTracker, WandBTracker])
+@pytest.mark.parametrize("tracker_class", [libraries.SwanLabTracker, libraries.WandBTracker])
 def test_images(library, tracker_class):
     library.install(tracker_class.name)
     tracker = tracker_class("project")
@@ -176,7 +168,6 @@ def test_images(library, tracker_class):
 
 
 def test_other_ranks_call_no_library(monkeypatch):
-    """They do not even import it."""
     monkeypatch.setattr(base, "PartialState", lambda: type("State", (), {"is_main_process": False})())
     tracker = tracking.CometMLTracker("project")
     assert tracker.start() is tracker.log({"loss": 1}) is tracker.store_init_configuration({}) is tracker.finish()
@@ -188,3 +179,57 @@ def test_some_trackers_need_every_rank():
     for choice, needed in ((LoggerType.MLFLOW, False), (LoggerType.WANDB, True)):
         accelerator.log_with = [choice]
         assert metrics.needs_every_rank(accelerator) is needed
+
+
+@pytest.fixture
+def mlflow(library, monkeypatch):
+    for name in ("EXPERIMENT_NAME", "RUN_ID", "TAGS", "NESTED_RUN"):
+        monkeypatch.delenv(f"MLFLOW_{name}", raising=False)
+    limits = types.SimpleNamespace(MAX_PARAM_VAL_LENGTH=5, MAX_PARAMS_TAGS_PER_BATCH=2)
+    experiments = []
+
+    def search_experiments(filter_string):
+        library.calls.append(("search", filter_string))
+        return experiments
+
+    library.install("mlflow", utils=types.SimpleNamespace(validation=limits), search_experiments=search_experiments)
+    library.experiments = experiments
+    return library
+
+
+def test_a_known_experiment_of_mlflow_and_the_default_one(mlflow):
+    mlflow.experiments.append(types.SimpleNamespace(experiment_id="7"))
+    libraries.MLflowTracker("known").start()
+    assert mlflow.taken()[-1][2]["experiment_id"] == "7"
+    libraries.MLflowTracker().start()
+    (start,) = mlflow.taken()
+    assert start[2]["experiment_id"] is None
+
+
+def test_the_environment_of_mlflow_wins(mlflow, monkeypatch):
+    for name, value in (("EXPERIMENT_NAME", "other"), ("RUN_ID", "r"), ("TAGS", '{"a": "b"}'), ("NESTED_RUN", "true")):
+        monkeypatch.setenv(f"MLFLOW_{name}", value)
+    libraries.MLflowTracker("name", tags={"t": 1}).start()
+    search, create, start = mlflow.taken()
+    assert "other" in search[1] and create[2]["name"] == "other"
+    assert (start[2]["run_id"], start[2]["tags"], start[2]["nested"]) == ("r", {"a": "b"}, True)
+
+
+@pytest.mark.parametrize("tags", ["{", "[1]"])
+def test_tags_must_be_a_json_object(mlflow, tags):
+    with pytest.raises(ValueError, match="JSON"):
+        libraries.MLflowTracker("name", tags=tags)
+
+
+def test_mlflow_artifacts(mlflow):
+    tracker = libraries.MLflowTracker("name")
+    tracker.log_figure("figure", "file.png", dpi=3)
+    tracker.log_artifact("path", "to")
+    tracker.log_artifacts("folder")
+    tracker.finish()
+    assert [(name, kwargs) for name, _, kwargs in mlflow.taken()] == [
+        ("mlflow.log_figure", {"figure": "figure", "artifact_file": "file.png", "dpi": 3}),
+        ("mlflow.log_artifact", {"local_path": "path", "artifact_path": "to"}),
+        ("mlflow.log_artifacts", {"local_dir": "folder", "artifact_path": None}),
+        ("mlflow.end_run", {}),
+    ]

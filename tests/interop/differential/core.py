@@ -185,18 +185,9 @@ def tensor(value: torch.Tensor) -> dict[str, Any]:
         plain = plain.full_tensor()
     if plain.is_sparse or plain.is_quantized or plain.dtype.itemsize < 1:
         plain = plain.to_dense()
-    if plain.dtype in (
-        torch.bool,
-        torch.int8,
-        torch.int16,
-        torch.int32,
-        torch.int64,
-        torch.uint8,
-        torch.float64,
-        torch.complex64,
-    ):
-        return array("tensor", plain.cpu().numpy(), more)
-    return array("tensor", plain.float().cpu().numpy(), more)
+    if plain.is_floating_point() and plain.dtype is not torch.float64:
+        plain = plain.float()
+    return array("tensor", plain.cpu().numpy(), more)
 
 
 def describe(value: Any, depth: int = 0) -> Any:

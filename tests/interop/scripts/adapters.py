@@ -37,7 +37,6 @@ def fsdp(version, **more):
 
 
 def by_hand(model):
-    """Shard the layers and the model as a program does, before adapters are added."""
     for part in (*model.model.layers, model):
         fully_shard(part, mesh=init_device_mesh("cpu", (PartialState().num_processes,), mesh_dim_names=("fsdp",)))
 
@@ -70,7 +69,6 @@ def adapted(place, loaded=None, shard=None, add=None):
 
 
 def alone(model, replicas):
-    """Losses and norms of one process, which takes the batches of all replicas one after the other."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer, losses, norms = adam(trained), [], []
     for ids in batches():
@@ -84,7 +82,6 @@ def alone(model, replicas):
 
 
 def train(accelerator, model, optimizer, replicas):
-    """The same by all ranks, of which those that share layers take one batch."""
     losses, norms = [], []
     mine = accelerator.process_index * replicas // accelerator.num_processes
     for ids in batches():
@@ -136,7 +133,6 @@ def trains_and_saves(folder, name):
 
 
 def refuses_zeros(accelerator, model, to):
-    """What comes back as zeros on one rank is refused by all, before a file is there."""
     if not any(isinstance(parameter, DTensor) for parameter in model.parameters() if parameter.requires_grad):
         return  # adapters that each rank has whole are not gathered
     gather, broken = DTensor.full_tensor, accelerator.is_last_process
@@ -150,7 +146,6 @@ def refuses_zeros(accelerator, model, to):
 
 
 def keeps_the_former(accelerator, model, to):
-    """A disk that fails is heard of by all ranks, and leaves the adapter that was there; another adapter's weights never meet its file."""
     former = Path(to, "adapter_model.safetensors").read_bytes()
 
     def full(descriptor):
@@ -170,7 +165,6 @@ def keeps_the_former(accelerator, model, to):
 
 
 def saves_other_forms(folder):
-    """Several adapters, one that takes the place of a former one, adapters in the place of layers; what has none is refused."""
     place, to = source(folder, llama), f"{folder}/forms"
     with run_of(LAYOUTS["fsdp2"][1]) as accelerator:
         model = adapted(place)

@@ -11,21 +11,12 @@ from contextlib import contextmanager
 from functools import cache
 
 import torch
+import transformers
 from pytest import raises
 from sharded_models import BATCH, EXACT, LENGTH, WORDS, adam, close, llama, same
 from tiny import report
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import (
-    AutoModelForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-    set_seed,
-)
 from transformers.distributed import DistributedConfig
 
 from accelerate import Accelerator, ParallelismConfig
@@ -33,30 +24,27 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import FullyShardedDataParallelPlugin, gather_object
 
 STEPS, WINDOW, MAX_NORM = 20, 2, 0.5
-SIZES = {
-    "vocab_size": WORDS,
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-}
+SIZES = {"vocab_size": WORDS, "hidden_size": 16, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 2}
 # The loss that spreads tokens over experts is a part of the loss.
 EXPERTS = {"num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.02}
 
 
 def qwen():
     sizes = {"head_dim": 8, "moe_intermediate_size": 16, "intermediate_size": 32, "num_experts": 4}
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **EXPERTS, **sizes, pad_token_id=0))
+    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**SIZES, **EXPERTS, **sizes, pad_token_id=0))
 
 
 def dense():
     """A model with norms of heads. In float64, because its steps enlarge what float32 rounds."""
-    return Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8, intermediate_size=32, pad_token_id=0)).double()
+    return transformers.Qwen3ForCausalLM(
+        transformers.Qwen3Config(**SIZES, head_dim=8, intermediate_size=32, pad_token_id=0)
+    ).double()
 
 
 def mixtral():
-    return MixtralForCausalLM(
-        MixtralConfig(**SIZES, **EXPERTS, intermediate_size=32, num_local_experts=4, pad_token_id=0)
+    return transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(**SIZES, **EXPERTS, intermediate_size=32, num_local_experts=4, pad_token_id=0)
     )
 
 
@@ -77,11 +65,10 @@ LAYOUTS = {
 
 @cache
 def source(folder, make):
-    """Write a model once, for all ranks, and return where it is."""
     place = f"{folder}/{make.__name__}"
     with PartialState(cpu=True).main_process_first():
         if PartialState().is_main_process:
-            set_seed(5)
+            transformers.set_seed(5)
             make().save_pretrained(place)
     return place
 
@@ -96,8 +83,7 @@ def rate(step):
 
 @cache
 def alone(place, replicas):
-    """Losses, norms and weights of one process, which takes the batches of all replicas one after the other."""
-    model = AutoModelForCausalLM.from_pretrained(place).train()
+    model = transformers.AutoModelForCausalLM.from_pretrained(place).train()
     optimizer, losses, norms = adam(model.parameters()), [], []
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     for window in rows(STEPS * WINDOW * BATCH).split(WINDOW * BATCH):
@@ -114,7 +100,6 @@ def alone(place, replicas):
 
 @contextmanager
 def built(place, replicas, sizes, **options):
-    """Yield Accelerator, model, optimizer, loader and schedule, as a user makes them."""
     own = "dp_shard_size" in sizes
     if own:
         plugin = FullyShardedDataParallelPlugin(
@@ -123,7 +108,7 @@ def built(place, replicas, sizes, **options):
         options |= {"parallelism_config": ParallelismConfig(**sizes), "fsdp_plugin": plugin}
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=WINDOW, **options)
     arriving = {} if own else {"distributed_config": DistributedConfig(**sizes)}
-    model = AutoModelForCausalLM.from_pretrained(place, **arriving).train()
+    model = transformers.AutoModelForCausalLM.from_pretrained(place, **arriving).train()
     optimizer = adam(model.parameters())
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda count: rate(count / replicas))
     loader = DataLoader(rows(STEPS * WINDOW * BATCH), batch_size=BATCH // replicas)
@@ -188,7 +173,6 @@ def trains(folder, name):
 
 
 def loads(folder, name, saved):
-    """Go on with a checkpoint of another layout of the same model, as the run that saved it did."""
     make, replicas, sizes = LAYOUTS[name]
     with built(source(folder, make), replicas, sizes) as (accelerator, model, optimizer, _, _):
         accelerator.load_state(f"{folder}/{saved}-state")
@@ -206,7 +190,7 @@ def adapted(folder, name):
     layers = {"target_modules": ["q_proj", "o_proj"], "init_lora_weights": False}
 
     def adapt(add, config=layers, **arriving):
-        model = AutoModelForCausalLM.from_pretrained(place, **arriving)
+        model = transformers.AutoModelForCausalLM.from_pretrained(place, **arriving)
         torch.manual_seed(3 + (PartialState().process_index if arriving else 0))
         return add(LoraConfig(r=2, **config), model).train()
 

@@ -42,7 +42,6 @@ def hooks_of(module):
 
 
 def offloading(model):
-    """Return the modules whose weights are elsewhere, with the hooks that bring them."""
     named = ((name, module, hook) for name, module in model.named_modules() for hook in hooks_of(module))
     return {name: (module, hook) for name, module, hook in named if hook.offload}
 

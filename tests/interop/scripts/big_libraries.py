@@ -12,19 +12,12 @@ from pathlib import Path
 
 import big_hooks
 import torch
+import transformers
 from big_checks import digest, run
 from diffusers import AutoencoderKL, StableDiffusionPipeline, UNet2DConditionModel
 from peft import LoraConfig, PeftModel, get_peft_model
 from sentence_transformers import SentenceTransformer
 from tiny import bert_config, sentences, tokenizer
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    AutoModelForSeq2SeqLM,
-    BertModel,
-    LlamaForCausalLM,
-    set_seed,
-)
 
 sys.path.append(str(Path(__file__).parents[2]))
 
@@ -34,13 +27,12 @@ from interop.tiny_models import MODELS, image, pipeline
 from offload_samples import PREFETCHES, Reference, prefetching, same
 
 KINDS = {
-    "llama": AutoModelForCausalLM, "tied_llama": AutoModelForCausalLM, "mixtral": AutoModelForCausalLM,
-    "t5": AutoModelForSeq2SeqLM, "bert": AutoModelForMaskedLM,
+    "llama": transformers.AutoModelForCausalLM, "tied_llama": transformers.AutoModelForCausalLM, "mixtral": transformers.AutoModelForCausalLM,
+    "t5": transformers.AutoModelForSeq2SeqLM, "bert": transformers.AutoModelForMaskedLM,
 }  # fmt: skip
 
 
 def places(**modules):
-    """Return a device map: place -> the modules on it, in words."""
     return {name: place for place, names in modules.items() for name in names.split()}
 
 
@@ -99,16 +91,17 @@ def from_pretrained(name):
 
 
 def saved_over(folder):
-    """A model saved into the folder whose files its offloaded weights are read from."""
     reference, saved = Reference(MODELS["llama"], torch.float32, folder), folder / "saved"
     reference.make().save_pretrained(saved, max_shard_size="20KB")
     for prefetch in PREFETCHES:
         with prefetching(prefetch):
-            model = LlamaForCausalLM.from_pretrained(saved, device_map={"": "disk"}, offload_folder=folder / "offload")
+            model = transformers.LlamaForCausalLM.from_pretrained(
+                saved, device_map={"": "disk"}, offload_folder=folder / "offload"
+            )
             reference.check(model, "before")
             model.save_pretrained(saved, max_shard_size="20KB")
             reference.check(model, "after")
-            reference.check(LlamaForCausalLM.from_pretrained(saved), "read anew")
+            reference.check(transformers.LlamaForCausalLM.from_pretrained(saved), "read anew")
     return {"outputs": digest(reference.results)}
 
 
@@ -171,7 +164,7 @@ def adapter_on_offloaded(folder):
     whole = {name: PeftModel.from_pretrained(reference.make(), folder / "lora") for name in ("disk", "mixed", "auto")}
     for number, (way, device_map) in enumerate(maps.items()):
         with prefetching(PREFETCHES[number]):
-            base = LlamaForCausalLM.from_pretrained(
+            base = transformers.LlamaForCausalLM.from_pretrained(
                 folder / "base", device_map=device_map, offload_folder=folder / f"{way}1"
             )
             model = PeftModel.from_pretrained(
@@ -180,7 +173,7 @@ def adapter_on_offloaded(folder):
             facts[way] = _same_life(reference, model, whole[way], way)
     # The map of the adapted model may be computed; its weights on the CPU must have been there.
     with prefetching(PREFETCHES[3]):
-        base = LlamaForCausalLM.from_pretrained(
+        base = transformers.LlamaForCausalLM.from_pretrained(
             Path("models--base"), device_map=MIXED["llama"], offload_folder=folder / "auto1"
         )
         options = {"device_map": "auto", "max_memory": {"cpu": 20_000}, "offload_folder": folder / "auto2"}
@@ -235,7 +228,6 @@ def _models(pipe):
 
 
 def pipeline_from_disk(folder):
-    """`from_pretrained` of diffusers with device maps: a pipeline's "balanced", and a model's with parts on disk."""
     wanted, pipe = image(pipeline()), pipeline()
     pipe.save_pretrained(folder / "pipe")
     balanced = StableDiffusionPipeline.from_pretrained(folder / "pipe", device_map="balanced")
@@ -263,8 +255,8 @@ def pipeline_from_disk(folder):
 
 
 def sentence_encoder(folder):
-    set_seed(0)
-    BertModel(bert_config()).save_pretrained(folder / "bert")
+    transformers.set_seed(0)
+    transformers.BertModel(bert_config()).save_pretrained(folder / "bert")
     tokenizer().save_pretrained(folder / "bert")
     texts = [*sentences(6), "cat", sentences(1)[0] * 2]
     wanted = SentenceTransformer(str(folder / "bert"), device="cpu").encode(

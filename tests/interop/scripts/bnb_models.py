@@ -53,7 +53,6 @@ def tokens():
 
 @torch.no_grad()
 def same(bits):
-    """`load_and_quantize_model` makes the model that transformers makes."""
     from accelerate import init_empty_weights
     from accelerate.utils import BnbQuantizationConfig, load_and_quantize_model
 
@@ -93,7 +92,6 @@ def offloaded(bits):
 
 
 def lora(bits):
-    """PEFT trains adapters on the quantised model, whose weights stay as they are."""
     from peft import LoraConfig, get_peft_model
 
     from accelerate import Accelerator

@@ -118,7 +118,6 @@ def trains_as_alone(folder):
 
 
 def goes_on(folder, name):
-    """Load what other ranks, or another optimizer, have saved."""
     expected = torch.load(f"{folder}/expected.pt")
     accelerator, model, optimizer = prepared()
     accelerator.load_state(f"{folder}/{name}")

@@ -64,7 +64,6 @@ def whole(accelerator, model):
 
 
 def run(version, make=qlora):
-    """Train, evaluate, train on, and save; return all losses and norms, those after it, and the state."""
     with accelerator_of(version) as accelerator:
         model, optimizer = prepared(accelerator, make)
         assert not any(getattr(module, SWITCH, False) for module in model.modules())
@@ -134,7 +133,6 @@ def saves_the_adapter():
 
 
 def takes_rank_0s(efficient):
-    """Numbers and scales that differ between ranks become rank 0's."""
     with accelerator_of(None) as accelerator:
         wanted = train(accelerator, *prepared(accelerator))
     with accelerator_of(2, {"cpu_ram_efficient_loading": efficient}) as accelerator:

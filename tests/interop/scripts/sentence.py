@@ -5,7 +5,7 @@ import sys
 from datasets import Dataset
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
 from sentence_transformers.losses import CoSENTLoss
-from tiny import bert_config, report, sentences, tokenizer
+from tiny import bert_config, losses, report, sentences, tokenizer
 from transformers import BertModel, set_seed
 
 folder = sys.argv[1]
@@ -22,4 +22,4 @@ arguments = SentenceTransformerTrainingArguments(
 )  # fmt: skip
 trainer = SentenceTransformerTrainer(model, arguments, train_dataset=data, loss=CoSENTLoss(model))
 trainer.train()
-report(sentence=[entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+report(sentence=losses(trainer))

@@ -4,7 +4,7 @@ import sys
 
 from datasets import Dataset
 from peft import LoraConfig
-from tiny import causal_model, report, sentences, tokenizer
+from tiny import causal_model, losses, report, sentences, tokenizer
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 ADAPTER = LoraConfig(r=4, lora_alpha=8, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM")
@@ -13,7 +13,6 @@ COMMON |= {"save_strategy": "no", "report_to": [], "use_cpu": True, "bf16": Fals
 
 
 def build(folder, model, adapter=None):
-    """Return a trainer of a tiny model on 32 sentences, offline and on the CPU."""
     return SFTTrainer(
         model=model,
         args=SFTConfig(output_dir=folder, gradient_checkpointing=False, max_length=16, **COMMON),
@@ -22,7 +21,6 @@ def build(folder, model, adapter=None):
 
 
 def preferences(folder):
-    """Return a DPO trainer whose reference model is another one."""
     pairs = {name: sentences(32, seed) for seed, name in enumerate(("prompt", "chosen", "rejected"), 1)}
     return DPOTrainer(
         model=causal_model(), ref_model=causal_model(1),
@@ -33,7 +31,7 @@ def preferences(folder):
 
 def train(trainer):
     trainer.train()
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return losses(trainer)
 
 
 folder, *more = sys.argv[1:]

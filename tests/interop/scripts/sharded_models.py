@@ -10,18 +10,9 @@ import warnings
 from contextlib import contextmanager
 
 import torch
+import transformers
 from tiny import report
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-    set_seed,
-)
 
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
@@ -35,24 +26,28 @@ SPECIAL = {"vocab_size": WORDS, "pad_token_id": 0, "eos_token_id": 2}
 
 def llama():
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "max_position_embeddings": 32}
-    return LlamaForCausalLM(LlamaConfig(**SPECIAL, **sizes, num_attention_heads=2, num_key_value_heads=2))
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**SPECIAL, **sizes, num_attention_heads=2, num_key_value_heads=2)
+    )
 
 
 def gpt2():
     sizes = {"n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2}
-    return GPT2LMHeadModel(GPT2Config(**SPECIAL, **sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(**SPECIAL, **sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    )
 
 
 def t5():
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "decoder_start_token_id": 0}
-    return T5ForConditionalGeneration(T5Config(**{**SPECIAL, **sizes}, dropout_rate=0.0))
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(**{**SPECIAL, **sizes}, dropout_rate=0.0))
 
 
 MODELS = {"llama": llama, "gpt2": gpt2, "t5": t5}
 
 
 def seeded(make, seed=0):
-    set_seed(seed)
+    transformers.set_seed(seed)
     return make().train()
 
 
@@ -132,7 +127,6 @@ def units(model):
 
 
 def trains_as_one(folder, version, name):
-    """Losses, norms and weights are those of one process; exports give back the same model."""
     what = f"{name} under FSDP{version}"
     losses, norms, weights = alone(seeded(MODELS[name]))
     with accelerator_of(version) as accelerator:
@@ -150,7 +144,6 @@ def trains_as_one(folder, version, name):
 
 
 def exports(accelerator, model, state, folder):
-    """`save_pretrained` and `save_model` write what `from_pretrained` reads."""
     bare = accelerator.unwrap_model(model)
     # A copy: save_pretrained empties the dict that it is given.
     bare.save_pretrained(f"{folder}/pretrained", is_main_process=accelerator.is_main_process, state_dict=dict(state))
@@ -165,7 +158,6 @@ def exports(accelerator, model, state, folder):
 
 
 def generates(folder, version):
-    """After training, `generate` gives on every rank what the same weights give on one process."""
     options = {"max_new_tokens": 5, "do_sample": False}
     with accelerator_of(version) as accelerator:
         model = seeded(llama)
@@ -185,7 +177,6 @@ def generates(folder, version):
 
 
 def lora():
-    """An adapter of four matrices in each layer, both factors random; all else is frozen."""
     from peft import LoraConfig, get_peft_model
 
     return get_peft_model(
@@ -223,7 +214,6 @@ def trains_adapter(folder, version):
 
 
 def loaded_adapter(folder, state):
-    """The saved adapter, put on the base model, gives the model that was trained."""
     from peft import PeftModel
 
     got = PeftModel.from_pretrained(seeded(llama), folder).state_dict()
@@ -244,7 +234,7 @@ def loads_on_one_rank(folder, version):
         if accelerator.is_main_process:
             saved.save_pretrained(source)
         accelerator.wait_for_everyone()
-        model = AutoModelForCausalLM.from_pretrained(source).train()
+        model = transformers.AutoModelForCausalLM.from_pretrained(source).train()
         if not accelerator.is_main_process:
             with torch.no_grad():  # whatever they have does not count
                 for tensor in (*model.parameters(), *model.buffers()):

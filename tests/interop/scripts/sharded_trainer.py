@@ -6,17 +6,16 @@ accelerate launch --cpu --num_processes 2 sharded_trainer.py FOLDER [STRATEGY ..
 import gc
 import os
 import sys
-from contextlib import contextmanager
 
 import torch
 from arrived_models import LAYOUTS, source
 from sharded_models import EXACT, LENGTH, WORDS, close, llama, seeded
-from tiny import report
+from tiny import apart, report
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 from transformers.distributed import DistributedConfig
 
 from accelerate import ParallelismConfig
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.state import PartialState
 
 STEPS, LONG = 4, 20
 LAYERS = {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
@@ -60,21 +59,7 @@ def logged(trainer):
     return [entry[key] for entry in trainer.state.log_history if "grad_norm" in entry for key in ("loss", "grad_norm")]
 
 
-@contextmanager
-def apart():
-    """Forget states, and the variables that TrainingArguments writes, afterwards."""
-    before = dict(os.environ)
-    try:
-        yield
-    finally:
-        GradientState._reset_state()
-        AcceleratorState._reset_state(True)
-        os.environ.clear()
-        os.environ.update(before)
-
-
 def saved(trainer, folder, loss):
-    """What `save_model` writes is the model that was evaluated."""
     trainer.save_model(folder)
     trainer.accelerator.wait_for_everyone()
     rows = Rows(8).ids

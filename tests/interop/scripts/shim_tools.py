@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from tiny import report
+from tiny import losses, report
 from transformers import Trainer
 
 from accelerate import Accelerator
@@ -42,7 +42,7 @@ def build(cls, folder, **changes):
 def train(arguments, model=None):
     trainer = Trainer(model or Line(), arguments, train_dataset=rows(), eval_dataset=rows(13))
     trainer.train()
-    return trainer, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return trainer, losses(trainer)
 
 
 def forget():

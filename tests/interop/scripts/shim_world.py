@@ -157,7 +157,6 @@ def batch_size(folder):
 
 
 def accelerator_afterwards(folder):
-    """Build arguments, then an Accelerator with a precision of its own, train, and build arguments once more."""
     forget()
     arguments = build(TrainingArguments, folder, bf16=True)
     accelerator = Accelerator(mixed_precision="bf16")

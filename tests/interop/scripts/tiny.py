@@ -3,10 +3,16 @@
 import json
 import os
 import random
+import time
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BertConfig, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, set_seed
+
+from accelerate.state import AcceleratorState, GradientState
 
 WORDS = [
     "a", "cat", "dog", "bird", "sees", "hears", "likes", "the", "red", "blue", "small", "big", "house", "tree",
@@ -61,6 +67,44 @@ class TokenRows(torch.utils.data.Dataset):
     def __getitem__(self, index):
         labels = self.ids[index].masked_fill(self.mask[index] == 0, -100)
         return {"input_ids": self.ids[index], "attention_mask": self.mask[index], "labels": labels}
+
+
+@contextmanager
+def apart():
+    """Forget states, and the variables that TrainingArguments writes, afterwards."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        GradientState._reset_state()
+        AcceleratorState._reset_state(True)
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def losses(trainer):
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def everywhere(value):
+    """Return the values of all ranks."""
+    if not dist.is_initialized():
+        return [value]
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+class Exact:
+    """A mixin of Trainers: keeps each loss as it is, and writes it down; the Trainer's log rounds it."""
+
+    def training_step(self, *args, **options):
+        time.sleep(float(os.environ.get("STEP_S", "0")))
+        loss = super().training_step(*args, **options)
+        self.losses = [*getattr(self, "losses", []), loss.item().hex()]
+        with open(Path(self.args.output_dir, f"losses_{self.args.process_index}.txt"), "a", encoding="utf-8") as file:
+            file.write(f"{self.state.global_step} {loss.item().hex()}\n")
+        return loss
 
 
 def report(**figures):

@@ -4,7 +4,7 @@ import os
 import sys
 
 import numpy as np
-from tiny import TokenRows, causal_model, report
+from tiny import TokenRows, causal_model, losses, report
 from torch.utils.data import DataLoader, DistributedSampler
 from transformers import Trainer, TrainingArguments
 
@@ -33,10 +33,6 @@ class DividedTrainer(Trainer):
         return super().training_step(model, inputs, *rest, **options)
 
 
-def losses(trainer):
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
 AUTO = dict.fromkeys(
     ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"), "auto"
 )
@@ -56,7 +52,6 @@ SECTIONS = {
 
 
 def engine(stage, *sections):
-    """Return the Trainer's options for a ZeRO stage, with sections of the configuration."""
     config = {**AUTO, "zero_optimization": {"stage": int(stage), **ZERO}}
     for name in sections:
         config |= SECTIONS[name]

@@ -9,8 +9,7 @@ import sys
 import time
 
 import torch
-import torch.distributed as dist
-from tiny import report
+from tiny import everywhere, losses, report
 from transformers import Trainer, TrainingArguments, set_seed
 
 import transformers_patch
@@ -77,17 +76,7 @@ def train(folder, kind, resume=None, **options):
     return everywhere(trainer.losses)
 
 
-def everywhere(value):
-    """Return the values of all ranks."""
-    if WORLD == 1:
-        return [value]
-    found = [None] * WORLD
-    dist.all_gather_object(found, value)
-    return found
-
-
 def refused(folder, kind, resume=None, **options):
-    """Return what each rank was told."""
     trainer, began = build(folder, kind, **options), time.monotonic()
     try:
         trainer.train(resume_from_checkpoint=resume)
@@ -111,19 +100,14 @@ def begun(folder):
         for step in (6, 8):
             shutil.rmtree(f"{folder}/checkpoint-{step}")
     everywhere(None)
-    return folder, logged(trainer)[4:]
+    return folder, losses(trainer)[4:]
 
 
 def resume(folder):
-    """Go on with it, on this number of ranks."""
     trainer = build(folder, Own, dropout=0.0)
     trainer.train(resume_from_checkpoint=True)
     steps = trainer.args.gradient_accumulation_steps
-    report(losses=logged(trainer)[4:], accumulation=steps, epoch=trainer.state.epoch)
-
-
-def logged(trainer):
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    report(losses=losses(trainer)[4:], accumulation=steps, epoch=trainer.state.epoch)
 
 
 def main(root, disk=None):
@@ -133,14 +117,14 @@ def main(root, disk=None):
     found["same losses"] = train(ours, Own) == whole
     found["names"] = [names(f"{stock}/checkpoint-8"), names(f"{ours}/checkpoint-8")]
     found["world size"] = Manifest.read(f"{ours}/checkpoint-8").world_size
-    rest = [losses[4:] for losses in whole]
+    rest = [of_rank[4:] for of_rank in whole]
     found["ours from stock"] = train(stock, Own, f"{stock}/checkpoint-4") == rest
     found["stock from ours"] = train(ours, Exact, f"{ours}/checkpoint-4") == rest
     train(f"{root}/all", WritesOnAllRanks, save_steps=1, save_total_limit=8)
     found["all ranks write"] = [choose.flaw(f"{root}/all/{name}", deep=True) for name in names(f"{root}/all")]
     found["a rank fails"] = refused(f"{root}/fails", Fails)
     found["after it"] = names(f"{root}/fails")
-    found["goes on"] = train(f"{root}/fails", Own, True) == [losses[2:] for losses in whole]
+    found["goes on"] = train(f"{root}/fails", Own, True) == [of_rank[2:] for of_rank in whole]
     if RANK == WORLD - 1:
         isdir = os.path.isdir
         choose.os.path.isdir = lambda path: path != f"{ours}/checkpoint-4" and isdir(path)
@@ -162,7 +146,7 @@ def main(root, disk=None):
             shutil.copytree(f"{disk}/run", f"{root}/moved")
         everywhere(None)
         whole = train(f"{root}/wide", Own, width=5000)
-        found["kept one goes on"] = train(f"{root}/moved", Own, True, width=5000) == [losses[2:] for losses in whole]
+        found["kept one goes on"] = train(f"{root}/moved", Own, True, width=5000) == [of_rank[2:] for of_rank in whole]
     report(**found)
 
 

@@ -13,8 +13,8 @@ import sys
 import time
 
 import torch
-from killing import wait_and_kill
-from tiny import TokenRows, causal_model, tokenizer
+from killing import fork, wait_and_kill, written
+from tiny import Exact, TokenRows, causal_model, tokenizer
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import transformers_patch
@@ -23,19 +23,11 @@ from transformers_patch.checkpoints import CheckpointMixin
 STEPS = 10
 
 
-class Exact(Trainer):
-    """Writes each loss down as it is; the Trainer's log rounds it."""
-
-    def training_step(self, *args, **options):
-        time.sleep(float(os.environ.get("STEP_S", "0")))
-        loss = super().training_step(*args, **options)
-        path = pathlib.Path(self.args.output_dir, f"losses_{self.args.process_index}.txt")
-        with open(path, "a", encoding="utf-8") as file:
-            file.write(f"{self.state.global_step} {loss.item().hex()}\n")
-        return loss
+class Written(Exact, Trainer):
+    pass
 
 
-class Own(CheckpointMixin, Exact):
+class Own(CheckpointMixin, Written):
     pass
 
 
@@ -71,7 +63,7 @@ def train(folder, way, limit):
         learning_rate=1e-2, logging_steps=1, report_to=[], use_cpu=True, disable_tqdm=True, seed=3,
         save_strategy="no" if way == "reference" else "steps",
     )  # fmt: skip
-    kind = Own if way == "mixin" else Exact
+    kind = Own if way == "mixin" else Written
     callbacks = [] if way == "async" else [Extra()]  # which would let the saves wait
     trainer = kind(
         causal_model(), arguments, train_dataset=TokenRows(16), processing_class=tokenizer(), callbacks=callbacks
@@ -84,29 +76,13 @@ def train(folder, way, limit):
         pathlib.Path(folder, "done.json").write_text(json.dumps({"from": last}), "utf-8")
 
 
-def fork(folder, way, limit):
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 1
-    try:
-        log = os.open(os.path.join(os.path.dirname(folder), "log.txt"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(log, 1), os.dup2(log, 2)
-        train(folder, way, limit)
-        code = 0
-    except BaseException:
-        import traceback
-
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush(), sys.stderr.flush()
-        os._exit(code)
-
-
 def kill_forks(seed, count, folder, way, limit):
+    log, reference = (os.path.join(os.path.dirname(folder), name) for name in ("log.txt", "reference"))
+    assert os.waitpid(fork(log, train, reference, "reference", limit), 0)[1] == 0
+    whole = written(reference, 0)
     draw, killed, in_saves, starts = random.Random(int(seed)), 0, 0, 0
     while True:
-        pid, starts = fork(folder, way, limit), starts + 1
+        pid, starts = fork(log, train, folder, way, limit), starts + 1
         ended = []
 
         def runs(pid=pid, ended=ended):
@@ -121,35 +97,24 @@ def kill_forks(seed, count, folder, way, limit):
         if os.WIFSIGNALED(status):
             killed += 1
         elif os.WEXITSTATUS(status):
-            raise SystemExit(pathlib.Path(os.path.dirname(folder), "log.txt").read_text()[-6000:])
+            raise SystemExit(pathlib.Path(log).read_text()[-6000:])
         elif killed < int(count):  # it came to its end: begin anew, so that there is something to kill
-            compare(folder)
+            compare(folder, whole)
             os.rename(folder, f"{folder}_{starts}")
         else:
             break
-    compare(folder)
+    compare(folder, whole)
     print(json.dumps({"killed": killed, "in_saves": in_saves, "starts": starts}))
 
 
-def losses(folder, rank=0):
-    return [
-        line.split() for line in pathlib.Path(folder, f"losses_{rank}.txt").read_text().splitlines() if line.count(" ")
-    ]
-
-
-def compare(folder):
+def compare(folder, whole):
     """Make sure that every step, of every start, had the loss of the run that was never stopped."""
-    whole = dict(losses(os.path.join(os.path.dirname(folder), "reference")))
-    for step, loss in losses(folder):
-        assert whole[step] == loss, (step, loss, whole[step])
-    assert len({step for step, _ in losses(folder)}) == len(whole) == STEPS
+    assert written(folder, 0) == whole and len(whole) == STEPS, (folder, whole)
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "--kill":
         _, _, seed, count, folder, way, limit = sys.argv
-        pid = fork(os.path.join(os.path.dirname(folder), "reference"), "reference", limit)
-        assert os.waitpid(pid, 0)[1] == 0
         kill_forks(seed, count, folder, way, limit)
     else:
         if sys.argv[4:]:

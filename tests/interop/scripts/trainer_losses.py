@@ -9,27 +9,17 @@ transformers as it is installed, for some cases (`stock`: for all and nothing el
 import gc
 import os
 import sys
-from contextlib import contextmanager
 from functools import cache
 
 import torch
+import transformers
 from sharded_models import LENGTH, WORDS, llama
-from tiny import report
-from transformers import (
-    AutoModelForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Trainer,
-    TrainingArguments,
-    set_seed,
-)
+from tiny import apart, report
 from transformers.distributed import DistributedConfig
 
 import transformers_patch
 from accelerate import ParallelismConfig
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.state import PartialState
 
 BATCH, WINDOW, STEPS = 4, 2, 4
 EXACT = 1e-6
@@ -40,12 +30,12 @@ LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR
 
 
 def qwen(weight):
-    return Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8))
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SIZES, head_dim=8))
 
 
 def mixtral(weight):
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
-    return MixtralForCausalLM(MixtralConfig(**SIZES, **experts, router_aux_loss_coef=weight))
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**SIZES, **experts, router_aux_loss_coef=weight))
 
 
 MODELS = {"llama": lambda weight: llama(), "qwen": qwen, "mixtral": mixtral}
@@ -91,14 +81,8 @@ CASES = {
     **{f"mixtral {name}, padded": ("mixtral", name, PADDED) for name in ("cp", "sp")},
 }
 # What the installed release does not do by itself.
-STOCK = [
-    "llama sp",
-    "llama tp, counted alone",
-    "llama fsdp, smoothed",
-    "llama cp, smoothed",
-    "qwen arrived-tp",
-    "mixtral ddp",
-]
+STOCK = ["llama sp", "llama tp, counted alone", "llama fsdp, smoothed", "llama cp, smoothed"]
+STOCK += ["qwen arrived-tp", "mixtral ddp"]
 QUICK = [name for name in CASES if "fsdp-" not in name and "ddp-" not in name]
 
 
@@ -121,38 +105,26 @@ class Rows(torch.utils.data.Dataset):
         return {"input_ids": self.ids[index], "labels": self.labels[index], **mask}
 
 
-@contextmanager
-def apart():
-    """Forget states, and variables that the arguments write, afterwards."""
-    before = dict(os.environ)
-    try:
-        yield
-    finally:
-        GradientState._reset_state()
-        AcceleratorState._reset_state(True)
-        os.environ.clear()
-        os.environ.update(before)
-
-
 def built(folder, name, weight, arriving=None):
-    set_seed(5)
+    transformers.set_seed(5)
     if arriving is None:
         return MODELS[name](weight)
     place = f"{folder}/{name}"
     with PartialState(cpu=True).main_process_first():
         if PartialState().is_main_process:
             MODELS[name](weight).save_pretrained(place)
-    return AutoModelForCausalLM.from_pretrained(place, distributed_config=DistributedConfig(**arriving)).train()
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        place, distributed_config=DistributedConfig(**arriving)
+    ).train()
 
 
 def run(folder, name, batch, window, weight=WEIGHT, arriving=None, padded=False, **options):
-    """Return losses, norms and the loss of an evaluation."""
     common = {"per_device_train_batch_size": batch, "per_device_eval_batch_size": batch, "num_train_epochs": 1}
     common |= {"gradient_accumulation_steps": window, "learning_rate": 1e-2, "adam_epsilon": 1e-4, "seed": 3}
     common |= {"logging_steps": 1, "save_strategy": "no", "report_to": [], "use_cpu": True, "disable_tqdm": True}
-    arguments = TrainingArguments(folder, **common | options)
+    arguments = transformers.TrainingArguments(folder, **common | options)
     rows = {"train_dataset": Rows(BATCH * WINDOW * STEPS, 3, padded), "eval_dataset": Rows(2 * BATCH, 4, padded)}
-    trainer = Trainer(built(folder, name, weight, arriving), arguments, **rows)
+    trainer = transformers.Trainer(built(folder, name, weight, arriving), arguments, **rows)
     trainer.train()
     if trainer.state.max_steps != STEPS:
         print(f"{trainer.state.max_steps} steps are planned for {trainer.state.global_step}", file=sys.stderr)
@@ -189,7 +161,6 @@ def compared(found, expected, evaluates):
 
 
 def table_of(folder, cases, expected):
-    """Return how far the figures of each case are off."""
     table = {}
     for case in cases:
         name, layout, options = CASES[case]

@@ -15,17 +15,16 @@ import socket
 import sys
 import time
 
+import tiny
 import torch
-import torch.distributed as dist
-from killing import wait_and_kill
-from tiny import TokenRows, bert_config, causal_model, report, sentences, tokenizer
+from killing import fork, wait_and_kill, written
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
 import transformers_patch
 from accelerate import ParallelismConfig
 from accelerate.checkpoint.manifest import NAME, Manifest
 from accelerate.runtime.torch_private import local_part
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.state import PartialState
 from transformers_patch.checkpoints import CheckpointMixin, get_last_checkpoint
 
 STEPS = 6
@@ -39,23 +38,11 @@ ARRIVING = {"tp": {"tp_size": 2}, "ep": {"fsdp_size": 2, "ep_size": 2}, "tpfsdp"
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["c_attn"], "fan_in_fan_out": True, "task_type": "CAUSAL_LM"}
 
 
-class Exact:
-    """Keeps each loss as it is, and writes it down; the Trainer's log rounds it."""
-
-    def training_step(self, *args, **options):
-        loss = super().training_step(*args, **options)
-        self.losses = [*getattr(self, "losses", []), loss.item().hex()]
-        with open(pathlib.Path(self.args.output_dir, f"losses_{rank()}.txt"), "a", encoding="utf-8") as file:
-            file.write(f"{self.state.global_step} {loss.item().hex()}\n")
-        return loss
-
-
 def rank():
     return int(os.environ.get("RANK", "0"))
 
 
 def strategy(words):
-    """Return the arguments of a strategy."""
     if words[0].startswith("fsdp"):
         kind = "SHARDED_STATE_DICT" if "sharded" in words else "FULL_STATE_DICT"
         config = {"fsdp_version": int(words[0][-1]), "state_dict_type": kind, "use_orig_params": True, **BLOCKS}
@@ -89,28 +76,27 @@ def strategy(words):
 
 
 def build(folder, words, **more):
-    """Return the Trainer of a case, patched or with the mixin."""
     os.makedirs(folder, exist_ok=True)
     ours = () if "apply" in words else (CheckpointMixin,)
 
     def kind_of(base):
-        return type("Own", (*ours, Exact, base), {"checkpoints": "async"} if "async" in words else {})
+        return type("Own", (*ours, tiny.Exact, base), {"checkpoints": "async"} if "async" in words else {})
 
     make = quantized if "qlora" in words else LIBRARIES.get(words[0], plain)
     return make(kind_of, folder, words, {**COMMON, "save_steps": 2, **strategy(words), **more})
 
 
 def plain(kind_of, folder, words, options):
-    model, rows = causal_model(), TokenRows(32)
+    model, rows = tiny.causal_model(), tiny.TokenRows(32)
     if "llama" in words or "experts" in words:
         model = llama(folder, 4 if "experts" in words else 0).train()
     if "lora" in words:
         model = adapted(model)
     if words[0] == "stream":
         # The short one is in its second pass at step 4, and then has two batches of each rank left.
-        rows = Stream(TokenRows(6 * int(os.environ.get("WORLD_SIZE", "1"))) if "short" in words else rows)
+        rows = Stream(tiny.TokenRows(6 * int(os.environ.get("WORLD_SIZE", "1"))) if "short" in words else rows)
     trainer = kind_of(Trainer)(
-        model, TrainingArguments(folder, **options), train_dataset=rows, processing_class=tokenizer()
+        model, TrainingArguments(folder, **options), train_dataset=rows, processing_class=tiny.tokenizer()
     )
     if "average" in words:
         trainer.add_callback(Averaging(trainer))
@@ -154,13 +140,15 @@ class Stream(torch.utils.data.IterableDataset):
 
 
 def shuffled(kind_of, folder, words, options):
-    """A stream of `datasets`, by a buffer."""
     from datasets import Dataset
 
-    data = Dataset.from_list([{name: value.tolist() for name, value in row.items()} for row in TokenRows(32)])
+    data = Dataset.from_list([{name: value.tolist() for name, value in row.items()} for row in tiny.TokenRows(32)])
     rows = data.to_iterable_dataset(num_shards=2).shuffle(seed=1, buffer_size=7)
     return kind_of(Trainer)(
-        causal_model(), TrainingArguments(folder, **options), train_dataset=rows, processing_class=tokenizer()
+        tiny.causal_model(),
+        TrainingArguments(folder, **options),
+        train_dataset=rows,
+        processing_class=tiny.tokenizer(),
     )
 
 
@@ -172,20 +160,20 @@ def of_trl(kind_of, folder, words, options):
     name = {"sft": "SFT", "dpo": "DPO", "reward": "Reward"}[words[0]]
     config = getattr(trl, f"{name}Config")(folder, **options, bf16=False, gradient_checkpointing=False, max_length=24)
     columns = {"sft": ["text"], "dpo": ["prompt", "chosen", "rejected"], "reward": ["chosen", "rejected"]}[words[0]]
-    data = Dataset.from_dict({column: sentences(32, seed) for seed, column in enumerate(columns)})
-    model = causal_model()
+    data = Dataset.from_dict({column: tiny.sentences(32, seed) for seed, column in enumerate(columns)})
+    model = tiny.causal_model()
     if words[0] == "reward":
         from transformers import GPT2ForSequenceClassification
 
         model.config.num_labels = 1
         model = GPT2ForSequenceClassification(model.config)
-    rest = {"ref_model": causal_model(1)} if words[0] == "dpo" else {}
+    rest = {"ref_model": tiny.causal_model(1)} if words[0] == "dpo" else {}
     if "lora" in words:
         from peft import LoraConfig
 
         rest = {"peft_config": LoraConfig(**LORA)}
     return kind_of(getattr(trl, f"{name}Trainer"))(
-        model=model, args=config, train_dataset=data, processing_class=tokenizer(), **rest
+        model=model, args=config, train_dataset=data, processing_class=tiny.tokenizer(), **rest
     )
 
 
@@ -197,11 +185,11 @@ def of_sentences(kind_of, folder, words, options):
     from transformers import BertModel
 
     set_seed(0)
-    BertModel(bert_config()).save_pretrained(f"{folder}/bert")
-    tokenizer().save_pretrained(f"{folder}/bert")
+    BertModel(tiny.bert_config()).save_pretrained(f"{folder}/bert")
+    tiny.tokenizer().save_pretrained(f"{folder}/bert")
     model = SentenceTransformer(f"{folder}/bert", device="cpu")
     scores = {"score": [(number % 5) / 4 for number in range(32)]}
-    data = Dataset.from_dict({"sentence1": sentences(32, 1), "sentence2": sentences(32, 2), **scores})
+    data = Dataset.from_dict({"sentence1": tiny.sentences(32, 1), "sentence2": tiny.sentences(32, 2), **scores})
     return kind_of(SentenceTransformerTrainer)(
         model, Arguments(folder, **options), train_dataset=data, loss=CoSENTLoss(model)
     )
@@ -226,7 +214,6 @@ def llama(folder, experts=0, **options):
 
 
 def quantized(kind_of, folder, words, options):
-    """Adapters on a model of 4 bits, which are stored as numbers that FSDP can cut."""
     from transformers import BitsAndBytesConfig
 
     types = dict.fromkeys(["bnb_4bit_compute_dtype", "bnb_4bit_quant_storage"], torch.float32)
@@ -234,7 +221,7 @@ def quantized(kind_of, folder, words, options):
     model = llama(folder, quantization_config=four, dtype=torch.float32)
     model = adapted(model, target_modules=["q_proj", "v_proj"], fan_in_fan_out=False)
     arguments = TrainingArguments(folder, **options)
-    return kind_of(Trainer)(model, arguments, train_dataset=TokenRows(32), processing_class=tokenizer())
+    return kind_of(Trainer)(model, arguments, train_dataset=tiny.TokenRows(32), processing_class=tiny.tokenizer())
 
 
 def tensors(kind_of, folder, words, options):
@@ -246,7 +233,7 @@ def tensors(kind_of, folder, words, options):
     model = llama(folder, 4 if words[0] == "ep" else 0, distributed_config=sizes).train()
     if "lora" in words:
         model = adapted(model, target_modules=["q_proj", "v_proj"], fan_in_fan_out=False)
-    return kind_of(Trainer)(model, arguments, train_dataset=TokenRows(32), processing_class=tokenizer())
+    return kind_of(Trainer)(model, arguments, train_dataset=tiny.TokenRows(32), processing_class=tiny.tokenizer())
 
 
 LIBRARIES = {
@@ -256,27 +243,10 @@ LIBRARIES = {
 
 
 @contextlib.contextmanager
-def apart(words):
-    """Forget states, and the variables that TrainingArguments writes, afterwards."""
-    before = dict(os.environ)
+def patched(words):
     way = "async" if "async" in words else True
-    try:
-        with transformers_patch.applied(checkpoints=way) if "apply" in words else contextlib.nullcontext():
-            yield
-    finally:
-        GradientState._reset_state()
-        AcceleratorState._reset_state(True)
-        os.environ.clear()
-        os.environ.update(before)
-
-
-def everywhere(value):
-    """Return the values of all ranks."""
-    if not dist.is_initialized():
-        return [value]
-    found = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
+    with tiny.apart(), transformers_patch.applied(checkpoints=way) if "apply" in words else contextlib.nullcontext():
+        yield
 
 
 def files(folder):
@@ -301,31 +271,27 @@ def halves(folder, case):
     """Train whole, and once more from the middle; say whether the losses are the same, and what the checkpoint has."""
     words = case.split("+")
     folder = f"{folder}/{case}"
-    with apart(words):
+    with patched(words):
         whole = build(folder, words)
         whole.train()
-        losses = everywhere(whole.losses)
+        by_rank = tiny.everywhere(whole.losses)
         last = f"{folder}/checkpoint-{STEPS}"
         listed = {name: entry.rank for name, entry in Manifest.read(last).files.items()}
         found = {"files": listed, "unlisted": sorted(files(last) ^ listed.keys())}
         if "weights" in words:
             return found
-        everywhere(None)
+        tiny.everywhere(None)
         if rank() == 0:
             damage(last, words)
-        everywhere(None)
-    with apart(words):
+        tiny.everywhere(None)
+    with patched(words):
         resumed = build(folder, words)
         resumed.train(resume_from_checkpoint=True)
-        found["whole"] = losses
-        found["rest"] = everywhere(getattr(resumed, "losses", []))
-        found["equal"] = found["rest"] == [one[4:] for one in losses]
+        found["whole"] = by_rank
+        found["rest"] = tiny.everywhere(getattr(resumed, "losses", []))
+        found["equal"] = found["rest"] == [one[4:] for one in by_rank]
         found["rotten"] = [name for name in os.listdir(folder) if name.startswith(".saving")]
     return found
-
-
-def logged(trainer):
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 def across(folder, pair):
@@ -334,17 +300,17 @@ def across(folder, pair):
     folder = f"{folder}/{pair.replace(':', '-')}"
     shared = {"split": 2, "tp": 2, "tpfsdp": 2}  # so many ranks see the same batch
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    with apart(first):
+    with patched(first):
         whole = build(folder, first, per_device_train_batch_size=4 * shared.get(first[0], 1) // world)
         whole.train()
-        expected = logged(whole)
-    with apart(then):
+        expected = tiny.losses(whole)
+    with patched(then):
         resumed = build(folder, then, per_device_train_batch_size=4 * shared.get(then[0], 1) // world)
         try:
             resumed.train(resume_from_checkpoint=f"{folder}/checkpoint-4")
         except (ValueError, RuntimeError) as error:
-            return {"refused": everywhere(str(error))}
-    found = logged(resumed)
+            return {"refused": tiny.everywhere(str(error))}
+    found = tiny.losses(resumed)
     worst = max(abs(a / b - 1) for a, b in zip(found, expected, strict=True))
     return {"worst": worst, "whole": expected, "found": found}
 
@@ -357,7 +323,7 @@ def train(folder, words):
     reference = "reference" in words
     more = {"save_strategy": "no"} if reference else {"save_steps": 1, "save_total_limit": 1}
     last = None if reference else os.path.isdir(folder) and get_last_checkpoint(folder)
-    with apart(words):
+    with patched(words):
         trainer = build(folder, words, **more)
         if not (last and last.endswith(f"checkpoint-{STEPS}")):
             trainer.train(resume_from_checkpoint=bool(last))
@@ -374,34 +340,14 @@ class Pair:
 
     def __init__(self, folder, words):
         self.folder, place = pathlib.Path(folder), port()
-        self.codes, self.pids = {}, [self._fork(number, place, words) for number in range(2)]
+        log, self.codes = f"{folder}.log", {}
+        self.pids = [fork(log, self._begin, number, place, words) for number in range(2)]
 
-    def _fork(self, number, place, words):
-        pid = os.fork()
-        if pid:
-            return pid
-        code = 1
-        try:
-            log = os.open(f"{self.folder}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            os.dup2(log, 1), os.dup2(log, 2)
-            world = {
-                "RANK": number,
-                "LOCAL_RANK": number,
-                "WORLD_SIZE": 2,
-                "LOCAL_WORLD_SIZE": 2,
-                "MASTER_PORT": place,
-            }
-            os.environ |= {name: str(value) for name, value in world.items()} | {"MASTER_ADDR": "127.0.0.1"}
-            torch.set_num_threads(1)
-            train(str(self.folder), words)
-            code = 0
-        except BaseException:
-            import traceback
-
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush(), sys.stderr.flush()
-            os._exit(code)
+    def _begin(self, number, place, words):
+        world = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": place}
+        os.environ |= {name: str(value) for name, value in world.items()} | {"MASTER_ADDR": "127.0.0.1"}
+        torch.set_num_threads(1)
+        train(str(self.folder), words)
 
     def runs(self):
         for pid in self.pids:
@@ -428,16 +374,6 @@ class Pair:
         if not good:
             self.kill([])
             raise SystemExit(pathlib.Path(f"{self.folder}.log").read_text()[-6000:])
-
-
-def written(folder, number):
-    """Return the losses of each step that a rank wrote; a line that was being written when it was killed does not count."""
-    found = {}
-    for line in pathlib.Path(folder, f"losses_{number}.txt").read_text().splitlines(keepends=True):
-        step, _, loss = line.partition(" ")
-        if loss.endswith("\n"):
-            found.setdefault(step, set()).add(loss)
-    return found
 
 
 def kills(folder, case, draw, count):
@@ -483,4 +419,4 @@ if __name__ == "__main__":
     else:
         folder, *cases = sys.argv[1:]
         set_seed(0)
-        report(**{case: (across if ":" in case else halves)(folder, case) for case in cases})
+        tiny.report(**{case: (across if ":" in case else halves)(folder, case) for case in cases})

@@ -3,7 +3,7 @@
 import sys
 
 import torch
-from tiny import report
+from tiny import losses, report
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
 
 from accelerate import ParallelismConfig
@@ -27,10 +27,6 @@ def build(folder, **options):
         logging_steps=1, save_steps=4, report_to=[], use_cpu=True, disable_tqdm=True, seed=3, **options,
     )  # fmt: skip
     return Trainer(LlamaForCausalLM(config), arguments, train_dataset=rows(24, 1), eval_dataset=rows(9, 2))
-
-
-def losses(trainer):
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 folder, *shared = sys.argv[1:]

@@ -53,7 +53,6 @@ def generated():
 
 
 def saved(stage, folder):
-    """Every rank saves, with a module that is trained whole; the logits of what is loaded are those of the run."""
     model = get_peft_model(causal_model(), LoraConfig(r=4, modules_to_save=["wpe"], **ATTENTION))
     accelerator, engine, optimizer, loader = prepared(stage, model)
     for batch in loader:

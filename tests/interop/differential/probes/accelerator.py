@@ -8,15 +8,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from accelerate import Accelerator
-from accelerate.utils import (
-    AutocastKwargs,
-    DataLoaderConfiguration,
-    GradientAccumulationPlugin,
-    ProfileKwargs,
-    ProjectConfiguration,
-    TorchDynamoPlugin,
-)
+from accelerate import Accelerator, utils
 from interop.differential.core import BOTH, attempt, probe, properties
 
 COVERED = "accelerator:Accelerator"
@@ -48,13 +40,13 @@ def data(count=12, batch=2, **options):
 
 GIVEN = [
     {}, {"gradient_accumulation_steps": -1}, {"rng_types": ["torch", "numpy"]}, {"project_dir": 3},
-    {"project_config": ProjectConfiguration(project_dir="a"), "project_dir": "b"},
+    {"project_config": utils.ProjectConfiguration(project_dir="a"), "project_dir": "b"},
     {"project_config": {"project_dir": "a"}}, {"log_with": None, "project_dir": "x"},
-    {"dataloader_config": DataLoaderConfiguration(dispatch_batches=True, non_blocking=True)},
-    {"dataloader_config": DataLoaderConfiguration(), "split_batches": True},
-    {"gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=3), "gradient_accumulation_steps": 2},
-    {"kwargs_handlers": [AutocastKwargs(enabled=False), ProfileKwargs(record_shapes=True)]},
-    {"dynamo_plugin": TorchDynamoPlugin(), "dynamo_backend": "eager"}, {"deepspeed_plugin": 3},
+    {"dataloader_config": utils.DataLoaderConfiguration(dispatch_batches=True, non_blocking=True)},
+    {"dataloader_config": utils.DataLoaderConfiguration(), "split_batches": True},
+    {"gradient_accumulation_plugin": utils.GradientAccumulationPlugin(num_steps=3), "gradient_accumulation_steps": 2},
+    {"kwargs_handlers": [utils.AutocastKwargs(enabled=False), utils.ProfileKwargs(record_shapes=True)]},
+    {"dynamo_plugin": utils.TorchDynamoPlugin(), "dynamo_backend": "eager"}, {"deepspeed_plugin": 3},
 ]  # fmt: skip
 
 
@@ -84,7 +76,7 @@ def lomo(prepared, rate):
 
 
 @probe(
-    COVERED, handler=[ProfileKwargs(activities=["cpu"], record_shapes=True), ProfileKwargs(activities=["nonsense"])],
+    COVERED, handler=[utils.ProfileKwargs(activities=["cpu"], record_shapes=True), utils.ProfileKwargs(activities=["nonsense"])],
 )  # fmt: skip
 def profile(handler):
     with made().profile(handler) as profiler:

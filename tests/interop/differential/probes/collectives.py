@@ -7,15 +7,12 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import operations
 from interop.differential.core import BOTH, RANK, attempt, probe
-from interop.differential.probes.nested import HOLLOW, OTHERS, VALUES, Pair, seen
+from interop.differential.probes.nested import HOLLOW, OTHERS, Pair, seen, some
 
 REFUSED = {
     k: v for k, v in (OTHERS | HOLLOW).items() if k not in ("movable batch", "generator", "module", "tensor first")
 }
-FEW = {
-    k: VALUES[k]
-    for k in ("scalar", "vector", "matrix", "no rows", "torch.int64", "torch.bfloat16", "nested", "named tuple")
-}
+FEW = some("scalar, vector, matrix, no rows, torch.int64, torch.bfloat16, nested, named tuple")
 
 
 @probe("utils.operations:gather_object", processes=BOTH, value=REFUSED | FEW)
@@ -42,10 +39,7 @@ def broadcast_object_list(value, from_process):
 @probe(
     "utils.operations:gather_tensor_shape",
     "utils.operations:copy_tensor_to_devices",
-    value={
-        k: VALUES[k]
-        for k in ("scalar", "vector", "matrix", "cube", "torch.int64", "torch.bool", "torch.bfloat16", "no rows")
-    },
+    value=some("scalar, vector, matrix, cube, torch.int64, torch.bool, torch.bfloat16, no rows"),
 )
 def owned(value):
     PartialState(cpu=True)

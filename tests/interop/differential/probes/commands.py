@@ -19,6 +19,7 @@ from accelerate.commands.config import config as config_module
 from accelerate.commands.config import get_config_parser
 from accelerate.commands.config import main as config_main
 from interop.differential.core import Words, call, probe, words
+from interop.differential.probes.configs import HEAD
 
 PARSERS = {
     "env": env.env_command_parser, "estimate": estimate.estimate_command_parser, "merge": merge.merge_command_parser,
@@ -108,7 +109,6 @@ call(
 
 @probe("commands.estimate:verify_on_hub", repo=["a/b", "no-such-model-at-all", ""], token=[None, "t"])
 def on_hub(repo, token):
-    """Ask the Hub, which is out of reach."""
     return estimate.verify_on_hub(repo, token)
 
 
@@ -118,8 +118,7 @@ def bert():
         "num_attention_heads": 1, "intermediate_size": 8, "vocab_size": 10, "max_position_embeddings": 8,
     }  # fmt: skip
     os.makedirs("tiny", exist_ok=True)
-    with open("tiny/config.json", "w") as file:
-        json.dump(config, file)
+    Path("tiny/config.json").write_text(json.dumps(config))
 
 
 def on_the_hub(library):
@@ -162,16 +161,10 @@ def gathered(dtypes):
 
 @probe("commands.env:env_command", config=[None, "f.yaml", "f.json", "missing.yaml", "broken.yaml"])
 def environment(config):
-    content = {
-        "compute_environment": "LOCAL_MACHINE", "distributed_type": "NO", "mixed_precision": "bf16", "use_cpu": True,
-        "debug": False,
-    }  # fmt: skip
-    with open("f.yaml", "w") as file:
-        yaml.safe_dump(content, file)
-    with open("f.json", "w") as file:
-        json.dump(content, file)
-    with open("broken.yaml", "w") as file:
-        file.write("a: [1")
+    content = {**HEAD, "mixed_precision": "bf16", "use_cpu": True}
+    Path("f.yaml").write_text(yaml.safe_dump(content))
+    Path("f.json").write_text(json.dumps(content))
+    Path("broken.yaml").write_text("a: [1")
     out = io.StringIO()
     with redirect_stdout(out):
         found = env.env_command(argparse.Namespace(config_file=config))
@@ -193,18 +186,10 @@ TPU_LINES = [
 @probe("commands.tpu:tpu_command_launcher", line=TPU_LINES, place=["--tpu_name n --tpu_zone z", "--tpu_name n", ""])
 def tpu_command(line, place):
     """Give the command that would run, without what quotes it."""
-    with open("c.txt", "w") as file:
-        file.write("ls\npwd\n")
-    head = {
-        "compute_environment": "LOCAL_MACHINE", "distributed_type": "XLA", "mixed_precision": "no", "use_cpu": False,
-        "debug": False,
-    }  # fmt: skip
-    with open("f.yaml", "w") as file:
-        yaml.safe_dump({**head, "tpu_name": "fn", "tpu_zone": "fz"}, file)
-    with open("g.yaml", "w") as file:
-        yaml.safe_dump(
-            {**head, "tpu_name": "fn", "tpu_zone": "fz", "command_file": "c.txt", "commands": ["a", "b"]}, file
-        )
+    Path("c.txt").write_text("ls\npwd\n")
+    pod = {**HEAD, "distributed_type": "XLA", "tpu_name": "fn", "tpu_zone": "fz"}
+    Path("f.yaml").write_text(yaml.safe_dump(pod))
+    Path("g.yaml").write_text(yaml.safe_dump({**pod, "command_file": "c.txt", "commands": ["a", "b"]}))
     args = tpu.tpu_command_parser().parse_args([*line.split(), *place.split(), "--debug"])
     out = io.StringIO()
     with redirect_stdout(out):
@@ -216,7 +201,6 @@ def tpu_command(line, place):
 
 @probe("commands.test:test_command", slow=True)
 def tested():
-    with open("f.yaml", "w") as file:
-        yaml.safe_dump({"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO", "mixed_precision": "no", "use_cpu": True, "debug": False, "num_processes": 1}, file)  # fmt: skip
+    Path("f.yaml").write_text(yaml.safe_dump({**HEAD, "use_cpu": True, "num_processes": 1}))
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     return test_command.test_command(argparse.Namespace(config_file="f.yaml"))

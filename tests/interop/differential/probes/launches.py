@@ -100,7 +100,6 @@ def scripts(line):
 
 
 def number(name):
-    """Start in one of the ways that this machine lacks."""
     script()
     args = complete("--cpu" if name == "sagemaker" else "")
     config = SageMakerConfig(**{**SAGEMAKER, "profile": "p"})

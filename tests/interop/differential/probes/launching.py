@@ -15,26 +15,10 @@ PLAIN = vars(PARSER.parse_args(["s.py"]))
 OWN = {"dry_run", "func", "simulate"}
 OWN |= {f"simulate_{name}" for name in ("rank", "steps", "shapes_only", "report")}
 PRECISIONS = ["no", "fp16", "bf16", "fp8", "FP16", "BF16", "fp32", "int8", ""]
-BACKENDS = [
-    "no",
-    "eager",
-    "aot_eager",
-    "inductor",
-    "aot_ts_nvfuser",
-    "nvprims_nvfuser",
-    "cudagraphs",
-    "ofi",
-    "fx2trt",
-    "onnxrt",
-    "tensorrt",
-    "tvm",
-    "INDUCTOR",
-    "EAGER",
-    "NO",
-    "unknown",
-    "aot_torchxla_trace_once",
-    "torhchxla_trace_once",
-] + [""]
+BACKENDS = words(
+    "no eager aot_eager inductor aot_ts_nvfuser nvprims_nvfuser cudagraphs ofi fx2trt onnxrt tensorrt tvm INDUCTOR EAGER NO "
+    "unknown aot_torchxla_trace_once torhchxla_trace_once", ""
+)  # fmt: skip
 FREE = ["x", "X Y", "ü", ""]
 BOOLS = ["true", "false", "True", "FALSE", "1", "0", "yes", "no", "x", ""]
 INTEGERS = ["0", "1", "2", "-1", "007", "1_0", "99999999999999999999", "1.0", "x", ""]

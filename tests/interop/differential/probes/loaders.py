@@ -1,16 +1,7 @@
 """accelerate.data_loader: samplers, shards, prepared loaders, skipping."""
 
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    SequentialSampler,
-    SubsetRandomSampler,
-    TensorDataset,
-    WeightedRandomSampler,
-)
+from torch.utils import data
 
 from accelerate.data_loader import SeedableRandomSampler, prepare_data_loader
 from accelerate.state import AcceleratorState, GradientState, PartialState
@@ -57,7 +48,7 @@ def started():
     AcceleratorState(cpu=True, dynamo_plugin=TorchDynamoPlugin(), _from_accelerator=True)
 
 
-class Stream(IterableDataset):
+class Stream(data.IterableDataset):
     def __init__(self, length, sized=False):
         self.length, self.epoch = length, 0
         if sized:
@@ -75,7 +66,7 @@ class SizedStream(Stream):
         return self.length
 
 
-class Pairs(Dataset):
+class Pairs(data.Dataset):
     def __len__(self):
         return 7
 
@@ -88,18 +79,18 @@ def generator(seed=4):
 
 
 SOURCES = {
-    "plain": lambda: DataLoader(range(7), 2), "shuffled": lambda: DataLoader(range(7), 2, shuffle=True),
-    "shuffled generator": lambda: DataLoader(range(7), 2, shuffle=True, generator=generator()),
-    "no batches": lambda: DataLoader(range(3), batch_size=None),
-    "subset": lambda: DataLoader(range(7), 2, sampler=SubsetRandomSampler([1, 3, 5], generator=generator())),
-    "weighted": lambda: DataLoader(range(7), 2, sampler=WeightedRandomSampler([1.0] * 7, 5, generator=generator())),
-    "seedable": lambda: DataLoader(range(7), 2, sampler=SeedableRandomSampler(range(7), generator=generator())),
-    "batch sampler": lambda: DataLoader(range(7), batch_sampler=BatchSampler(SequentialSampler(range(7)), 3, True)),
-    "own batches": lambda: DataLoader(range(7), batch_sampler=[[0, 1], [5, 6]]),
-    "collate": lambda: DataLoader(range(7), 2, collate_fn=list), "pairs": lambda: DataLoader(Pairs(), 3),
-    "tensors": lambda: DataLoader(TensorDataset(torch.arange(10).reshape(5, 2)), 2, drop_last=True),
-    "stream": lambda: DataLoader(Stream(5), 2), "sized stream": lambda: DataLoader(Stream(5, True), 2),
-    "stream no batches": lambda: DataLoader(Stream(3), batch_size=None), "none": lambda: None, "list": lambda: [1, 2],
+    "plain": lambda: data.DataLoader(range(7), 2), "shuffled": lambda: data.DataLoader(range(7), 2, shuffle=True),
+    "shuffled generator": lambda: data.DataLoader(range(7), 2, shuffle=True, generator=generator()),
+    "no batches": lambda: data.DataLoader(range(3), batch_size=None),
+    "subset": lambda: data.DataLoader(range(7), 2, sampler=data.SubsetRandomSampler([1, 3, 5], generator=generator())),
+    "weighted": lambda: data.DataLoader(range(7), 2, sampler=data.WeightedRandomSampler([1.0] * 7, 5, generator=generator())),
+    "seedable": lambda: data.DataLoader(range(7), 2, sampler=SeedableRandomSampler(range(7), generator=generator())),
+    "batch sampler": lambda: data.DataLoader(range(7), batch_sampler=data.BatchSampler(data.SequentialSampler(range(7)), 3, True)),
+    "own batches": lambda: data.DataLoader(range(7), batch_sampler=[[0, 1], [5, 6]]),
+    "collate": lambda: data.DataLoader(range(7), 2, collate_fn=list), "pairs": lambda: data.DataLoader(Pairs(), 3),
+    "tensors": lambda: data.DataLoader(data.TensorDataset(torch.arange(10).reshape(5, 2)), 2, drop_last=True),
+    "stream": lambda: data.DataLoader(Stream(5), 2), "sized stream": lambda: data.DataLoader(Stream(5, True), 2),
+    "stream no batches": lambda: data.DataLoader(Stream(3), batch_size=None), "none": lambda: None, "list": lambda: [1, 2],
     "dataset": lambda: Pairs(),
 }  # fmt: skip
 DISPATCHED = ["plain", "shuffled", "tensors", "stream", "sized stream"]
@@ -142,7 +133,7 @@ def dispatched(length, batch, drop, split, style):
     started()
     if split and batch % PartialState().num_processes:
         return  # refused, as `prepared` compares
-    source = DataLoader(range(length) if style == "map" else Stream(length), batch, drop_last=drop)
+    source = data.DataLoader(range(length) if style == "map" else Stream(length), batch, drop_last=drop)
     made = prepare_data_loader(source, split_batches=split, dispatch_batches=True, put_on_device=True, device="cpu")
     yield "batches", attempt(lambda: [plain(b) for b in made])
     yield "length", attempt(len, made)

@@ -122,3 +122,8 @@ STRANGE = {
     "torch.nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
 }  # fmt: skip
 VALUES = {**TENSORS, **HOLLOW, **OTHERS, **STRANGE}
+
+
+def some(names):
+    """Return the values that a text names."""
+    return {name: VALUES[name] for name in names.split(", ")}

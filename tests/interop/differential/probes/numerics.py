@@ -120,7 +120,6 @@ def training_settings(batch, degree, micro):
     do=["set_megatron_data_args", "provider", "iterators", "losses", "BertTrainStep", "GPTTrainStep", "T5TrainStep"],
 )  # fmt: skip
 def without_megatron(do):
-    """What the package that is not installed is needed for."""
     accelerator, data = Accelerator(), megatron_lm.MegatronLMDummyDataLoader()
     does = {
         "set_megatron_data_args": data.set_megatron_data_args,

@@ -4,16 +4,11 @@ import copy
 
 from accelerate.utils import operations
 from interop.differential.core import call, probe
-from interop.differential.probes.nested import HOLLOW, TENSORS, VALUES, seen
+from interop.differential.probes.nested import HOLLOW, TENSORS, VALUES, seen, some
 
 PLAIN = {k: v for k, v in VALUES.items() if k not in ("generator", "torch.nested", "sparse", "object", "namespace")}
-FEW = {
-    k: VALUES[k]
-    for k in ("scalar", "vector", "matrix", "no rows", "torch.int64", "nested", "named tuple", "text", "None")
-}
-
-
-call("utils.operations:is_torch_xpu_tensor", value={k: VALUES[k] for k in ("vector", "dict", "text")})
+FEW = some("scalar, vector, matrix, no rows, torch.int64, nested, named tuple, text, None")
+call("utils.operations:is_torch_xpu_tensor", value=some("vector, dict, text"))
 
 
 @probe("utils.operations:send_to_device", value=VALUES)
@@ -29,7 +24,7 @@ def initialized(value):
 
 call(
     "utils.operations:slice_tensors",
-    value=FEW | {k: VALUES[k] for k in ("dict", "empty list", "mixed dict", "meta", "user dict")},
+    value=FEW | some("dict, empty list, mixed dict, meta, user dict"),
     part=[slice(0, 1), slice(1, None), slice(-1, None), slice(5, 9), slice(0, 2, 2), 0, None, [0], (0,), "x"],
 )
 
@@ -42,13 +37,7 @@ def concatenate(value, count, dim):
 call(
     "utils.operations:pad_input_tensors",
     "pad_input_tensors_otherwise",
-    value={
-        k: VALUES[k]
-        for k in (
-            "scalar", "no rows", "text", "None", "mixed dict", "empty list", "torch.bool", "torch.int64",
-            "user dict",
-        )
-    },
+    value=some("scalar, no rows, text, None, mixed dict, empty list, torch.bool, torch.int64, user dict"),
     batch_size=[0, 2, 3],
     num_processes=[2, 3],
 )  # fmt: skip

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from pathlib import Path
 
 from accelerate.commands.config.config_args import SageMakerConfig
 from accelerate.utils import launch as prepare
@@ -161,15 +162,11 @@ probe(*COVERED, given=[f"{name}={value}" for name, values in VALUES.items() for 
 
 def work():
     names = "LOCAL_RANK RANK FORK_LAUNCHED NODE_RANK NPROC ACCELERATE_MIXED_PRECISION ACCELERATE_USE_CPU ACCELERATE_DEBUG_MODE WORLD_SIZE MASTER_ADDR"
-    with open("seen.json", "w") as file:
-        json.dump({k: os.environ.get(k) for k in names.split()}, file)
+    Path("seen.json").write_text(json.dumps({k: os.environ.get(k) for k in names.split()}))
 
 
 def seen():
-    if not os.path.exists("seen.json"):
-        return None
-    with open("seen.json") as file:
-        return json.load(file)
+    return json.loads(Path("seen.json").read_text()) if os.path.exists("seen.json") else None
 
 
 @probe("utils.launch:PrepareForLaunch", kind=words("no multi_gpu what", "", None, 0))
@@ -200,10 +197,8 @@ SAGEMAKER = {
     ],
 )  # fmt: skip
 def sagemaker(more, line):
-    with open("inputs.tsv", "w") as file:
-        file.write("channel_name\tdata_location\ntrain\ts3://a\ntest\ts3://b\n")
-    with open("metrics.tsv", "w") as file:
-        file.write("metric_name\tmetric_regex\nloss\tloss=(.*)\n")
+    Path("inputs.tsv").write_text("channel_name\tdata_location\ntrain\ts3://a\ntest\ts3://b\n")
+    Path("metrics.tsv").write_text("metric_name\tmetric_regex\nloss\tloss=(.*)\n")
     from accelerate.utils import SageMakerDistributedType
 
     kind = SageMakerDistributedType(more.pop("distributed_type", "NO"))

@@ -8,6 +8,7 @@ import yaml
 
 from accelerate.commands import merge, to_fsdp2
 from interop.differential.core import probe
+from interop.differential.probes.configs import HEAD
 from interop.differential.probes.launching import listed
 
 
@@ -81,18 +82,14 @@ def converted(base, given):
     ],
 )  # fmt: skip
 def rewritten(line):
-    head = {
-        "compute_environment": "LOCAL_MACHINE", "distributed_type": "FSDP", "mixed_precision": "no", "use_cpu": False,
-        "debug": False,
-    }  # fmt: skip
+    head = {**HEAD, "distributed_type": "FSDP"}
     section = {
         "fsdp_sharding_strategy": "FULL_SHARD", "fsdp_state_dict_type": "SHARDED_STATE_DICT",
         "fsdp_offload_params": False,
     }  # fmt: skip
     contents = {"f": {**head, "fsdp_config": section}, "h": {"old": 1}, "no": {**head, "distributed_type": "NO"}, "two": {**head, "fsdp_config": {**section, "fsdp_version": 2}}}  # fmt: skip
     for name, content in contents.items():
-        with open(f"{name}.yaml", "w") as file:
-            yaml.safe_dump(content, file)
+        Path(f"{name}.yaml").write_text(yaml.safe_dump(content))
     args = to_fsdp2.to_fsdp2_command_parser().parse_args(line.split())
     try:
         to_fsdp2.to_fsdp2_command(args)

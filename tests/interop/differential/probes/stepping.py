@@ -80,7 +80,6 @@ def split(inputs, padding):
 
 @probe(COVERED, processes=BOTH, even=[None, True, False], what=["model", "none", "two"])
 def join(even, what):
-    """`join_uneven_inputs` around nothing but a value."""
     accelerator = made()
     nets = {
         "model": [accelerator.prepare(model())],

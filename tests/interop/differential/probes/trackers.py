@@ -15,6 +15,7 @@ import yaml
 from accelerate import tracking
 from accelerate.state import PartialState
 from interop.differential.core import attempt, probe
+from recorder import Recorder
 
 TRACKERS = {
     "AimTracker": "aim", "ClearMLTracker": "clearml", "CometMLTracker": "comet_ml", "DVCLiveTracker": "dvclive",
@@ -24,39 +25,20 @@ TRACKERS = {
 COVERED = tuple(f"tracking:{name}" for name in TRACKERS)
 
 
-class Recorder:
-    """Takes every attribute, call and assignment, and writes calls and assignments down in one list."""
-
-    def __init__(self, name, calls):
-        self.__dict__.update(_name=name, _calls=calls)
-
-    def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        child = self.__dict__[name] = Recorder(f"{self._name}.{name}", self._calls)
-        return child
-
-    def __setattr__(self, name, value):
-        self._calls.append((f"{self._name}.{name} =", told(value)))
-        self.__dict__[name] = value
-
-    def __setitem__(self, key, value):
-        self._calls.append((f"{self._name}[{key!r}] =", told(value)))
-
-    def __call__(self, *args, **kwargs):
-        self._calls.append((self._name, told(args), told(kwargs)))
-        return Recorder(f"{self._name}()", self._calls)
-
+class Library(Recorder):
     def __enter__(self):
         return self
 
     def __exit__(self, *error):
         pass
 
+    def _record(self, *call):
+        self._calls.append(told(call))
+
 
 def told(value):
     if isinstance(value, Recorder):
-        return f"<{value._name}>"
+        return repr(value)
     if isinstance(value, (list, tuple)):
         return type(value)(map(told, value))
     return {k: told(v) for k, v in value.items()} if isinstance(value, dict) else value
@@ -70,11 +52,11 @@ class Task:
 
     @classmethod
     def current_task(cls):
-        return Recorder("Task.current", cls.calls) if cls.running else None
+        return Library("Task.current", cls.calls) if cls.running else None
 
     @classmethod
     def init(cls, *args, **kwargs):
-        return Recorder("Task.init", cls.calls)(*args, **kwargs)
+        return Library("Task.init", cls.calls)(*args, **kwargs)
 
 
 class Metric:
@@ -99,7 +81,7 @@ def installed(*names, known=False):
     names = tuple(names) + (("dvclive.plots",) if "dvclive" in names else ())
     before = {name: sys.modules.get(name) for name in names}
     for name in names:
-        module, recorder = types.ModuleType(name), Recorder(name, calls)
+        module, recorder = types.ModuleType(name), Library(name, calls)
         module.__dict__.update(__spec__=importlib.machinery.ModuleSpec(name, None), __path__=[], **more.get(name, {}))
         module.__getattr__ = functools.partial(getattr, recorder)  # type: ignore[method-assign]
         sys.modules[name] = module

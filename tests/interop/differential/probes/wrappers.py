@@ -7,17 +7,14 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import operations
 from interop.differential.core import probe, short
-from interop.differential.probes.nested import VALUES, rising
+from interop.differential.probes.nested import rising, some
 
 OUTPUTS = {
     **{
         f"{dtype}": lambda dtype=dtype: rising(2, dtype=dtype)
         for dtype in (torch.float16, torch.bfloat16, torch.float32)
     },
-    **{
-        k: VALUES[k]
-        for k in ("torch.float64", "torch.int64", "dtypes", "nested", "text", "None", "named tuple", "user dict")
-    },
+    **some("torch.float64, torch.int64, dtypes, nested, text, None, named tuple, user dict"),
 }
 
 
