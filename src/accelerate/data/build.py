@@ -15,9 +15,8 @@ from accelerate import comm
 from accelerate.base._warn import warn_user
 from accelerate.config.enums import RNGType
 from accelerate.config.strategies import record_of
-from accelerate.data import adapter, contents, iterable, plan
+from accelerate.data import adapter, iterable, plan
 from accelerate.data.adapter import as_stateful, batching_sampler, is_stateful, is_stream, skipping, variant
-from accelerate.data.agreement import Agreement
 from accelerate.data.dispatcher import DataLoaderDispatcher
 from accelerate.data.iterable import CountingCollate, IterableDatasetShard, SizingCollate
 from accelerate.data.loader import DataLoaderShard, PreparedLoader, SkipDataLoader
@@ -152,19 +151,10 @@ def prepare_data_loader(
         own_device = (state.device if device is None else device) if put_on_device else None
         loader = kind(base.dataset, own_device, rng_types, generator, **common)
     loader.plan = made
-    if layout.num_shards > 1 and (num_processes, process_index) == (state.num_processes, state.process_index):
-        loader._agreement = _agreement(dataloader, reading)
+    loader._undivided = dataloader.dataset
     if state.is_main_process:
         logger.info("Prepared a data loader: %s.", made.summary)
     return loader
-
-
-def _agreement(dataloader: DataLoader, reading: str) -> Agreement | None:
-    """Return what compares the ranks' orders and datasets; None where each reads its own part, or what is dispatched has no table."""
-    dispatched = reading == plan.DISPATCHED
-    if reading == plan.SPLIT_ALREADY or (dispatched and not contents.tables(dataloader.dataset)):
-        return None
-    return Agreement(dataloader.dataset, reading == plan.OWN_SHARD, not dispatched)
 
 
 def plan_of(loader: DataLoader) -> DataPlan:

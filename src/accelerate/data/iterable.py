@@ -16,7 +16,7 @@ from accelerate import comm
 from accelerate.base._warn import warn_user
 from accelerate.comm.base import Communicator
 from accelerate.data import contents
-from accelerate.data.samplers import Part, split_head
+from accelerate.data.samplers import MOST_KEPT, Part, split_head
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class IterableDatasetShard(Part, IterableDataset):
             generator.manual_seed(self.epoch)
         self.round_log.clear()
         head, samples = split_head(self.dataset, self._rounds().total, 0)
-        self.order_digest = contents.digest(head)
+        self.order_head = head[:MOST_KEPT]
         yield from chain.from_iterable(self._shares(samples, head))
 
 

@@ -11,7 +11,6 @@ import torch
 
 from accelerate.data import adapter, generators, iterable, resume
 from accelerate.data.adapter import is_stateful, is_stream, placer, skipping, variant
-from accelerate.data.agreement import Agreement
 from accelerate.data.iterable import CountingCollate, restores, uncounted
 from accelerate.data.progress import Noted, Pending
 from accelerate.data.resume import ResumableLoader
@@ -182,8 +181,8 @@ class PreparedLoader(ResumableLoader):
     _reads_ahead = False
     # Whether a thread reads so many steps ahead that a run that goes on does not repeat them.
     _notes_nothing = False
-    # Compares what the ranks read, where this loader is divided among them.
-    _agreement: Agreement | None = None
+    # The dataset before preparing divided it.
+    _undivided: Any = None
     # Those of the Accelerator that prepared it.
     _extensions = NO_EXTENSIONS
 
@@ -212,8 +211,8 @@ class PreparedLoader(ResumableLoader):
             batches = self._iterate(pending)
             if self._extensions.between_batches:
                 batches = self._with_hooks(batches)
-            if self._agreement is not None:
-                yield from self._agreement.compared(batches, progress.epoch, self._drawn_order)
+            for hook in self._extensions.first_batches:
+                yield from hook(self, batches)
             yield from batches
         finally:
             self.end()
@@ -260,11 +259,6 @@ class PreparedLoader(ResumableLoader):
         if isinstance(shard, Part):
             return shard.round_log.get(self._progress.batches - 1)
         return self.plan.filled_ends if self.plan is not None and self._progress.at_end else None
-
-    def _drawn_order(self) -> tuple[str | None, int | None]:
-        """Return a digest of the undivided order, and the samples in it, of the epoch that runs."""
-        base = self.base_dataloader
-        return getattr(adapter.sharding(base), "order_digest", None), adapter.samples_per_epoch(base)
 
     def _ends_unevenly(self) -> bool:
         return self.plan is not None and self.plan.uneven
