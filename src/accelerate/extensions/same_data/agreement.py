@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from accelerate.base._warn import user_lines, warn_user
-from accelerate.data import adapter, plan
+from accelerate.data import adapter, reading
 from accelerate.data.loader import PreparedLoader
 from accelerate.extension import Extension
 from accelerate.extensions.same_data import contents
@@ -49,11 +49,11 @@ class SameData(Extension):
     def registered(self, kind: str, prepared: Any, evaluation: bool) -> None:
         """Begin to compare a loader, unless each rank reads its own part, or what is dispatched has no table."""
         data_plan = prepared.plan if issubclass(type(prepared), PreparedLoader) else None
-        if data_plan is None or len(data_plan.shards) == 1 or data_plan.reading == plan.SPLIT_ALREADY:
+        if data_plan is None or len(data_plan.shards) == 1 or data_plan.reading == reading.AlreadySplit.name:
             return
-        dispatched = data_plan.reading == plan.DISPATCHED
+        dispatched = data_plan.reading == reading.Dispatched.name
         if not dispatched or contents.tables(prepared._undivided):
-            indexed = data_plan.reading == plan.OWN_SHARD
+            indexed = data_plan.reading == reading.OwnShard.name
             self._agreements[prepared] = Agreement(prepared._undivided, indexed, not dispatched)
 
     def first_batches(self, loader: PreparedLoader, batches: Iterator[Any]) -> Iterator[Any]:
