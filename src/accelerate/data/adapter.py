@@ -13,11 +13,12 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Ra
 
 from accelerate.base.imports import is_torchdata_stateful_dataloader_available
 from accelerate.comm.operations import send_to_device
-from accelerate.data import generators, samplers
+from accelerate.data import samplers
 from accelerate.data.iterable import CollateWrapper, IterableDatasetShard
 from accelerate.data.progress import Progress
 from accelerate.data.samplers import Part, ReplayableRandomSampler, SkipBatchSampler, innermost, unskipped
 from accelerate.data.workers import WorkerDataset
+from accelerate.runtime import generators
 
 CPU = torch.device("cpu")
 # Read once: a per-loader signature inspection would be paid by every prepare().

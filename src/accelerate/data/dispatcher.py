@@ -22,7 +22,7 @@ from torch.utils.data import default_collate
 
 from accelerate import comm
 from accelerate.comm.base import Communicator
-from accelerate.data import generators, resume
+from accelerate.data import resume
 from accelerate.data.adapter import CPU, DataLoaderAdapter, is_stateful, placer, variant
 from accelerate.data.dividing import Divider, agreed_length, lengths
 from accelerate.data.iterable import SizingCollate
@@ -31,6 +31,7 @@ from accelerate.data.plan import ShardLayout
 from accelerate.data.progress import Position
 from accelerate.data.samplers import EndAhead, ReplayableRandomSampler, Rounds, unskipped
 from accelerate.process import PartialState
+from accelerate.runtime import generators
 
 logger = logging.getLogger(__name__)
 

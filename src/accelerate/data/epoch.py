@@ -10,19 +10,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack
 from itertools import chain, count, islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from accelerate.data import adapter, generators, resume
-from accelerate.data.adapter import is_stateful, is_stream, skipping, variant
+from accelerate.data import adapter, resume
+from accelerate.data.adapter import DataLoaderAdapter, is_stateful, is_stream, skipping, variant
 from accelerate.data.iterable import CountingCollate, restores, uncounted
 from accelerate.data.progress import BeforeRead, Position
 from accelerate.data.samplers import EndAhead
 from accelerate.process import PartialState
-
-if TYPE_CHECKING:
-    from accelerate.data.loader import PreparedLoader
+from accelerate.runtime import generators
 
 # A loader and the vote of the ranks may each be one step ahead, and the step after those is being read.
 _AHEAD = 4
@@ -42,7 +40,7 @@ class FromStart:
         loaded: the state from which torchdata's loader continues, until each of its workers has read a batch.
     """
 
-    def __init__(self, loader: PreparedLoader) -> None:
+    def __init__(self, loader: DataLoaderAdapter) -> None:
         self.loader, self.progress, self.reads = loader, loader._progress, loader._reads_per_step()
         self.base, self.start = loader.base_dataloader, loader._left_out()
         self.to_drop = loader.skip_batches * self.reads
@@ -133,7 +131,7 @@ class FromStart:
 class FromPosition(FromStart):
     """The batches of an epoch from a position on: by a state if the loader or its stream restores one, else by skipping."""
 
-    def __init__(self, loader: PreparedLoader, position: Position) -> None:
+    def __init__(self, loader: DataLoaderAdapter, position: Position) -> None:
         super().__init__(loader)
         behind, self.start = (position.batches - self.start) * self.reads, position.batches
         self.reread = position.record.get("before_read") or []

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from accelerate.data import adapter, generators, iterable, resume, samplers
+from accelerate.comm.in_step import in_step
+from accelerate.data import adapter, resume, samplers
 from accelerate.data.adapter import DataLoaderAdapter, DataLoaderStateMixin, is_stateful, is_stream, placer, skipping
 from accelerate.data.epoch import FromPosition, FromStart
 from accelerate.data.iterable import has_buffer
@@ -18,6 +19,7 @@ from accelerate.data.progress import Position, Progress
 from accelerate.data.samplers import EndAhead, Part, ReplayableRandomSampler, layers
 from accelerate.data.workers import SeededDataset, WorkerDataset
 from accelerate.extension import NO_EXTENSIONS
+from accelerate.runtime import generators
 from accelerate.runtime.random import synchronize_rng_states
 from accelerate.state import GradientState
 
@@ -335,7 +337,7 @@ class DataLoaderShard(PreparedLoader):
 
     def _iterate(self, position: Position | None) -> Iterator[Any]:
         place = placer(self.device, self._non_blocking)
-        return self._run(position, place, iterable.in_step if self._ends_unevenly() else None)
+        return self._run(position, place, in_step if self._ends_unevenly() else None)
 
     def _remainder_ahead(self) -> int:
         if self._drop_last:

@@ -9,26 +9,23 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from accelerate.base._warn import warn_user
-from accelerate.data import adapter, generators, samplers
-from accelerate.data.adapter import is_stateful
+from accelerate.data import adapter, samplers
+from accelerate.data.adapter import DataLoaderAdapter, is_stateful
 from accelerate.data.progress import EpochStart, Position
 from accelerate.data.samplers import ReplayableRandomSampler, SeedableRandomSampler
-from accelerate.runtime import storage
-
-if TYPE_CHECKING:
-    from accelerate.data.loader import PreparedLoader
+from accelerate.runtime import generators, storage
 
 logger = logging.getLogger(__name__)
 
 KEY = "accelerate_position"
 
 
-def shuffling_generator(loader: PreparedLoader) -> torch.Generator | None:
+def shuffling_generator(loader: DataLoaderAdapter) -> torch.Generator | None:
     """The generator that decides the order of the samples, or None if something else does."""
     sampler = loader.get_sampler()
     if isinstance(sampler, SeedableRandomSampler):
@@ -40,7 +37,7 @@ def shuffling_generator(loader: PreparedLoader) -> torch.Generator | None:
     return None
 
 
-def epoch_start(loader: PreparedLoader, position: Position | None) -> EpochStart:
+def epoch_start(loader: DataLoaderAdapter, position: Position | None) -> EpochStart:
     """Return what an epoch begins with, before its order is drawn; the generators are those of the run that began it."""
     generator = shuffling_generator(loader)
     order = None if generator is None else generator.get_state()
@@ -49,7 +46,7 @@ def epoch_start(loader: PreparedLoader, position: Position | None) -> EpochStart
     return EpochStart(position.record.get("at_start"), order, position.extra_samples)
 
 
-def capture(loader: PreparedLoader) -> dict[str, Any]:
+def capture(loader: DataLoaderAdapter) -> dict[str, Any]:
     """Return the position of a loader, as of the batch yielded last; after the last batch, the next epoch's start.
 
     `batches` counts those of this process, `samples` those of all (None if batches have no fixed size), `shards` the
@@ -87,7 +84,7 @@ def capture(loader: PreparedLoader) -> dict[str, Any]:
     return position
 
 
-def _order(loader: PreparedLoader, in_epoch: bool) -> dict[str, Any]:
+def _order(loader: DataLoaderAdapter, in_epoch: bool) -> dict[str, Any]:
     sampler, generator = loader.get_sampler(), shuffling_generator(loader)
     if isinstance(sampler, SeedableRandomSampler):
         return {"kind": "seed_and_epoch", "seed": sampler.initial_seed}
@@ -101,7 +98,7 @@ def _order(loader: PreparedLoader, in_epoch: bool) -> dict[str, Any]:
     return {"kind": "unrecorded"}
 
 
-def kept(loader: PreparedLoader) -> Callable[[], None]:
+def kept(loader: DataLoaderAdapter) -> Callable[[], None]:
     """Return what puts a loader back to where it stands now, with the parts of it that decide what it yields."""
     generator = shuffling_generator(loader)
     state = None if generator is None else generator.get_state()
@@ -118,7 +115,7 @@ def kept(loader: PreparedLoader) -> Callable[[], None]:
     return put_back
 
 
-def check(loader: PreparedLoader, position: dict[str, Any], name: str = "The loader") -> None:
+def check(loader: DataLoaderAdapter, position: dict[str, Any], name: str = "The loader") -> None:
     """Refuse, before anything has changed, a position within an epoch of other data (ValueError). Any rank, alone."""
     saved = position.get("data")
     if saved is None or position["batches"] == 0:
@@ -132,7 +129,7 @@ def check(loader: PreparedLoader, position: dict[str, Any], name: str = "The loa
             )
 
 
-def restore(loader: PreparedLoader, position: dict[str, Any], continuing: bool = True) -> int:
+def restore(loader: DataLoaderAdapter, position: dict[str, Any], continuing: bool = True) -> int:
     """Put a loader into the epoch of a position, whose order it draws again; return the batches behind. All ranks.
 
     The next iteration goes on there if the loader was being iterated and `continuing` says so, or if it leaves out as
@@ -155,14 +152,14 @@ def restore(loader: PreparedLoader, position: dict[str, Any], continuing: bool =
     return batches
 
 
-def _drop_loaded_state(loader: PreparedLoader) -> None:
+def _drop_loaded_state(loader: DataLoaderAdapter) -> None:
     """Let torchdata's loader begin its next epoch at the first batch, whatever state it was given."""
     origin = loader if loader._origin is None else loader._origin
     if getattr(origin.base_dataloader, "next_iter_state", None) is not None:
         origin.base_dataloader.next_iter_state = None
 
 
-def _restore_order(loader: PreparedLoader, order: dict[str, Any], in_epoch: bool) -> None:
+def _restore_order(loader: DataLoaderAdapter, order: dict[str, Any], in_epoch: bool) -> None:
     sampler, kind, generator = loader.get_sampler(), order["kind"], shuffling_generator(loader)
     replayable = isinstance(sampler, ReplayableRandomSampler)
     if kind == "seed_and_epoch" and isinstance(sampler, SeedableRandomSampler):
@@ -182,7 +179,7 @@ def _restore_order(loader: PreparedLoader, order: dict[str, Any], in_epoch: bool
         )
 
 
-def _behind(loader: PreparedLoader, position: dict[str, Any]) -> tuple[int, int]:
+def _behind(loader: DataLoaderAdapter, position: dict[str, Any]) -> tuple[int, int]:
     """Steps behind a position, and samples of all processes beyond them, as this loader counts."""
     behind, size, unit = position["samples"], loader._samples_per_step(), "samples"
     if size is None or behind is None:  # nothing says how many samples a batch has
@@ -216,7 +213,7 @@ def _report(message: str) -> None:
     logger.log(logging.WARNING if first else logging.INFO, message)
 
 
-def replacement_iterator(view: PreparedLoader) -> Iterable[Any] | None:
+def replacement_iterator(view: DataLoaderAdapter) -> Iterable[Any] | None:
     """Return what a view of `skip_first_batches` iterates over in place of its own batches, after a load.
 
     That is nothing, if it leaves out all batches of an epoch that is over: the loader stands at the next one already;
@@ -235,7 +232,7 @@ def replacement_iterator(view: PreparedLoader) -> Iterable[Any] | None:
     return None
 
 
-def take_pending_position(loader: PreparedLoader) -> Position | None:
+def take_pending_position(loader: DataLoaderAdapter) -> Position | None:
     """Return the loaded position that an iteration continues at, or None for an epoch that begins anew. Any rank, alone."""
     progress = loader._progress
     pending, progress.pending = progress.pending, None

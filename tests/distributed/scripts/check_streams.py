@@ -77,7 +77,7 @@ def stored_uneven_pieces_end_together():
     pieces = world() + 1
     _, loader, found = prepare(stored(pieces), SHARDED)
     assert found.uneven
-    with logged("accelerate.data.iterable", logging.INFO) as lines:
+    with logged("accelerate.comm.in_step", logging.INFO) as lines:
         for _ in range(2):
             parts = everywhere(rows(loader))
             assert [len(part) for part in parts] == [2] * world(), parts
@@ -120,7 +120,7 @@ def check_parts_of_the_users_own_end_together():
     for lengths in ([7] * world(), [3 + 2 * number for number in range(world())], [9, *range(world() - 1)]):
         _, loader, found = prepare(own(lengths), DIVIDED)
         assert found.reading == reading.AlreadySplit.name and type(loader) is not DataLoaderDispatcher
-        with logged("accelerate.data.iterable", logging.INFO) as lines:
+        with logged("accelerate.comm.in_step", logging.INFO) as lines:
             for _ in range(2):
                 found_steps = [len(part) for part in everywhere(rows(loader))]
                 assert found_steps == [min(-(-length // 2) for length in lengths)] * world(), (lengths, found_steps)
