@@ -101,7 +101,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         """Yield the batches of an epoch, from the position to continue at if there is one."""
         return self._run(position, None)
 
-    # What is known about it ------------------------------------------------------------------------------------------
+    # Its epoch and its steps ------------------------------------------------------------------------------------------
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch that the next iteration draws, for all samplers and streams that know it."""
@@ -133,10 +133,9 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         return self.plan is not None and self.plan.uneven
 
     def _parts(self) -> int:
-        """In how many parts ranks read, where the wrapped loader knows of its own alone; 1 where its shard knows of all."""
-        if self.plan is None or isinstance(adapter.sharding(self.base_dataloader), Part):
-            return 1
-        return len(self.plan.shards) if self.plan.uneven else self.plan.parts
+        """Return in how many parts the ranks read, where the wrapped loader knows only its part; 1 where its shard knows all."""
+        parts = 1 if self.plan is None else len(self.plan.shards) if self.plan.uneven else self.plan.parts
+        return 1 if parts == 1 or isinstance(adapter.sharding(self.base_dataloader), Part) else parts
 
     def _batches_per_step(self) -> int:
         return super()._batches_per_step() * self._parts()
@@ -146,12 +145,12 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         return 1
 
     def _left_out(self) -> int:
-        """Number of steps that this loader leaves out at the beginning of every iteration."""
+        """Return the steps that this loader skips at the beginning of each iteration."""
         _, skipped = samplers.unskipped(adapter.batching_sampler(self.base_dataloader))
         return self.skip_batches + skipped // self._reads_per_step()
 
     def _skipping(self, number: int) -> PreparedLoader:
-        """A view that leaves out the first batches and shares the epoch with this loader."""
+        """Return a view that skips the first batches and shares the epoch with this loader."""
         view = object.__new__(type(self))
         vars(view).update(vars(self), _origin=self if self._origin is None else self._origin)
         if is_stream(self):
@@ -177,8 +176,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             state = super().state_dict() if is_stateful(self.base_dataloader) else {}
         position = resume.capture(self)
         # What a dataset says of itself stays as it is.
-        own = {"dataset_state": position.pop("dataset_state")} if "dataset_state" in position else {}
-        return {**state, resume.KEY: generators.plain_states(position) | own}
+        of_dataset = {"dataset_state": position.pop("dataset_state")} if "dataset_state" in position else {}
+        return {**state, resume.KEY: generators.plain_states(position) | of_dataset}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Let the next iteration yield the batches that were still to come in `state_dict`."""
@@ -218,7 +217,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         steps = (resume.batches_read(state) or 0) // self._reads_per_step()
         return {**resume.capture(self), "batches": steps, "samples": None} if steps else None
 
-    # Handing out -----------------------------------------------------------------------------------------------------
+    # Its batches -----------------------------------------------------------------------------------------------------
 
     def _epoch(self, position: Position | None) -> FromStart:
         return FromStart(self) if position is None else FromPosition(self, position)
@@ -244,10 +243,12 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         """Yield batches from step `start` on, of which `order` knows the last."""
         progress, active = self._progress, self.gradient_state._active
         progress.batches, progress.at_end = start, False
-        own = active[-1] if active else None
+        innermost_loop = active[-1] if active else None
         for number, batch in enumerate(batches, start + 1):
             progress.batches, is_last = number, order.ended
-            if is_last or self.end_of_dataloader or not active or active[-1] is not own:  # not for every batch
+            if (
+                is_last or self.end_of_dataloader or not active or active[-1] is not innermost_loop
+            ):  # not for every batch
                 self._hand_out(is_last)
             yield batch if place is None else place(batch)
         self._finish_epoch()
@@ -331,7 +332,7 @@ class DataLoaderShard(PreparedLoader):
         self.torch_device_mesh = torch_device_mesh
 
     def _begin_epoch(self, position: Position | None) -> None:
-        if self.rng_types is not None and position is None:
+        if self.rng_types and position is None:
             synchronize_rng_states(self.rng_types, self.synchronized_generator)
         self.set_epoch(self.iteration)
 

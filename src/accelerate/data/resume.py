@@ -99,7 +99,7 @@ def _order(loader: DataLoaderAdapter, in_epoch: bool) -> dict[str, Any]:
 
 
 def kept(loader: DataLoaderAdapter) -> Callable[[], None]:
-    """Return what puts a loader back to where it stands now, with the parts of it that decide what it yields."""
+    """Return a function that resets a loader to its present position, with the parts of it that decide what it yields."""
     generator = shuffling_generator(loader)
     state = None if generator is None else generator.get_state()
     parts = (loader, loader._progress, loader.base_dataloader, loader.get_sampler())
@@ -116,24 +116,26 @@ def kept(loader: DataLoaderAdapter) -> Callable[[], None]:
 
 
 def check(loader: DataLoaderAdapter, position: dict[str, Any], name: str = "The loader") -> None:
-    """Refuse, before anything has changed, a position within an epoch of other data (ValueError). Any rank, alone."""
+    """Raise ValueError, before anything has changed, for a position within an epoch of other data. Not a collective."""
     saved = position.get("data")
     if saved is None or position["batches"] == 0:
         return
-    own = loader._data()
+    data = loader._data()
     for part, label in (("length", "a dataset of {} samples"), ("sampler", "the sampler {}")):
-        if saved[part] != own[part] and None not in (saved[part], own[part]):
+        if saved[part] != data[part] and None not in (saved[part], data[part]):
             raise ValueError(
-                f"{name} reads {label.format(own[part])}, but its checkpoint was saved within an epoch of "
+                f"{name} reads {label.format(data[part])}, but its checkpoint was saved within an epoch of "
                 f"{label.format(saved[part])}. Prepare the data as it was, or set continue_after_load=False."
             )
 
 
 def restore(loader: DataLoaderAdapter, position: dict[str, Any], continuing: bool = True) -> int:
-    """Put a loader into the epoch of a position, whose order it draws again; return the batches behind. All ranks.
+    """Put a loader into the epoch of a position, whose order it draws again; return the batches behind.
 
-    The next iteration goes on there if the loader was being iterated and `continuing` says so, or if it leaves out as
-    many batches (`skip_first_batches`); any other begins the epoch anew. The number of processes may differ.
+    The next iteration continues there if the loader was being iterated and `continuing` is true, or if it skips as many batches
+    (`skip_first_batches`). Any other begins the epoch anew. The number of processes may differ.
+
+    Not a collective.
     """
     if continuing:
         check(loader, position)
@@ -208,16 +210,16 @@ def _behind(loader: DataLoaderAdapter, position: dict[str, Any]) -> tuple[int, i
 
 
 def _report(message: str) -> None:
-    # Visible by default, on one process of a machine: a program that leaves out batches by itself would do so twice.
+    # Visible by default, on one process of a machine: a program that skips batches itself would skip them twice.
     first = storage.process.current.get("local_process_index", 0) == 0
     logger.log(logging.WARNING if first else logging.INFO, message)
 
 
 def replacement_iterator(view: DataLoaderAdapter) -> Iterable[Any] | None:
-    """Return what a view of `skip_first_batches` iterates over in place of its own batches, after a load.
+    """Return what a view of `skip_first_batches` iterates over after a load, if not over its batches.
 
-    That is nothing, if it leaves out all batches of an epoch that is over: the loader stands at the next one already;
-    or its origin, if that is stateful and continues there by itself.
+    A view that skips all batches of an epoch that is over yields nothing: the loader is in the next epoch already. A stateful loader
+    continues at the position without the view.
     """
     progress = view._progress
     finished, progress.finished = progress.finished, 0
@@ -233,7 +235,7 @@ def replacement_iterator(view: DataLoaderAdapter) -> Iterable[Any] | None:
 
 
 def take_pending_position(loader: DataLoaderAdapter) -> Position | None:
-    """Return the loaded position that an iteration continues at, or None for an epoch that begins anew. Any rank, alone."""
+    """Return the loaded position that an iteration continues at, or None for an epoch that begins anew. Not a collective."""
     progress = loader._progress
     pending, progress.pending = progress.pending, None
     if pending is None:

@@ -176,10 +176,10 @@ def layers(sampler: Any, hidden: bool = False) -> Iterator[Any]:
 
     `hidden` says to follow a sampler that is kept under any other name than torch's, too.
     """
-    seen: list[Any] = []
-    while sampler is not None and not any(sampler is one for one in seen):
+    seen: dict[int, Any] = {}
+    while sampler is not None and id(sampler) not in seen:
         yield sampler
-        seen.append(sampler)
+        seen[id(sampler)] = sampler
         inner = sampler.batch_sampler if hasattr(sampler, "batch_sampler") else getattr(sampler, "sampler", None)
         if inner is None and hidden:
             values = getattr(sampler, "__dict__", {}).values()

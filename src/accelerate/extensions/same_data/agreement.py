@@ -176,6 +176,8 @@ class Agreement:
 
 def difference(first: Facts, own: Facts) -> tuple[bool, str] | None:
     """Return whether a difference between two ranks is an error, and its text; None if they read the same."""
+    if {**first, "rank": own["rank"]} == own:
+        return None
     first, own = sorted((first, own), key=lambda facts: facts["rank"])
     ranks = f"rank {first['rank']} and rank {own['rank']}"
     problems = [*_differences(first, own, ranks)]
