@@ -109,8 +109,10 @@ def prepare_data_loader(
     layouts = ShardLayout.of_all(num_processes, torch_device_mesh)
     layout = layouts[process_index]
     # A caller who asks for one part among several processes divides nothing, as a sampler may have done it.
-    own = ShardLayout(state.num_processes, state.process_index) if num_processes == 1 < state.num_processes else layout
-    divided = already_sharded or _is_divided(dataloader, layout, own, shard_iterable_dataset, dispatch_batches)
+    expected = (
+        ShardLayout(state.num_processes, state.process_index) if num_processes == 1 < state.num_processes else layout
+    )
+    divided = already_sharded or _is_divided(dataloader, layout, expected, shard_iterable_dataset, dispatch_batches)
     way = _way_of_reading(dataloader, layout.num_shards, divided, dispatch_batches, put_on_device)
     dispatch = way is Dispatched
     if slice_fn_for_dispatch is not None and not dispatch:
@@ -171,19 +173,19 @@ def plan_of(loader: DataLoader) -> DataPlan:
 
 
 def _is_divided(
-    dataloader: DataLoader, layout: ShardLayout, own: ShardLayout, shard_streams: bool, dispatch: bool | None
+    dataloader: DataLoader, layout: ShardLayout, expected: ShardLayout, shard_streams: bool, dispatch: bool | None
 ) -> bool:
     """Whether the data says that it is divided, which a warning tells of a sampler; ValueError if for other processes."""
     if is_stream(dataloader):
         return not shard_streams or iterable.is_split_by_node(dataloader.dataset, layout.num_shards)
-    known = adapter.division(dataloader)
-    if known is None:
+    division = adapter.division(dataloader)
+    if division is None:
         return False
-    sampler, parts, index = known
+    sampler, parts, index = division
     gives = f"The loader's sampler ({type(sampler).__name__}) gives part {index} of {parts} already"
-    if (parts, index) != (own.num_shards, own.shard_index):
+    if (parts, index) != (expected.num_shards, expected.shard_index):
         raise ValueError(
-            f"{gives}, but this process reads part {own.shard_index} of {own.num_shards}: data "
+            f"{gives}, but this process reads part {expected.shard_index} of {expected.num_shards}: data "
             "would be read twice, or not at all. Build the sampler for that part (processes that differ only along tp, cp or "
             "sp share one), leave it away, since `prepare` divides a plain loader, or pass "
             "DataLoaderConfiguration(already_sharded=True) to read exactly what it gives."
@@ -260,7 +262,7 @@ def _synchronised(kinds: list[Any], dataloader: DataLoader, generator: torch.Gen
     others = [kind for kind in kinds if kind not in ("generator", RNGType.GENERATOR)]
     if generator is None:  # nothing shuffles
         return others
-    # One that was made here is known to nobody else: without its synchronisation the parts would overlap.
+    # No other process has a generator that was created here: without its synchronisation the parts would overlap.
     ours = getattr(adapter.get_sampler(dataloader), "generator_is_ours", False)
     return [*others, "generator"] if ours or len(others) < len(kinds) else others
 
