@@ -9,7 +9,7 @@ import contextlib
 import importlib
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import entry_points
@@ -145,6 +145,10 @@ class Extension:
 
         Collective: call on every rank.
         """
+
+    def first_batches(self, loader: Any, batches: Iterator[Any]) -> Iterable[Any]:
+        """Yield the first batches of an epoch of a prepared loader, which are read from `batches`; the loader yields the others."""
+        return ()
 
     def saving(self, plan: Any) -> None:
         """Refuse a checkpoint, of which nothing is written yet, or add files to the `checkpoint.save.SavePlan`.
@@ -427,6 +431,7 @@ class Extensions:
         self.step_ends = overriding("step_ends")
         self.starting_workers = overriding("starting_workers")
         self.between_batches = overriding("between_batches")
+        self.first_batches = overriding("first_batches")
         self.saving = overriding("saving")
         self.loading = overriding("loading")
         self.released = overriding("released")

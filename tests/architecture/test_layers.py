@@ -20,7 +20,7 @@ LAYERS: list[str] = [
     "config parallelism_config",
     "runtime.storage runtime.durable devices",
     "comm",
-    "runtime.failure runtime.ranks runtime.ports runtime.random runtime.rendezvous "
+    "runtime.failure runtime.generators runtime.ranks runtime.ports runtime.random runtime.rendezvous "
     "runtime.run runtime.call_site runtime.peers process state",
     "logging modules precision optimizer scheduler",
     "strategies.mesh strategies.consistency strategies.shard strategies.fsdp",

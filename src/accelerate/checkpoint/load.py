@@ -22,10 +22,10 @@ from accelerate.checkpoint import formats, manifest, schedules, torch_files
 from accelerate.checkpoint.manifest import DamagedCheckpoint, FileEntry, Manifest, damaged
 from accelerate.checkpoint.model_io import inner_optimizer
 from accelerate.checkpoint.state import LOADERS, POSITIONS, Common, keeps_state
-from accelerate.data import generators, resume
+from accelerate.data import resume
 from accelerate.data.loader import PreparedLoader
 from accelerate.modules import tensor_kinds
-from accelerate.runtime import durable
+from accelerate.runtime import durable, generators
 
 logger = logging.getLogger(__name__)
 

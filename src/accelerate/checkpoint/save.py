@@ -42,11 +42,11 @@ from accelerate.checkpoint.state import (
     quietly,
 )
 from accelerate.checkpoint.storage import CheckpointStorage
-from accelerate.data import generators, resume
+from accelerate.data import resume
 from accelerate.data.loader import PreparedLoader
 from accelerate.modules.unwrap import clean_state_dict_for_safetensors, same_tensors
 from accelerate.process import PartialState
-from accelerate.runtime import durable, torch_private
+from accelerate.runtime import durable, generators, torch_private
 
 logger = logging.getLogger(__name__)
 

@@ -13,11 +13,12 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Ra
 
 from accelerate.base.imports import is_torchdata_stateful_dataloader_available
 from accelerate.comm.operations import send_to_device
-from accelerate.data import generators, samplers
+from accelerate.data import samplers
 from accelerate.data.iterable import CollateWrapper, IterableDatasetShard
 from accelerate.data.progress import Progress
 from accelerate.data.samplers import Part, ReplayableRandomSampler, SkipBatchSampler, innermost, unskipped
 from accelerate.data.workers import WorkerDataset
+from accelerate.runtime import generators
 
 CPU = torch.device("cpu")
 # Read once: a per-loader signature inspection would be paid by every prepare().
@@ -27,7 +28,7 @@ _LOADER_PARAMETERS = tuple(inspect.signature(DataLoader.__init__).parameters)[1:
 _DIVISIONS = [("num_replicas", "rank"), ("world_size", "rank")]
 _DIVISIONS += [("data_parallel_size", "data_parallel_rank"), ("num_processes", "process_index")]
 # Attributes of prepared loaders that are not pickled.
-_OF_THE_PROCESS = ("gradient_state", "_connection", "_layouts", "_agreement")
+_OF_THE_PROCESS = ("gradient_state", "_connection", "_layouts", "_undivided")
 
 # Questions -------------------------------------------------------------------------------------------------------------
 

@@ -9,20 +9,19 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, ChainDataset, DataLoader, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from accelerate import comm
 from accelerate.base._warn import warn_user
 from accelerate.config.enums import RNGType
 from accelerate.config.strategies import record_of
-from accelerate.data import adapter, contents, iterable, plan
+from accelerate.data import adapter, iterable
 from accelerate.data.adapter import as_stateful, batching_sampler, is_stateful, is_stream, skipping, variant
-from accelerate.data.agreement import Agreement
 from accelerate.data.dispatcher import DataLoaderDispatcher
-from accelerate.data.iterable import CountingCollate, IterableDatasetShard, SizingCollate
 from accelerate.data.loader import DataLoaderShard, PreparedLoader, SkipDataLoader
-from accelerate.data.plan import DataPlan, Division, ShardLayout
-from accelerate.data.samplers import BatchSamplerShard, SamplerShard, SeedableRandomSampler, check_split, draw_seed
+from accelerate.data.plan import DataPlan, ShardLayout
+from accelerate.data.reading import AlreadySplit, ByPieces, Dispatched, OwnShard, Reading, ReadsEverything
+from accelerate.data.samplers import SeedableRandomSampler, check_split, draw_seed
 from accelerate.data.workers import EpochStream, SeededDataset, WorkerDataset
 from accelerate.extension import imported
 from accelerate.process import PartialState
@@ -110,10 +109,12 @@ def prepare_data_loader(
     layouts = ShardLayout.of_all(num_processes, torch_device_mesh)
     layout = layouts[process_index]
     # A caller who asks for one part among several processes divides nothing, as a sampler may have done it.
-    own = ShardLayout(state.num_processes, state.process_index) if num_processes == 1 < state.num_processes else layout
-    divided = already_sharded or _is_divided(dataloader, layout, own, shard_iterable_dataset, dispatch_batches)
-    reading = _reading(dataloader, layout.num_shards, divided, dispatch_batches, put_on_device)
-    dispatch = reading == plan.DISPATCHED
+    expected = (
+        ShardLayout(state.num_processes, state.process_index) if num_processes == 1 < state.num_processes else layout
+    )
+    divided = already_sharded or _is_divided(dataloader, layout, expected, shard_iterable_dataset, dispatch_batches)
+    way = _way_of_reading(dataloader, layout.num_shards, divided, dispatch_batches, put_on_device)
+    dispatch = way is Dispatched
     if slice_fn_for_dispatch is not None and not dispatch:
         warn_user(
             "slice_fn_for_dispatch has no effect, because this loader does not dispatch. Pass dispatch_batches=True."
@@ -124,21 +125,23 @@ def prepare_data_loader(
     if use_seedable_sampler:
         dataloader = _with_seedable_sampler(dataloader, num_processes, data_seed)
     # A batch sampler whose steps are made for a number of ranks.
-    if reading == plan.OWN_SHARD and hasattr(batching_sampler(dataloader), "check_ranks"):
+    if way is OwnShard and hasattr(batching_sampler(dataloader), "check_ranks"):
         batching_sampler(dataloader).check_ranks(layout.num_shards)
     generator = None if dispatch or num_processes == 1 else _shared_generator(dataloader)
     if rng_types is not None:
         rng_types = _synchronised(rng_types, dataloader, generator)
 
-    division = Division(reading, layouts, process_index, split_batches, even_batches)
-    counts = dispatch and (layout.num_shards > 1 or slice_fn_for_dispatch is not None)
-    made, changes = plan.make(dataloader, division), _changes(dataloader, division, counts)
+    reading = way(dataloader, layouts, process_index, split_batches, even_batches)
+    if isinstance(reading, Dispatched):
+        reading.counts_samples = layout.num_shards > 1 or slice_fn_for_dispatch is not None
+    data_plan, changes = reading.plan(), reading.sharded()
+    changes |= _for_workers(dataloader, changes.get("dataset", dataloader.dataset))
     stateful = use_stateful_dataloader or is_stateful(dataloader)
     base = as_stateful(dataloader, **changes) if stateful else variant(dataloader, **changes)
     common = {
         "skip_batches": skipped,
         "use_stateful_dataloader": stateful,
-        "_drop_last": made.drop_last,
+        "_drop_last": data_plan.drop_last,
         "_non_blocking": non_blocking,
         "torch_device_mesh": torch_device_mesh,
         "_base": base,
@@ -151,20 +154,11 @@ def prepare_data_loader(
         kind = imported(loader_class)() if loader_class else DataLoaderShard
         own_device = (state.device if device is None else device) if put_on_device else None
         loader = kind(base.dataset, own_device, rng_types, generator, **common)
-    loader.plan = made
-    if layout.num_shards > 1 and (num_processes, process_index) == (state.num_processes, state.process_index):
-        loader._agreement = _agreement(dataloader, reading)
+    loader.plan = data_plan
+    loader._undivided = dataloader.dataset
     if state.is_main_process:
-        logger.info("Prepared a data loader: %s.", made.summary)
+        logger.info("Prepared a data loader: %s.", data_plan.summary)
     return loader
-
-
-def _agreement(dataloader: DataLoader, reading: str) -> Agreement | None:
-    """Return what compares the ranks' orders and datasets; None where each reads its own part, or what is dispatched has no table."""
-    dispatched = reading == plan.DISPATCHED
-    if reading == plan.SPLIT_ALREADY or (dispatched and not contents.tables(dataloader.dataset)):
-        return None
-    return Agreement(dataloader.dataset, reading == plan.OWN_SHARD, not dispatched)
 
 
 def plan_of(loader: DataLoader) -> DataPlan:
@@ -179,19 +173,19 @@ def plan_of(loader: DataLoader) -> DataPlan:
 
 
 def _is_divided(
-    dataloader: DataLoader, layout: ShardLayout, own: ShardLayout, shard_streams: bool, dispatch: bool | None
+    dataloader: DataLoader, layout: ShardLayout, expected: ShardLayout, shard_streams: bool, dispatch: bool | None
 ) -> bool:
     """Whether the data says that it is divided, which a warning tells of a sampler; ValueError if for other processes."""
     if is_stream(dataloader):
         return not shard_streams or iterable.is_split_by_node(dataloader.dataset, layout.num_shards)
-    known = adapter.division(dataloader)
-    if known is None:
+    division = adapter.division(dataloader)
+    if division is None:
         return False
-    sampler, parts, index = known
+    sampler, parts, index = division
     gives = f"The loader's sampler ({type(sampler).__name__}) gives part {index} of {parts} already"
-    if (parts, index) != (own.num_shards, own.shard_index):
+    if (parts, index) != (expected.num_shards, expected.shard_index):
         raise ValueError(
-            f"{gives}, but this process reads part {own.shard_index} of {own.num_shards}: data "
+            f"{gives}, but this process reads part {expected.shard_index} of {expected.num_shards}: data "
             "would be read twice, or not at all. Build the sampler for that part (processes that differ only along tp, cp or "
             "sp share one), leave it away, since `prepare` divides a plain loader, or pass "
             "DataLoaderConfiguration(already_sharded=True) to read exactly what it gives."
@@ -205,8 +199,10 @@ def _is_divided(
     return True
 
 
-def _reading(dataloader: DataLoader, shards: int, divided: bool, dispatch: bool | None, put_on_device: bool) -> str:
-    """How the data is read; warns of parts that nobody would read."""
+def _way_of_reading(
+    dataloader: DataLoader, shards: int, divided: bool, dispatch: bool | None, put_on_device: bool
+) -> type[Reading]:
+    """Choose how the data is read; warn of parts that no process would read."""
     stream = is_stream(dataloader)
     if dispatch and not put_on_device:
         raise ValueError("dispatch_batches=True needs put_on_device=True: batches arrive on a process's device.")
@@ -216,12 +212,13 @@ def _reading(dataloader: DataLoader, shards: int, divided: bool, dispatch: bool 
                 "dispatch_batches=True reads on the main process only, but the data is divided already: the parts of the "
                 "other processes will not be read. Use dispatch_batches=False, or do not divide the data."
             )
-        return plan.DISPATCHED
+        return Dispatched
     if divided:
-        return plan.SPLIT_ALREADY
+        return AlreadySplit
     if not stream:
-        return plan.OWN_SHARD
-    return plan.BY_PIECES if shards > 1 and iterable.can_shard_itself(dataloader.dataset, shards) else plan.EVERYTHING
+        return OwnShard
+    in_pieces = shards > 1 and iterable.can_shard_itself(dataloader.dataset, shards)
+    return ByPieces if in_pieces else ReadsEverything
 
 
 def _with_seedable_sampler(dataloader: DataLoader, num_processes: int, seed: int | None) -> DataLoader:
@@ -265,59 +262,19 @@ def _synchronised(kinds: list[Any], dataloader: DataLoader, generator: torch.Gen
     others = [kind for kind in kinds if kind not in ("generator", RNGType.GENERATOR)]
     if generator is None:  # nothing shuffles
         return others
-    # One that was made here is known to nobody else: without its synchronisation the parts would overlap.
+    # No other process has a generator that was created here: without its synchronisation the parts would overlap.
     ours = getattr(adapter.get_sampler(dataloader), "generator_is_ours", False)
     return [*others, "generator"] if ours or len(others) < len(kinds) else others
 
 
-def _changes(dataloader: DataLoader, division: Division, counts: bool) -> dict[str, Any]:
-    """The parts of the loader that change when it is prepared; `counts` adds its number of samples to each batch."""
-    reading, split_batches, even_batches = division.reading, division.split_batches, division.even_batches
-    dataset, shards, index = dataloader.dataset, division.own.num_shards, division.own.shard_index
-    stream, outer = is_stream(dataloader), batching_sampler(dataloader)
-    cut = split_batches and shards > 1 and reading not in (plan.OWN_SHARD, plan.DISPATCHED)
-    changes: dict[str, Any] = _cut(dataloader, shards) if cut else {}
-    if reading == plan.DISPATCHED and iterable.is_datapipe(dataset):
-        # Hidden in a plain stream: torch's loader of a datapipe exchanges a seed between all processes at its start.
-        changes["dataset"] = ChainDataset([dataset])
-    elif reading == plan.BY_PIECES:
-        changes["dataset"] = dataset.shard(num_shards=shards, index=index)
-    elif reading == plan.EVERYTHING and shards > 1:
-        size = dataloader.batch_size or 1
-        part = IterableDatasetShard(dataset, size, dataloader.drop_last, shards, index, split_batches)
-        changes["dataset"] = part
-        if dataloader.num_workers and adapter.iterates_plainly(dataloader):
-            changes["collate_fn"] = CountingCollate(dataloader.collate_fn, part)
-    elif reading == plan.OWN_SHARD and shards > 1:
-        if dataloader.batch_sampler is None and not isinstance(outer, BatchSampler):
-            changes["sampler"] = SamplerShard(outer, shards, index, even_batches)
-        else:
-            shard = BatchSamplerShard(outer, shards, index, split_batches=split_batches, even_batches=even_batches)
-            changes["sampler" if dataloader.batch_sampler is None else "batch_sampler"] = shard
-            if split_batches and dataloader.batch_size:
-                changes["batch_size"] = dataloader.batch_size // shards
-    if dataloader.num_workers and not issubclass(type(dataset), WorkerDataset):
-        read = changes.get("dataset", dataset)
-        if not stream:
-            changes["dataset"] = SeededDataset(dataset)
-        elif dataloader.persistent_workers and callable(getattr(read, "set_epoch", None)):
-            changes["dataset"] = EpochStream(read)
-    if counts and dataloader.batch_sampler is not None and adapter.iterates_plainly(dataloader):
-        changes["collate_fn"] = SizingCollate(dataloader.collate_fn)
-    return changes
-
-
-def _cut(dataloader: DataLoader, shards: int) -> dict[str, Any]:
-    """The parts that change where `split_batches` makes the batches of a process's own data smaller."""
-    batching = dataloader.batch_sampler
-    if type(batching) is not BatchSampler:
-        raise ValueError(
-            f"split_batches=True would cut the batches of a {type(batching).__name__}, which gives each process its own part "
-            "already. Build its batches in the size of a process, and use split_batches=False."
-        )
-    size = batching.batch_size // shards
-    changes = {"batch_sampler": BatchSampler(batching.sampler, size, batching.drop_last)}
-    return changes if dataloader.batch_size is None else {**changes, "batch_size": size}
+def _for_workers(loader: DataLoader, dataset: Any) -> dict[str, Any]:
+    """Wrap a dataset whose workers have to know the epoch."""
+    if not loader.num_workers or issubclass(type(loader.dataset), WorkerDataset):
+        return {}
+    if not is_stream(loader):
+        return {"dataset": SeededDataset(dataset)}
+    hears = loader.persistent_workers and callable(getattr(dataset, "set_epoch", None))
+    return {"dataset": EpochStream(dataset)} if hears else {}
 
 
 # Leaving out the beginning of an epoch -----------------------------------------------------------------------------------

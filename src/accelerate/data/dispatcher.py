@@ -22,15 +22,16 @@ from torch.utils.data import default_collate
 
 from accelerate import comm
 from accelerate.comm.base import Communicator
-from accelerate.data import generators, resume
+from accelerate.data import resume
 from accelerate.data.adapter import CPU, DataLoaderAdapter, is_stateful, placer, variant
 from accelerate.data.dividing import Divider, agreed_length, lengths
 from accelerate.data.iterable import SizingCollate
-from accelerate.data.loader import EpochIterator, PreparedLoader
+from accelerate.data.loader import PreparedLoader
 from accelerate.data.plan import ShardLayout
-from accelerate.data.progress import Pending
+from accelerate.data.progress import Position
 from accelerate.data.samplers import EndAhead, ReplayableRandomSampler, Rounds, unskipped
 from accelerate.process import PartialState
+from accelerate.runtime import generators
 
 logger = logging.getLogger(__name__)
 
@@ -290,18 +291,18 @@ class DataLoaderDispatcher(PreparedLoader):
         self._non_blocking = _non_blocking
         self._counts: tuple[int, ...] | None = None
 
-    def _begin_epoch(self, pending: Pending | None) -> None:
+    def _begin_epoch(self, position: Position | None) -> None:
         self.set_epoch(self.iteration)
         self._counts = None
 
-    def _iterate(self, pending: Pending | None) -> Iterator[Any]:
+    def _iterate(self, position: Position | None) -> Iterator[Any]:
         place = placer(self.state.device, self._non_blocking)
         if self._reads_ahead:
-            start = self._left_out() if pending is None else pending.batches
-            rounds = EndAhead(takewhile(lambda message: message.real != ENDED, self._messages(pending, start)))
+            start = self._left_out() if position is None else position.batches
+            rounds = EndAhead(takewhile(lambda message: message.real != ENDED, self._messages(position, start)))
             yield from self._hand_out_each(self._own_parts(rounds), rounds, start, place)
             return
-        for batch in self._run(pending, place):
+        for batch in self._run(position, place):
             if self.end_of_dataloader:
                 self.remainder = agreed_length(batch) or -1
             yield batch
@@ -342,7 +343,7 @@ class DataLoaderDispatcher(PreparedLoader):
     def _shards(self) -> int:
         return self._layouts[0].num_shards
 
-    def _messages(self, pending: Pending | None, start: int) -> Iterator[Round]:
+    def _messages(self, position: Position | None, start: int) -> Iterator[Round]:
         """The rounds from `start` on: read and sent by rank 0, received by the others."""
         if self.state.process_index != 0:
             while True:
@@ -351,7 +352,7 @@ class DataLoaderDispatcher(PreparedLoader):
         send = _kept if alone else self._connection.send
         try:
             first = self._head() if start and self._shards > 1 and not self._drop_last else []
-            batches = iter(EpochIterator(self, pending))
+            batches = iter(self._epoch(position))
             for message in self._form_rounds(batches, self._shards, first):
                 yield send(message)
         except Exception as error:
@@ -365,7 +366,7 @@ class DataLoaderDispatcher(PreparedLoader):
         if isinstance(sampler, ReplayableRandomSampler):
             sampler.replay = None  # drawn once more instead, like all that is drawn after it
         parts = {name: unskipped(getattr(base, name))[0] for name in ("sampler", "batch_sampler")}
-        with generators.kept(self._progress.at_start):
+        with generators.kept(self._progress.start.generators):
             whole = variant(base, **parts, **({"next_iter_state": None} if is_stateful(base) else {}))
             head = list(islice(iter(whole), self._reads_per_step()))
         put_back()

@@ -3,189 +3,59 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import ExitStack, closing, nullcontext
-from itertools import chain, count, islice
+from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from accelerate.data import adapter, generators, iterable, resume
-from accelerate.data.adapter import is_stateful, is_stream, placer, skipping, variant
-from accelerate.data.agreement import Agreement
-from accelerate.data.iterable import CountingCollate, restores, uncounted
-from accelerate.data.progress import Noted, Pending
-from accelerate.data.resume import ResumableLoader
-from accelerate.data.samplers import EndAhead, Part, layers
-from accelerate.data.stateful import with_unread_workers
+from accelerate.comm.in_step import in_step
+from accelerate.data import adapter, resume, samplers
+from accelerate.data.adapter import DataLoaderAdapter, DataLoaderStateMixin, is_stateful, is_stream, placer, skipping
+from accelerate.data.epoch import FromPosition, FromStart
+from accelerate.data.iterable import has_buffer
+from accelerate.data.plan import DataPlan
+from accelerate.data.progress import Position, Progress
+from accelerate.data.samplers import EndAhead, Part, ReplayableRandomSampler, layers
 from accelerate.data.workers import SeededDataset, WorkerDataset
 from accelerate.extension import NO_EXTENSIONS
-from accelerate.process import PartialState
+from accelerate.runtime import generators
 from accelerate.runtime.random import synchronize_rng_states
 from accelerate.state import GradientState
-
-# A loader and the vote of the ranks may each be one step ahead, and the step after those is being read.
-_AHEAD = 4
-_NOTHING = object()
-
-
-class EpochIterator:
-    """The batches of one epoch. It opens the wrapped loader when it is built, and reads when it is iterated over.
-
-    A run that goes on draws again what the interrupted one has drawn, and leaves the generators as they are: the order of
-    the epoch, from their states at its start, then what was read ahead of the last step, from the states before each read.
-
-    Attributes:
-        base: the torch loader that is read, without the batches behind if they can be left out by their indices.
-        reads: batches of it that make a step.
-        start: steps of the epoch before the first that is read.
-        to_drop: batches of a stream that are read and dropped first.
-        reread: states of the generators before each step that the interrupted run had read ahead.
-        loaded: the state from which torchdata's loader continues, until each of its workers has read a batch.
-        order: the sampler that knows the last batch, if the indices tell.
-        drawn: states of the generators after the order was drawn again; None where nothing is repeated.
-        noted: what a run that goes on after a step needs, by the step; of this loop, as a loader may be in several at once.
-        batches: the iterator of torch.
-    """
-
-    def __init__(self, loader: PreparedLoader, pending: Pending | None) -> None:
-        self.loader, self.progress, self.reads = loader, loader._progress, loader._reads_per_step()
-        self.base, self.start = loader.base_dataloader, loader._left_out()
-        self.to_drop = loader.skip_batches * self.reads
-        self.reread: list[dict[str, Any]] = []
-        self.loaded: dict[str, Any] | None = None
-        self.order: EndAhead | None = None
-        self.drawn: dict[str, Any] | None = None
-        self.noted: dict[int, Noted] = {}
-        if pending is not None:
-            self._begin_at(pending)
-        if adapter.knows_end(self.base):
-            self.order = EndAhead(adapter.batching_sampler(self.base))
-            self.base = adapter.iterating(self.base, self.order)
-        with ExitStack() as contexts:
-            for hook in loader._extensions.starting_workers if self.base.num_workers else ():
-                contexts.enter_context(hook(self.base))
-            self.batches = self._opened() if pending is None else self._opened_again()
-        if self.base.num_workers and self.base.persistent_workers:
-            self.progress.workers_kept = True
-
-    def _begin_at(self, pending: Pending) -> None:
-        behind, self.start = (pending.batches - self.start) * self.reads, pending.batches
-        self.reread = pending.position.get("before_read") or []
-        if pending.loader_continues:
-            self.to_drop, self.loaded = 0, pending.loader_state
-        elif not adapter.skips_by_index(self.base):
-            self.to_drop += behind
-            state = pending.position.get("dataset_state")
-            if state is not None and restores(self.base):
-                self.base.dataset.load_state_dict(state)
-                self.to_drop = 0
-        elif behind or pending.extra_samples:
-            self.base = skipping(self.base, behind, pending.extra_samples)
-
-    def _opened(self) -> Iterator[Any]:
-        base = self.base
-        if base.num_workers and base.persistent_workers and base._iterator is None and self.progress.workers_kept:
-            # Starting workers draws a seed. The run that goes on here had started them before, once for all epochs.
-            starting = variant(base, generator=torch.Generator())
-            batches = iter(starting)
-            vars(base)["_iterator"] = starting._iterator
-            return batches
-        if getattr(base, "next_iter_state", None) is not None and is_stream(base):
-            # torchdata opens the stream twice, first to find that the saved epoch is over; each time draws a seed.
-            with generators.kept():
-                batches = iter(base)
-            torch.empty((), dtype=torch.int64).random_(generator=base.generator)
-            return batches
-        return iter(base)
-
-    def _opened_again(self) -> Iterator[Any]:
-        with generators.kept(self.progress.at_start):
-            batches = iter(self.base)
-            if self.order is not None:
-                self.order.draw()
-            self.drawn = generators.states()
-        return batches
-
-    def __iter__(self) -> Iterator[Any]:
-        loader, batches = self.loader, self.batches
-        if self.to_drop or self.reread:
-            batches = chain(self._caught_up(), batches)
-        # A run that goes on may read a batch again, unless the indices tell the end and nobody reads ahead.
-        ahead = self.order is None or loader._reads_ahead or loader._ends_unevenly() or self.progress.parts > 1
-        if not loader._notes_nothing and (is_stateful(self.base) or (ahead and not self.base.num_workers)):
-            batches = self._noted(batches)
-        if isinstance(self.base.collate_fn, CountingCollate):
-            batches = uncounted(batches, self.start, self.base.dataset.round_log)
-        return batches
-
-    def _caught_up(self) -> Iterator[Any]:
-        """Skip the beginning of the epoch, then read again, step by step, the batches that the interrupted run had read ahead."""
-        with nullcontext() if self.drawn is None else generators.kept(self.drawn):
-            self._drop()
-        for states in self.reread:
-            with generators.kept(states):
-                batches = list(islice(self.batches, self.reads))
-            yield from batches
-
-    def _drop(self) -> None:
-        from tqdm.auto import tqdm
-
-        hidden, number = not PartialState().is_local_main_process, self.to_drop
-        # Shown when it takes long: a stream that cannot be restored has to be read again from its beginning.
-        bar = tqdm(range(number), desc="reading up to where the run stood", unit=" batches", delay=2.0, disable=hidden)
-        for done in bar:
-            if next(self.batches, _NOTHING) is _NOTHING:
-                if number - done < self.reads:
-                    return  # the last step of the epoch had fewer
-                raise ValueError(
-                    f"{number} batches were to be left out, but the data ended after {done} of them. Skip fewer batches, or read "
-                    "the data that the checkpoint was saved with."
-                )
-
-    def _noted(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Note, before the reads of each step, the states of the generators, of the stream and of a stateful loader.
-
-        The step yielded last is one or two behind the step read last. A checkpoint belongs to the former, so it needs what
-        the reads that went ahead have used up.
-        """
-        self.progress.noted = self.noted
-        for step in count(self.start + 1):
-            self._note(step)
-            taken = 0
-            for batch in islice(batches, self.reads):
-                taken += 1
-                yield batch
-            if taken < self.reads:
-                self._note(step + (taken > 0))  # a stateful loader knows now that it is at its end
-                return
-
-    def _note(self, step: int) -> None:
-        base, noted, random, ahead = self.base, self.noted, None, step - self.start - 1
-        if not base.num_workers:
-            random = self.reread[ahead] if ahead < len(self.reread) else generators.states()
-        dataset = base.dataset.state_dict() if restores(base) else None
-        state = base.state_dict() if is_stateful(base) else None
-        if self.loaded is not None:
-            whole = with_unread_workers(state, self.loaded)
-            state, self.loaded = (state, None) if whole is None else (whole, self.loaded)
-        noted[step] = Noted(random, dataset, state)
-        noted.pop(step - _AHEAD, None)
-
 
 # What all prepared loaders share ---------------------------------------------------------------------------------------
 
 
-class PreparedLoader(ResumableLoader):
+class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     """Everything that the loaders of this package share, except how they get their batches."""
 
-    # Whether this kind of loader reads a batch before it is asked for.
+    # Who reads what, worked out when the loader was prepared.
+    plan: DataPlan | None = None
+    # Whether an epoch that was running when a checkpoint was saved continues by itself after that is loaded.
+    continue_after_load = True
+    # Whether this kind of loader reads a batch before the loop asks for it.
     _reads_ahead = False
-    # Whether a thread reads so many steps ahead that a run that goes on does not repeat them.
+    # Whether a thread reads so many steps ahead that a continued run does not repeat them.
     _notes_nothing = False
-    # Compares what the ranks read, where this loader is divided among them.
-    _agreement: Agreement | None = None
+    # The dataset before preparing divided it.
+    _undivided: Any = None
     # Those of the Accelerator that prepared it.
     _extensions = NO_EXTENSIONS
+
+    def __init__(
+        self,
+        dataset: Any,
+        skip_batches: int = 0,
+        use_stateful_dataloader: bool = False,
+        iteration: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(dataset, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
+        self.skip_batches = skip_batches
+        self.gradient_state = GradientState()
+        self._progress = Progress(epoch=iteration)
+        self._origin: PreparedLoader | None = None  # of a view that `skip_first_batches` made
+        ReplayableRandomSampler.adopt(self.get_sampler())
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, gradient_state=GradientState())
@@ -200,20 +70,18 @@ class PreparedLoader(ResumableLoader):
             return
         for hook in self._extensions.between_batches:
             hook(self)
-        pending = resume.take_pending_position(self)
-        self._progress.extra_samples = 0 if pending is None else pending.extra_samples
+        position, base, progress = resume.take_pending_position(self), self.base_dataloader, self._progress
+        self._begin_epoch(position)
+        progress.start = resume.epoch_start(self, position)
         self.begin()
         try:
-            self._begin_epoch(pending)
-            resume.note_start(self, pending)
-            base, progress = self.base_dataloader, self._progress
             if type(base.dataset) is SeededDataset:
                 progress.worker_seed = base.dataset.choose(progress.worker_seed, progress.epoch, base.generator)
-            batches = self._iterate(pending)
+            batches = self._iterate(position)
             if self._extensions.between_batches:
                 batches = self._with_hooks(batches)
-            if self._agreement is not None:
-                yield from self._agreement.compared(batches, progress.epoch, self._drawn_order)
+            for hook in self._extensions.first_batches:
+                yield from hook(self, batches)
             yield from batches
         finally:
             self.end()
@@ -226,14 +94,14 @@ class PreparedLoader(ResumableLoader):
                 for hook in () if self._progress.at_end else self._extensions.between_batches:
                     hook(self)
 
-    def _begin_epoch(self, pending: Pending | None) -> None:
+    def _begin_epoch(self, position: Position | None) -> None:
         """Do what comes before the order of the epoch is drawn."""
 
-    def _iterate(self, pending: Pending | None) -> Iterator[Any]:
+    def _iterate(self, position: Position | None) -> Iterator[Any]:
         """Yield the batches of an epoch, from the position to continue at if there is one."""
-        return self._run(pending, None)
+        return self._run(position, None)
 
-    # What is known about it ------------------------------------------------------------------------------------------
+    # Its epoch and its steps ------------------------------------------------------------------------------------------
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch that the next iteration draws, for all samplers and streams that know it."""
@@ -261,22 +129,106 @@ class PreparedLoader(ResumableLoader):
             return shard.round_log.get(self._progress.batches - 1)
         return self.plan.filled_ends if self.plan is not None and self._progress.at_end else None
 
-    def _drawn_order(self) -> tuple[str | None, int | None]:
-        """Return a digest of the undivided order, and the samples in it, of the epoch that runs."""
-        base = self.base_dataloader
-        return getattr(adapter.sharding(base), "order_digest", None), adapter.samples_per_epoch(base)
-
     def _ends_unevenly(self) -> bool:
         return self.plan is not None and self.plan.uneven
 
-    # Handing out -----------------------------------------------------------------------------------------------------
+    def _parts(self) -> int:
+        """Return in how many parts the ranks read, where the wrapped loader knows only its part; 1 where its shard knows all."""
+        parts = 1 if self.plan is None else len(self.plan.shards) if self.plan.uneven else self.plan.parts
+        return 1 if parts == 1 or isinstance(adapter.sharding(self.base_dataloader), Part) else parts
+
+    def _batches_per_step(self) -> int:
+        return super()._batches_per_step() * self._parts()
+
+    def _reads_per_step(self) -> int:
+        """Batches of the wrapped loader that this process reads for one step."""
+        return 1
+
+    def _left_out(self) -> int:
+        """Return the steps that this loader skips at the beginning of each iteration."""
+        _, skipped = samplers.unskipped(adapter.batching_sampler(self.base_dataloader))
+        return self.skip_batches + skipped // self._reads_per_step()
+
+    def _skipping(self, number: int) -> PreparedLoader:
+        """Return a view that skips the first batches and shares the epoch with this loader."""
+        view = object.__new__(type(self))
+        vars(view).update(vars(self), _origin=self if self._origin is None else self._origin)
+        if is_stream(self):
+            view.skip_batches = self.skip_batches + number
+        else:
+            view.base_dataloader = skipping(self.base_dataloader, number * self._reads_per_step())
+        return view
+
+    # Its position -----------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return epoch, position and order as of the batch yielded last, of this process.
+
+        JSON can hold it, but for what a dataset or its sampler says of itself. A stateful loader's state is around it.
+        """
+        progress = self._progress
+        before_read, pending = (progress.before_read or {}).get(progress.batches + 1), progress.pending
+        if pending is not None and pending.loader_state is not None:
+            state = pending.loader_state
+        elif before_read is not None and before_read.loader is not None:
+            state = before_read.loader
+        else:
+            state = super().state_dict() if is_stateful(self.base_dataloader) else {}
+        position = resume.capture(self)
+        # What a dataset says of itself stays as it is.
+        of_dataset = {"dataset_state": position.pop("dataset_state")} if "dataset_state" in position else {}
+        return {**state, resume.KEY: generators.plain_states(position) | of_dataset}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Let the next iteration yield the batches that were still to come in `state_dict`."""
+        state = dict(state_dict)
+        position = state.pop(resume.KEY, None)
+        if position is None and not is_stateful(self.base_dataloader):
+            raise ValueError(
+                f"state_dict has no {resume.KEY!r} entry (its keys: {sorted(state)}), so it is the state of a stateful "
+                "loader. Prepare this loader with use_stateful_dataloader=True to load it."
+            )
+        continues = self._continues_by_itself(state)
+        if position is None and not continues:
+            position = self._position_of(state)
+        # A caller of this function wants to continue there, whether or not the loader was being iterated.
+        batches = 0 if position is None else resume.restore(self, {**position, "running": True})
+        # At the beginning of an epoch only a dataset with a state of its own has something to restore; loading the
+        # rest would make the wrapped loader run through the finished epoch's order once more.
+        # Nor does the state fit that counts the batches of another number of processes, or of a loader without its first ones.
+        if position is not None:
+            has_place = batches > 0 or resume.holds_dataset_state(state)
+            fits = resume.batches_read(state) in (None, batches * self._reads_per_step())
+            continues = continues and has_place and fits
+        if continues:
+            super().load_state_dict(state)
+        if is_stateful(self.base_dataloader) and self._progress.pending is not None:
+            self._progress.pending = replace(self._progress.pending, loader_state=state, loader_continues=continues)
+
+    def _continues_by_itself(self, state: dict[str, Any]) -> bool:
+        """Whether the wrapped loader, given `state`, continues there with no sample lost."""
+        base = self.base_dataloader
+        if not is_stateful(base) or has_buffer(base.dataset):
+            return False
+        return not is_stream(base) or resume.restores_stream(state)
+
+    def _position_of(self, state: dict[str, Any]) -> dict[str, Any] | None:
+        """Return the position in a stream that a state of torchdata's loader has; None at the beginning of an epoch."""
+        steps = (resume.batches_read(state) or 0) // self._reads_per_step()
+        return {**resume.capture(self), "batches": steps, "samples": None} if steps else None
+
+    # Its batches -----------------------------------------------------------------------------------------------------
+
+    def _epoch(self, position: Position | None) -> FromStart:
+        return FromStart(self) if position is None else FromPosition(self, position)
 
     def _run(
-        self, pending: Pending | None, place: Callable[[Any], Any] | None, through: Callable[..., Any] | None = None
+        self, position: Position | None, place: Callable[[Any], Any] | None, through: Callable[..., Any] | None = None
     ) -> Iterator[Any]:
         """Yield the batches of an epoch, each as soon as it is known whether it is the last one."""
-        epoch = EpochIterator(self, pending)
-        batches, order = iter(epoch), epoch.order
+        epoch = self._epoch(position)
+        batches = iter(epoch)
+        order: EndAhead | None = epoch.order
         if through is not None:  # which reads ahead, so that the indices are further than the batches
             batches, order = through(batches), None
         # Where the indices tell the end, no batch is read before its turn: what the dataset draws at random comes in the order
@@ -291,10 +243,12 @@ class PreparedLoader(ResumableLoader):
         """Yield batches from step `start` on, of which `order` knows the last."""
         progress, active = self._progress, self.gradient_state._active
         progress.batches, progress.at_end = start, False
-        own = active[-1] if active else None
+        innermost_loop = active[-1] if active else None
         for number, batch in enumerate(batches, start + 1):
             progress.batches, is_last = number, order.ended
-            if is_last or self.end_of_dataloader or not active or active[-1] is not own:  # not for every batch
+            if (
+                is_last or self.end_of_dataloader or not active or active[-1] is not innermost_loop
+            ):  # not for every batch
                 self._hand_out(is_last)
             yield batch if place is None else place(batch)
         self._finish_epoch()
@@ -319,10 +273,9 @@ class PreparedLoader(ResumableLoader):
 
     def _finish_epoch(self) -> None:
         progress = self._progress
-        if progress.noted is not None:  # this process has read the data
+        if progress.before_read is not None:  # this process has read the data
             self.adjust_state_dict_for_prefetch()
-        progress.noted = None
-        progress.batches = progress.extra_samples = 0
+        progress.before_read, progress.batches = None, 0
         progress.epoch += 1
 
 
@@ -378,14 +331,14 @@ class DataLoaderShard(PreparedLoader):
         self._non_blocking = _non_blocking
         self.torch_device_mesh = torch_device_mesh
 
-    def _begin_epoch(self, pending: Pending | None) -> None:
-        if self.rng_types is not None and pending is None:
+    def _begin_epoch(self, position: Position | None) -> None:
+        if self.rng_types and position is None:
             synchronize_rng_states(self.rng_types, self.synchronized_generator)
         self.set_epoch(self.iteration)
 
-    def _iterate(self, pending: Pending | None) -> Iterator[Any]:
+    def _iterate(self, position: Position | None) -> Iterator[Any]:
         place = placer(self.device, self._non_blocking)
-        return self._run(pending, place, iterable.in_step if self._ends_unevenly() else None)
+        return self._run(position, place, in_step if self._ends_unevenly() else None)
 
     def _remainder_ahead(self) -> int:
         if self._drop_last:
@@ -397,7 +350,7 @@ class DataLoaderShard(PreparedLoader):
         size = self._samples_per_step()
         samples = adapter.samples_per_epoch(self.base_dataloader)
         # A run of another size may have consumed samples beyond whole steps.
-        return -1 if size is None or samples is None else (samples - self._progress.extra_samples) % size
+        return -1 if size is None or samples is None else (samples - self._progress.start.extra_samples) % size
 
 
 class SkipDataLoader(PreparedLoader):

@@ -1,52 +1,77 @@
-"""Where a loader stands: the record that its iterations, its views and its checkpoints share."""
+"""Records of where a loader is in its epoch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 
 @dataclass(frozen=True)
-class Pending:
-    """A position within an epoch that was loaded and waits for the next iteration; an empty one has only its order drawn again."""
+class Position:
+    """A position within an epoch, which was loaded and which the next iteration may continue at.
 
-    position: dict[str, Any]
+    Attributes:
+        record: what `resume.capture` returned.
+        batches: steps behind it, as the loader counts them now.
+        extra_samples: samples of all processes behind it, beyond these steps.
+        resume_without_skip: a plain loop continues there; else only one that skips as many batches.
+        loader_state: state of torchdata's loader that was loaded with it.
+        loader_continues: torchdata's loader continues from that state.
+    """
+
+    record: dict[str, Any]
     batches: int
     extra_samples: int = 0
     resume_without_skip: bool = True
-    # The state of torchdata's loader that was loaded with the position, and whether that loader continues from it.
     loader_state: dict[str, Any] | None = None
     loader_continues: bool = False
 
 
-@dataclass(frozen=True)
-class Noted:
-    """State from before the reads of a step, for a run that goes on there; None where it is not needed."""
+class EpochStart(NamedTuple):
+    """What an epoch began with: the states that its order was drawn from, and samples that an earlier run had read of it."""
 
-    random: dict[str, Any] | None = None
-    dataset: Any = None
-    loader: dict[str, Any] | None = None
+    generators: dict[str, Any] | None
+    order_generator: torch.Tensor | None
+    extra_samples: int
+
+
+class BeforeRead(NamedTuple):
+    """States from before the reads of a step, which a run that continues there repeats; None where it need not."""
+
+    generators: dict[str, Any] | None
+    dataset: Any
+    loader: dict[str, Any] | None
 
 
 @dataclass
 class Progress:
-    """Where a loader stands. The views that `skip_first_batches` makes share it with their origin."""
+    """Where a loader is. The views that `skip_first_batches` makes share it.
+
+    Attributes:
+        batches: batches of the epoch that were yielded, skipped ones included.
+        at_end: the one yielded last is the last of the epoch.
+        running: a loop is open.
+        parts: micro-batches that each batch is yielded in, `part` of which were; 0 when all were.
+        pending: a loaded position that waits for the next iteration.
+        finished: batches of the epoch that was over when the loaded checkpoint was saved.
+        start: what the running epoch began with.
+        before_read: states by the step that was read with them, of steps that were read ahead; None if this process reads nothing.
+        workers_kept: persistent workers were started, which draws a seed once for all epochs.
+        worker_seed: the seed of the datasets in workers.
+    """
 
     epoch: int = 0
     batches: int = 0
-    # Micro-batches that each batch is handed out in, and how many of the present one were; 0 when all were.
+    at_end: bool = False
+    running: bool = False
     parts: int = 1
     part: int = 0
     loops_in_parts: int = 0
-    extra_samples: int = 0
-    running: bool = False
-    pending: Pending | None = None
+    pending: Position | None = None
     finished: int = 0
-    at_end: bool = False
-    generator_state: torch.Tensor | None = None
-    at_start: dict[str, Any] | None = None
-    noted: dict[int, Noted] | None = None
+    start: EpochStart | None = None
+    before_read: dict[int, BeforeRead] | None = None
     workers_kept: bool = False
     worker_seed: int | None = None

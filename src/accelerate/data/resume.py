@@ -14,128 +14,18 @@ from typing import Any
 import torch
 
 from accelerate.base._warn import warn_user
-from accelerate.data import adapter, generators, samplers, stateful
-from accelerate.data.adapter import DataLoaderAdapter, DataLoaderStateMixin, is_stateful, is_stream, skipping
-from accelerate.data.iterable import has_buffer
-from accelerate.data.plan import DataPlan
-from accelerate.data.progress import Pending, Progress
-from accelerate.data.samplers import Part, ReplayableRandomSampler, SeedableRandomSampler
-from accelerate.runtime import storage
-from accelerate.state import GradientState
+from accelerate.data import adapter, samplers
+from accelerate.data.adapter import DataLoaderAdapter, is_stateful
+from accelerate.data.progress import EpochStart, Position
+from accelerate.data.samplers import ReplayableRandomSampler, SeedableRandomSampler
+from accelerate.runtime import generators, storage
 
 logger = logging.getLogger(__name__)
 
 KEY = "accelerate_position"
 
 
-class ResumableLoader(DataLoaderAdapter, DataLoaderStateMixin):
-    """A loader that has a position in its epoch, which can be saved and restored; how it gets its batches is left open."""
-
-    # Who reads what, worked out when the loader was prepared.
-    plan: DataPlan | None = None
-    # Whether an epoch that was running when a checkpoint was saved goes on by itself after that is loaded.
-    continue_after_load = True
-
-    def __init__(
-        self,
-        dataset: Any,
-        skip_batches: int = 0,
-        use_stateful_dataloader: bool = False,
-        iteration: int = 0,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(dataset, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
-        self.skip_batches = skip_batches
-        self.gradient_state = GradientState()
-        self._progress = Progress(epoch=iteration)
-        self._origin: ResumableLoader | None = None  # of a view that `skip_first_batches` made
-        ReplayableRandomSampler.adopt(self.get_sampler())
-
-    def _parts(self) -> int:
-        """In how many parts ranks read, where the wrapped loader knows of its own alone; 1 where its shard knows of all."""
-        if self.plan is None or isinstance(adapter.sharding(self.base_dataloader), Part):
-            return 1
-        return len(self.plan.shards) if self.plan.uneven else self.plan.parts
-
-    def _batches_per_step(self) -> int:
-        return super()._batches_per_step() * self._parts()
-
-    def _reads_per_step(self) -> int:
-        """Batches of the wrapped loader that this process reads for one step."""
-        return 1
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return epoch, position and order as of the batch yielded last, of this process.
-
-        JSON can hold it, but for what a dataset or its sampler says of itself. A stateful loader's state is around it.
-        """
-        noted, pending = (self._progress.noted or {}).get(self._progress.batches + 1), self._progress.pending
-        if pending is not None and pending.loader_state is not None:
-            state = pending.loader_state
-        elif noted is not None and noted.loader is not None:
-            state = noted.loader
-        else:
-            state = super().state_dict() if is_stateful(self.base_dataloader) else {}
-        position = capture(self)
-        # What a dataset says of itself stays as it is.
-        own = {"dataset_state": position.pop("dataset_state")} if "dataset_state" in position else {}
-        return {**state, KEY: generators.plain_states(position) | own}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Let the next iteration yield the batches that were still to come in `state_dict`."""
-        state = dict(state_dict)
-        position = state.pop(KEY, None)
-        if position is None and not is_stateful(self.base_dataloader):
-            raise ValueError(
-                f"state_dict has no {KEY!r} entry (its keys: {sorted(state)}), so it is the state of a stateful "
-                "loader. Prepare this loader with use_stateful_dataloader=True to load it."
-            )
-        continues = self._continues_by_itself(state)
-        if position is None and not continues:
-            position = self._position_of(state)
-        # A caller of this function wants to continue there, whether or not the loader was being iterated.
-        batches = 0 if position is None else restore(self, {**position, "running": True})
-        # At the beginning of an epoch only a dataset with a state of its own has something to restore; loading the
-        # rest would make the wrapped loader run through the finished epoch's order once more.
-        # Nor does the state fit that counts the batches of another number of processes, or of a loader without its first ones.
-        if position is not None:
-            has_place = batches > 0 or stateful.holds_dataset_state(state)
-            fits = stateful.batches_read(state) in (None, batches * self._reads_per_step())
-            continues = continues and has_place and fits
-        if continues:
-            super().load_state_dict(state)
-        if is_stateful(self.base_dataloader) and self._progress.pending is not None:
-            self._progress.pending = replace(self._progress.pending, loader_state=state, loader_continues=continues)
-
-    def _continues_by_itself(self, state: dict[str, Any]) -> bool:
-        """Whether the wrapped loader, given `state`, continues there with no sample lost."""
-        base = self.base_dataloader
-        if not is_stateful(base) or has_buffer(base.dataset):
-            return False
-        return not is_stream(base) or stateful.restores_stream(state)
-
-    def _position_of(self, state: dict[str, Any]) -> dict[str, Any] | None:
-        """Return the position in a stream that a state of torchdata's loader has; None at the beginning of an epoch."""
-        steps = (stateful.batches_read(state) or 0) // self._reads_per_step()
-        return {**capture(self), "batches": steps, "samples": None} if steps else None
-
-    def _left_out(self) -> int:
-        """Number of steps that this loader leaves out at the beginning of every iteration."""
-        _, skipped = samplers.unskipped(adapter.batching_sampler(self.base_dataloader))
-        return self.skip_batches + skipped // self._reads_per_step()
-
-    def _skipping(self, number: int) -> ResumableLoader:
-        """A view that leaves out the first batches and shares the epoch with this loader."""
-        view = object.__new__(type(self))
-        vars(view).update(vars(self), _origin=self if self._origin is None else self._origin)
-        if is_stream(self):
-            view.skip_batches = self.skip_batches + number
-        else:
-            view.base_dataloader = skipping(self.base_dataloader, number * self._reads_per_step())
-        return view
-
-
-def shuffling_generator(loader: ResumableLoader) -> torch.Generator | None:
+def shuffling_generator(loader: DataLoaderAdapter) -> torch.Generator | None:
     """The generator that decides the order of the samples, or None if something else does."""
     sampler = loader.get_sampler()
     if isinstance(sampler, SeedableRandomSampler):
@@ -147,23 +37,24 @@ def shuffling_generator(loader: ResumableLoader) -> torch.Generator | None:
     return None
 
 
-def note_start(loader: ResumableLoader, pending: Pending | None) -> None:
-    """Keep the states of the generators, as an epoch begins and before its order is drawn."""
+def epoch_start(loader: DataLoaderAdapter, position: Position | None) -> EpochStart:
+    """Return what an epoch begins with, before its order is drawn; the generators are those of the run that began it."""
     generator = shuffling_generator(loader)
-    loader._progress.generator_state = None if generator is None else generator.get_state()
-    if pending is None:  # else they are those that were loaded
-        loader._progress.at_start = generators.states()
+    order = None if generator is None else generator.get_state()
+    if position is None:
+        return EpochStart(generators.states(), order, 0)
+    return EpochStart(position.record.get("at_start"), order, position.extra_samples)
 
 
-def capture(loader: ResumableLoader) -> dict[str, Any]:
+def capture(loader: DataLoaderAdapter) -> dict[str, Any]:
     """Return the position of a loader, as of the batch yielded last; after the last batch, the next epoch's start.
 
     `batches` counts those of this process, `samples` those of all (None if batches have no fixed size), `shards` the
     batches of a step over all processes, and `finished` the batches of an epoch that has just ended.
     """
-    progress = loader._progress
+    progress, start = loader._progress, loader._progress.start
     if progress.pending is not None:
-        return dict(progress.pending.position)
+        return dict(progress.pending.record)
     epoch, yielded, at_end = progress.epoch, progress.batches, progress.at_end
     in_epoch = (yielded > 0 or progress.part > 0) and not at_end
     batches = yielded if in_epoch else 0
@@ -171,7 +62,7 @@ def capture(loader: ResumableLoader) -> dict[str, Any]:
     position = {
         "epoch": epoch if in_epoch or yielded == 0 else epoch + 1,
         "batches": batches,
-        "samples": None if size is None else size * batches + (progress.extra_samples if in_epoch else 0),
+        "samples": None if size is None else size * batches + (start.extra_samples if in_epoch else 0),
         "order": _order(loader, in_epoch),
         "shards": loader._batches_per_step(),
         "running": in_epoch and progress.running,
@@ -183,29 +74,32 @@ def capture(loader: ResumableLoader) -> dict[str, Any]:
         "finished": yielded if at_end else 0,
     }
     if in_epoch:
-        generator, noted = shuffling_generator(loader), progress.noted or {}
+        generator, before_read = shuffling_generator(loader), progress.before_read or {}
         position["anew"] = None if generator is None else generator.get_state()
-        position["at_start"] = progress.at_start
-        # The reads that went ahead of the batch yielded last: a run that goes on makes them again.
-        ahead = [noted[step] for step in sorted(noted) if step > batches]
-        position["before_read"] = [note.random for note in ahead if note.random is not None]
+        position["at_start"] = start.generators
+        # The reads that went ahead of the batch yielded last: a run that continues makes them again.
+        ahead = [before_read[step] for step in sorted(before_read) if step > batches]
+        position["before_read"] = [states.generators for states in ahead if states.generators is not None]
         position["dataset_state"] = ahead[0].dataset if ahead else None
     return position
 
 
-def _order(loader: ResumableLoader, in_epoch: bool) -> dict[str, Any]:
+def _order(loader: DataLoaderAdapter, in_epoch: bool) -> dict[str, Any]:
     sampler, generator = loader.get_sampler(), shuffling_generator(loader)
     if isinstance(sampler, SeedableRandomSampler):
         return {"kind": "seed_and_epoch", "seed": sampler.initial_seed}
     if generator is not None:
-        return {"kind": "generator", "state": loader._progress.generator_state if in_epoch else generator.get_state()}
+        return {
+            "kind": "generator",
+            "state": loader._progress.start.order_generator if in_epoch else generator.get_state(),
+        }
     if isinstance(sampler, ReplayableRandomSampler) and in_epoch:
         return {"kind": "seed", "seed": sampler.seed}
     return {"kind": "unrecorded"}
 
 
-def kept(loader: ResumableLoader) -> Callable[[], None]:
-    """Return what puts a loader back to where it stands now, with the parts of it that decide what it yields."""
+def kept(loader: DataLoaderAdapter) -> Callable[[], None]:
+    """Return a function that resets a loader to its present position, with the parts of it that decide what it yields."""
     generator = shuffling_generator(loader)
     state = None if generator is None else generator.get_state()
     parts = (loader, loader._progress, loader.base_dataloader, loader.get_sampler())
@@ -221,53 +115,53 @@ def kept(loader: ResumableLoader) -> Callable[[], None]:
     return put_back
 
 
-def check(loader: ResumableLoader, position: dict[str, Any], name: str = "The loader") -> None:
-    """Refuse, before anything has changed, a position within an epoch of other data (ValueError). Any rank, alone."""
+def check(loader: DataLoaderAdapter, position: dict[str, Any], name: str = "The loader") -> None:
+    """Raise ValueError, before anything has changed, for a position within an epoch of other data. Not a collective."""
     saved = position.get("data")
     if saved is None or position["batches"] == 0:
         return
-    own = loader._data()
+    data = loader._data()
     for part, label in (("length", "a dataset of {} samples"), ("sampler", "the sampler {}")):
-        if saved[part] != own[part] and None not in (saved[part], own[part]):
+        if saved[part] != data[part] and None not in (saved[part], data[part]):
             raise ValueError(
-                f"{name} reads {label.format(own[part])}, but its checkpoint was saved within an epoch of "
+                f"{name} reads {label.format(data[part])}, but its checkpoint was saved within an epoch of "
                 f"{label.format(saved[part])}. Prepare the data as it was, or set continue_after_load=False."
             )
 
 
-def restore(loader: ResumableLoader, position: dict[str, Any], continuing: bool = True) -> int:
-    """Put a loader into the epoch of a position, whose order it draws again; return the batches behind. All ranks.
+def restore(loader: DataLoaderAdapter, position: dict[str, Any], continuing: bool = True) -> int:
+    """Put a loader into the epoch of a position, whose order it draws again; return the batches behind.
 
-    The next iteration goes on there if the loader was being iterated and `continuing` says so, or if it leaves out as
-    many batches (`skip_first_batches`); any other begins the epoch anew. The number of processes may differ.
+    The next iteration continues there if the loader was being iterated and `continuing` is true, or if it skips as many batches
+    (`skip_first_batches`). Any other begins the epoch anew. The number of processes may differ.
+
+    Not a collective.
     """
     if continuing:
         check(loader, position)
     progress = loader._progress
     _drop_loaded_state(loader)
     progress.epoch = position["epoch"]
-    progress.batches = progress.extra_samples = 0
-    progress.at_end = False
+    progress.batches, progress.at_end = 0, False
     progress.worker_seed = position.get("worker_seed")
     progress.workers_kept = position.get("workers_kept", False)
     progress.finished = position.get("finished", 0)
-    progress.at_start = position.get("at_start")
     in_epoch = position["batches"] > 0 or position.get("part", 0) > 0
     _restore_order(loader, position["order"], in_epoch=in_epoch)
     batches, extra = _behind(loader, position)
     resume_without_skip = continuing and position.get("running", True)
-    progress.pending = Pending(position, batches, extra, resume_without_skip) if in_epoch else None
+    progress.pending = Position(position, batches, extra, resume_without_skip) if in_epoch else None
     return batches
 
 
-def _drop_loaded_state(loader: ResumableLoader) -> None:
+def _drop_loaded_state(loader: DataLoaderAdapter) -> None:
     """Let torchdata's loader begin its next epoch at the first batch, whatever state it was given."""
     origin = loader if loader._origin is None else loader._origin
     if getattr(origin.base_dataloader, "next_iter_state", None) is not None:
         origin.base_dataloader.next_iter_state = None
 
 
-def _restore_order(loader: ResumableLoader, order: dict[str, Any], in_epoch: bool) -> None:
+def _restore_order(loader: DataLoaderAdapter, order: dict[str, Any], in_epoch: bool) -> None:
     sampler, kind, generator = loader.get_sampler(), order["kind"], shuffling_generator(loader)
     replayable = isinstance(sampler, ReplayableRandomSampler)
     if kind == "seed_and_epoch" and isinstance(sampler, SeedableRandomSampler):
@@ -287,7 +181,7 @@ def _restore_order(loader: ResumableLoader, order: dict[str, Any], in_epoch: boo
         )
 
 
-def _behind(loader: ResumableLoader, position: dict[str, Any]) -> tuple[int, int]:
+def _behind(loader: DataLoaderAdapter, position: dict[str, Any]) -> tuple[int, int]:
     """Steps behind a position, and samples of all processes beyond them, as this loader counts."""
     behind, size, unit = position["samples"], loader._samples_per_step(), "samples"
     if size is None or behind is None:  # nothing says how many samples a batch has
@@ -316,16 +210,16 @@ def _behind(loader: ResumableLoader, position: dict[str, Any]) -> tuple[int, int
 
 
 def _report(message: str) -> None:
-    # Visible by default, on one process of a machine: a program that leaves out batches by itself would do so twice.
+    # Visible by default, on one process of a machine: a program that skips batches itself would skip them twice.
     first = storage.process.current.get("local_process_index", 0) == 0
     logger.log(logging.WARNING if first else logging.INFO, message)
 
 
-def replacement_iterator(view: ResumableLoader) -> Iterable[Any] | None:
-    """Return what a view of `skip_first_batches` iterates over in place of its own batches, after a load.
+def replacement_iterator(view: DataLoaderAdapter) -> Iterable[Any] | None:
+    """Return what a view of `skip_first_batches` iterates over after a load, if not over its batches.
 
-    That is nothing, if it leaves out all batches of an epoch that is over: the loader stands at the next one already;
-    or its origin, if that is stateful and continues there by itself.
+    A view that skips all batches of an epoch that is over yields nothing: the loader is in the next epoch already. A stateful loader
+    continues at the position without the view.
     """
     progress = view._progress
     finished, progress.finished = progress.finished, 0
@@ -340,8 +234,8 @@ def replacement_iterator(view: ResumableLoader) -> Iterable[Any] | None:
     return None
 
 
-def take_pending_position(loader: ResumableLoader) -> Pending | None:
-    """Return the loaded position that an iteration continues at, or None for an epoch that begins anew. Any rank, alone."""
+def take_pending_position(loader: DataLoaderAdapter) -> Position | None:
+    """Return the loaded position that an iteration continues at, or None for an epoch that begins anew. Not a collective."""
     progress = loader._progress
     pending, progress.pending = progress.pending, None
     if pending is None:
@@ -356,11 +250,63 @@ def take_pending_position(loader: ResumableLoader) -> Pending | None:
         return pending
     _drop_loaded_state(loader)
     if left_out:
-        return Pending({}, left_out)
+        return Position({"at_start": pending.record.get("at_start")}, left_out)
     generator, sampler = shuffling_generator(loader), loader.get_sampler()
-    epoch_start_state = pending.position.get("anew")
+    epoch_start_state = pending.record.get("anew")
     if generator is not None and epoch_start_state is not None:
         generator.set_state(generators.generator_state(epoch_start_state))
     if isinstance(sampler, ReplayableRandomSampler):
         sampler.replay = None
     return None
+
+
+# States of torchdata's loader ------------------------------------------------------------------------------------------
+
+
+def holds_dataset_state(state: Any) -> bool:
+    """Whether a state of a `StatefulDataLoader` contains one of its dataset or of the dataset's iterator."""
+    if not isinstance(state, dict):
+        return False
+    parts = (state.get("dataset_state"), state.get("dataset_iter_state"))
+    return any(part is not None for part in parts) or any(holds_dataset_state(part) for part in state.values())
+
+
+def restores_stream(state: dict[str, Any]) -> bool:
+    """Whether torchdata's loader finds the position in a stream again from a state, now and when it is saved once more.
+
+    It reads a stream without a state again from the beginning, and then counts those batches twice. A worker that has
+    reached the end is asked again, and its stream may have returned to the beginning.
+    """
+    if batches_read(state) is None:
+        return True  # of a loader that is not torchdata's
+    workers = _workers(state).values()
+    ended = any((worker.get("fetcher_state") or {}).get("fetcher_ended") for worker in workers)
+    return holds_dataset_state(state) and not ended
+
+
+def batches_read(state: dict[str, Any]) -> int | None:
+    """Return the batches of the epoch behind a state of torchdata's loader, 0 at its end; None for another loader's state."""
+    if state.get("_iterator_finished"):
+        return 0
+    if "_snapshot" in state:
+        return state["_snapshot"]["_snapshot_step"] + state["_steps_since_snapshot"]
+    return state.get("_num_yielded")
+
+
+def with_unread_workers(state: dict[str, Any], loaded: dict[str, Any]) -> dict[str, Any] | None:
+    """Return a state in which workers that have read nothing since `loaded` was loaded keep their state of `loaded`.
+
+    Their own is that of a stream whose generator has not started yet, which is often the beginning. None: all have read.
+    """
+    workers, before = _workers(state), _workers(loaded)
+    now, then = state.get("_snapshot", {}), loaded.get("_snapshot", {})
+    if not workers or now["_snapshot_step"] - then["_snapshot_step"] >= len(workers):
+        return None
+    first, read = then["_last_yielded_worker_id"] + 1, now["_last_yielded_worker_id"] - then["_last_yielded_worker_id"]
+    have_read = {f"worker_{(first + number) % len(workers)}" for number in range(read % len(workers))}
+    kept = {name: worker if name in have_read else before.get(name, worker) for name, worker in workers.items()}
+    return {**state, "_snapshot": {**now, "_worker_snapshots": kept}}
+
+
+def _workers(state: dict[str, Any]) -> dict[str, Any]:
+    return state.get("_snapshot", {}).get("_worker_snapshots", {})

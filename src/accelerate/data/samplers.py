@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler
 
-from accelerate.data.contents import MOST_DIGESTED, digest
 from accelerate.data.permutation import GrowingPermutation, advance, can_grow
 
 # The order of samples ------------------------------------------------------------------------------------------------
@@ -177,10 +176,10 @@ def layers(sampler: Any, hidden: bool = False) -> Iterator[Any]:
 
     `hidden` says to follow a sampler that is kept under any other name than torch's, too.
     """
-    seen: list[Any] = []
-    while sampler is not None and not any(sampler is one for one in seen):
+    seen: dict[int, Any] = {}
+    while sampler is not None and id(sampler) not in seen:
         yield sampler
-        seen.append(sampler)
+        seen[id(sampler)] = sampler
         inner = sampler.batch_sampler if hasattr(sampler, "batch_sampler") else getattr(sampler, "sampler", None)
         if inner is None and hidden:
             values = getattr(sampler, "__dict__", {}).values()
@@ -240,6 +239,10 @@ def split_head(items: Iterable[Any], keep: int, start: int) -> tuple[list[Any], 
 # batches later when workers read ahead.
 
 
+# Samples of `Part.order_head`.
+MOST_KEPT = 1000
+
+
 class Rounds(NamedTuple):
     """Which samples of a round belong to which shard: `size` to each of `shards`, one after the other, the real ones first."""
 
@@ -283,8 +286,8 @@ class Part:
         self.process_index = process_index
         self.split_batches = split_batches
         self.round_log: dict[int, tuple[int, ...]] = {}
-        # Digest of the beginning of the undivided order, as of the last iteration; `data.agreement` compares those of all ranks.
-        self.order_digest: str | None = None
+        # Beginning of the undivided order, as of the last iteration.
+        self.order_head: list[Any] = []
 
     def _rounds(self) -> Rounds:
         size = self.batch_size // self.num_processes if self.split_batches else self.batch_size
@@ -390,11 +393,11 @@ class BatchSamplerShard(Part, BatchSampler):
         begin = number * total + extra
         if not has_tensor_order(sampler):
             head, tail = split_head(sampler, total, begin)
-            self.order_digest = digest(head)
+            self.order_head = head[:MOST_KEPT]
         else:
             order, samples = TensorOrder(sampler), len(sampler)
             order.draw(min(total, samples))
-            self.order_digest = digest(order.part(0, min(total, samples, MOST_DIGESTED)))
+            self.order_head = order.part(0, min(total, samples, MOST_KEPT))
             whole, rest = divmod(max(0, samples - begin), total)
             for place in range(begin, begin + whole * total, total):
                 order.draw(place + total)
@@ -411,7 +414,7 @@ class BatchSamplerShard(Part, BatchSampler):
         per_round = 1 if split else self.num_processes
         own = self._rounds().own(index) if split else index
         head, batches = split_head(self.batch_sampler, per_round, start * per_round)
-        self.order_digest = digest(index for batch in head for index in batch)
+        self.order_head = list(islice(chain.from_iterable(head), MOST_KEPT))
         rounds = EndAhead(iter(lambda: list(islice(batches, per_round)), []))
         for number, group in enumerate(rounds, start):
             is_last = rounds.ended

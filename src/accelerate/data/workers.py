@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from accelerate.data.generators import mixed, seed_all
+from accelerate.runtime.generators import mixed, seed_all
 
 _NO_EPOCH = -1
 

@@ -27,6 +27,7 @@ TABLE = (
     "quantize",
     "reports",
     "sagemaker",
+    "same_data",
     "sequence",
     "simulate",
     "slurm",

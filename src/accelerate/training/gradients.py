@@ -19,8 +19,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accelerate.base._warn import warn_user
+from accelerate.comm.in_step import uneven_ends
 from accelerate.config.strategies import traits_of
-from accelerate.data.iterable import uneven_ends
 from accelerate.modules.unwrap import is_compiled_module
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.precision import scaling

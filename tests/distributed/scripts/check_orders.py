@@ -15,8 +15,8 @@ from harness import everywhere, fresh_accelerator, rank, world
 from torch.utils.data import DataLoader, Sampler, random_split
 
 from accelerate import DataLoaderConfiguration
-from accelerate.data import agreement
 from accelerate.data_loader import skip_first_batches
+from accelerate.extensions.same_data import agreement
 from accelerate.state import PartialState
 from accelerate.utils import set_seed
 from accelerate.utils.imports import is_datasets_available

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 from accelerate import DataLoaderConfiguration, comm
-from accelerate.data import plan
+from accelerate.data import reading
 from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.utils.imports import is_datasets_available, is_torchdata_stateful_dataloader_available
 
@@ -63,7 +63,7 @@ def stored_enough_pieces_are_divided():
     for pieces in (world(), 2 * world()):
         with logged("accelerate.data.build", logging.INFO) as lines:
             _, loader, found = prepare(stored(pieces), SHARDED)
-        assert found.reading == plan.BY_PIECES
+        assert found.reading == reading.ByPieces.name
         assert len(lines) == (rank() == 0) and all("by pieces" in line for line in lines)
         for _ in range(2):
             parts = everywhere(sum(rows(loader), []))
@@ -77,7 +77,7 @@ def stored_uneven_pieces_end_together():
     pieces = world() + 1
     _, loader, found = prepare(stored(pieces), SHARDED)
     assert found.uneven
-    with logged("accelerate.data.iterable", logging.INFO) as lines:
+    with logged("accelerate.comm.in_step", logging.INFO) as lines:
         for _ in range(2):
             parts = everywhere(rows(loader))
             assert [len(part) for part in parts] == [2] * world(), parts
@@ -88,7 +88,7 @@ def stored_uneven_pieces_end_together():
 def stored_too_few_pieces_are_read_by_all():
     with logged("accelerate.data.build", logging.INFO) as lines:
         _, loader, found = prepare(stored(1, each=4 * world()), SHARDED)
-    assert found.reading == plan.EVERYTHING and not found.uneven
+    assert found.reading == reading.ReadsEverything.name and not found.uneven
     assert all("reads everything, keeps its part" in line for line in lines)
     parts = everywhere(sum(rows(loader), []))
     assert sorted(sum(parts, [])) == list(range(4 * world()))
@@ -100,7 +100,7 @@ def stored_split_streams_are_left_alone():
     for pieces in (world(), world() + 1):
         stream = split_dataset_by_node(stored(pieces), rank=rank(), world_size=world())
         _, loader, found = prepare(stream, None)
-        assert found.reading == plan.SPLIT_ALREADY and loader.dataset is stream
+        assert found.reading == reading.AlreadySplit.name and loader.dataset is stream
         parts = everywhere(sum(rows(loader), []))
         seen = sum(parts, [])
         assert len(seen) == len(set(seen)), "nothing is seen twice"
@@ -111,7 +111,7 @@ def stored_split_streams_are_left_alone():
 
 def stored_workers_read_pieces_of_their_own():
     _, loader, found = prepare(stored(2 * world()), SHARDED, num_workers=2)
-    assert found.reading == plan.BY_PIECES
+    assert found.reading == reading.ByPieces.name
     seen = sum(everywhere(sum(rows(loader), [])), [])
     assert len(seen) == len(set(seen)) == 8 * world()
 
@@ -119,8 +119,8 @@ def stored_workers_read_pieces_of_their_own():
 def check_parts_of_the_users_own_end_together():
     for lengths in ([7] * world(), [3 + 2 * number for number in range(world())], [9, *range(world() - 1)]):
         _, loader, found = prepare(own(lengths), DIVIDED)
-        assert found.reading == plan.SPLIT_ALREADY and type(loader) is not DataLoaderDispatcher
-        with logged("accelerate.data.iterable", logging.INFO) as lines:
+        assert found.reading == reading.AlreadySplit.name and type(loader) is not DataLoaderDispatcher
+        with logged("accelerate.comm.in_step", logging.INFO) as lines:
             for _ in range(2):
                 found_steps = [len(part) for part in everywhere(rows(loader))]
                 assert found_steps == [min(-(-length // 2) for length in lengths)] * world(), (lengths, found_steps)
@@ -235,13 +235,13 @@ def check_datapipes_are_divided_by_torch_or_by_us():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         numbers = IterableWrapper(range(4 * world()))
-        for pipe, config, reading in (
-            (numbers.sharding_filter(), None, plan.SPLIT_ALREADY),
-            (numbers, None, plan.DISPATCHED),
-            (numbers, SHARDED, plan.EVERYTHING),
+        for pipe, config, way in (
+            (numbers.sharding_filter(), None, reading.AlreadySplit),
+            (numbers, None, reading.Dispatched),
+            (numbers, SHARDED, reading.ReadsEverything),
         ):
             _, loader, found = prepare(pipe, config)
-            assert found.reading == reading
+            assert found.reading == way.name
             parts = everywhere(sum(rows(loader), []))
             assert sorted(sum(parts, [])) == list(range(4 * world())), parts
 

@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader
 
 from accelerate import Accelerator
 from accelerate.checkpoint.storage import storage_of
+from accelerate.comm.in_step import uneven_ends
 from accelerate.config.project import ProjectConfiguration
-from accelerate.data.iterable import uneven_ends
 from accelerate.extensions.hang import status
 from accelerate.extensions.hang.hang import Watcher
 from accelerate.extensions.preemption import watch as preemption

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, RandomSampler, get_worker_info
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 from accelerate.config.enums import RNGType
-from accelerate.data import plan
+from accelerate.data import reading
 from accelerate.data.build import prepare_data_loader
 from accelerate.data.dispatcher import DataLoaderDispatcher
 from accelerate.data.iterable import is_datapipe
@@ -39,17 +39,17 @@ def test_streams_that_can_divide_themselves_do(caplog):
     with caplog.at_level(logging.INFO):
         prepared = prepare_data_loader(DataLoader(Pieces(), 2), **TWO)
     assert values(prepared) == [[2, 3]] and "read: by pieces" in caplog.text
-    assert prepared.plan.reading == plan.BY_PIECES and prepared.plan.uneven
+    assert prepared.plan.reading == reading.ByPieces.name and prepared.plan.uneven
     with caplog.at_level(logging.INFO):
         prepared = prepare_data_loader(DataLoader(Pieces(), 2), num_processes=3, process_index=1)
-    assert prepared.plan.reading == plan.EVERYTHING and not prepared.plan.uneven
+    assert prepared.plan.reading == reading.ReadsEverything.name and not prepared.plan.uneven
     assert "reads everything, keeps its part" in caplog.text
 
 
 def test_a_stream_divided_by_its_user_is_not_divided_again():
     prepared = prepare_data_loader(DataLoader(Stream(8), 4), put_on_device=True, shard_iterable_dataset=False, **TWO)
     assert type(prepared) is DataLoaderShard and values(prepared) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert prepared.plan.reading == plan.SPLIT_ALREADY
+    assert prepared.plan.reading == reading.AlreadySplit.name
     halved = prepare_data_loader(DataLoader(Stream(8), 4), split_batches=True, shard_iterable_dataset=False, **TWO)
     assert values(halved) == [[0, 1], [2, 3], [4, 5], [6, 7]] and halved.batch_size == 2
     map_style = prepare_data_loader(DataLoader(Numbers(8), 2), shard_iterable_dataset=False, **TWO)

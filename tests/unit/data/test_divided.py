@@ -9,7 +9,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampl
 
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.comm import operations
-from accelerate.data import plan
+from accelerate.data import reading
 from accelerate.data.build import plan_of, prepare_data_loader, skip_first_batches
 from accelerate.data_loader import BatchSamplerShard
 from accelerate.training import metrics
@@ -89,7 +89,7 @@ def test_what_is_not_divided_or_said_to_be_gives_no_warning():
             (DataLoader(SizedStream(3), 2), [[0, 1], [2]]),
         ):
             told = prepare_data_loader(loader, num_processes=2, process_index=1, already_sharded=True)
-            assert values(told) == want and plan_of(told).reading == plan.SPLIT_ALREADY
+            assert values(told) == want and plan_of(told).reading == reading.AlreadySplit.name
 
 
 @cases(
@@ -233,11 +233,11 @@ def test_the_configuration_reaches_the_loader_and_functions_of_upstreams_signatu
     data = Numbers(5) if option == "already_sharded" else SizedStream(5)
     config = DataLoaderConfiguration(**{option: value})
     loader = Accelerator(cpu=True, dataloader_config=config).prepare(DataLoader(data, 2))
-    assert loader.plan.reading == plan.SPLIT_ALREADY and len(values(loader)) == 3
+    assert loader.plan.reading == reading.AlreadySplit.name and len(values(loader)) == 3
 
     def upstreams(dataloader, device=None, **options):
         assert option not in options, "functions that users put in its place do not know it"
         return prepare_data_loader(dataloader, device, **options)
 
     monkeypatch.setattr("accelerate.accelerator.prepare_data_loader", upstreams)
-    assert Accelerator(cpu=True).prepare(DataLoader(data, 2)).plan.reading != plan.SPLIT_ALREADY
+    assert Accelerator(cpu=True).prepare(DataLoader(data, 2)).plan.reading != reading.AlreadySplit.name

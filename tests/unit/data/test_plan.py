@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
-from accelerate.data import plan
+from accelerate.data import reading
 from accelerate.data.build import plan_of, prepare_data_loader
 from accelerate.data.loader import DataLoaderShard
 from accelerate.data.plan import ShardLayout
@@ -103,7 +103,7 @@ def test_the_numbers_of_dispatched_data_are_true(shards, drop_last, split_batche
             if shards == 1:
                 want = counted([iterate(DataLoader(Rows(length), size, drop_last=drop_last))])
             assert told([found]) == want, (length, size, drop_last)
-            assert found.reading == plan.DISPATCHED
+            assert found.reading == reading.Dispatched.name
             assert [shard.read for shard in found.shards] == [1.0] + [0.0] * (shards - 1)
 
 
@@ -129,7 +129,9 @@ def test_of_a_stream_divided_by_the_user_only_the_own_part_is_known():
         DataLoader(SizedStream(7), 2), num_processes=2, process_index=1, shard_iterable_dataset=False
     )
     found = plan_of(loader)
-    assert found.reading == plan.SPLIT_ALREADY and found.uneven and found.samples is found.dataset_length is None
+    assert (
+        found.reading == reading.AlreadySplit.name and found.uneven and found.samples is found.dataset_length is None
+    )
     assert [shard.samples for shard in found.shards] == [None, 7] and found.own.batches == 4
     assert "stop when the first shard ends" in str(found) and "stop when the first shard ends" in found.summary
 

@@ -18,7 +18,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from accelerate import Accelerator
 from accelerate.checkpoint.manifest import DamagedCheckpoint
 from accelerate.config.project import ProjectConfiguration
-from accelerate.data import generators, resume
+from accelerate.data import resume
+from accelerate.runtime import generators
 from cases import cases
 
 CPU = torch.device("cpu")

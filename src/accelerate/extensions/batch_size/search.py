@@ -14,9 +14,9 @@ from accelerate.checkpoint.barrier import Group, SaveBarrier, default_store
 from accelerate.comm.torch_dist import operations_started
 from accelerate.config.enums import DistributedType
 from accelerate.config.strategies import traits_of
-from accelerate.data import generators, resume
+from accelerate.data import resume
 from accelerate.devices.memory import clear_device_cache, should_reduce_batch_size
-from accelerate.runtime import storage
+from accelerate.runtime import generators, storage
 
 if TYPE_CHECKING:
     from accelerate.training.run import TrainingRun

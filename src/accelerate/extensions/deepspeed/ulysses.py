@@ -184,9 +184,9 @@ class UlyssesSPDataLoaderAdapter:
                     alone
                     and pending is not None
                     and number == pending.batches + 1
-                    and pending.position.get("parts") == size
+                    and pending.record.get("parts") == size
                 ):
-                    skip = pending.position["part"]  # a checkpoint was saved between the parts of this batch
+                    skip = pending.record["part"]  # a checkpoint was saved between the parts of this batch
                 for part in range(skip, size):
                     last = part == size - 1
                     # A batch is behind once all of its parts are.

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from accelerate import comm
 from accelerate.checkpoint.manifest import CHECKPOINTS_FOLDER, numbered_folder
 from accelerate.checkpoint.storage import storage_of
-from accelerate.data.iterable import ends_are_uneven
+from accelerate.comm.in_step import ends_are_uneven
 from accelerate.extension import Extension
 from accelerate.extensions.preemption.workers import masked_start
 from accelerate.runtime import torch_private

@@ -5,7 +5,7 @@ from functools import lru_cache
 from typing import Any
 
 from accelerate.data.loader import DataLoaderShard
-from accelerate.data.progress import Pending
+from accelerate.data.progress import Position
 
 
 @lru_cache(maxsize=1)
@@ -23,10 +23,10 @@ def loader_class() -> type[DataLoaderShard]:
             super().__init__(*args, **kwargs)
             self._parallel_loader_kwargs: dict[str, Any] = {}  # libraries fill it, as that of torch_xla's loader
 
-        def _iterate(self, pending: Pending | None) -> Iterator[Any]:
+        def _iterate(self, position: Position | None) -> Iterator[Any]:
             def in_background(batches: Iterator[Any]) -> Iterator[Any]:
                 return iter(MpDeviceLoader(batches, self.device, **self._parallel_loader_kwargs))
 
-            return self._run(pending, None, in_background)
+            return self._run(position, None, in_background)
 
     return MpDeviceLoaderWrapper

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -17,7 +18,10 @@ from typing import Any
 import torch.distributed as dist
 
 from accelerate.base._warn import user_lines, warn_user
-from accelerate.data import contents
+from accelerate.data import adapter, reading
+from accelerate.data.loader import PreparedLoader
+from accelerate.extension import Extension
+from accelerate.extensions.same_data import contents
 from accelerate.runtime import torch_private
 
 # How long a rank waits for the messages of others, before its second batch. Loaders that only some ranks read cost this once.
@@ -33,6 +37,37 @@ _read_by_some: set[str] = set()  # lines whose loaders not all ranks read
 
 Facts = dict[str, Any]
 _END = object()
+
+
+class SameData(Extension):
+    """Compares what the ranks read through each prepared loader that is divided among them."""
+
+    def __init__(self, run: Any) -> None:
+        super().__init__(run)
+        self._agreements: weakref.WeakKeyDictionary[PreparedLoader, Agreement] = weakref.WeakKeyDictionary()
+
+    def registered(self, kind: str, prepared: Any, evaluation: bool) -> None:
+        """Begin to compare a loader, unless each rank reads its own part, or what is dispatched has no table."""
+        data_plan = prepared.plan if issubclass(type(prepared), PreparedLoader) else None
+        if data_plan is None or len(data_plan.shards) == 1 or data_plan.reading == reading.AlreadySplit.name:
+            return
+        dispatched = data_plan.reading == reading.Dispatched.name
+        if not dispatched or contents.tables(prepared._undivided):
+            indexed = data_plan.reading == reading.OwnShard.name
+            self._agreements[prepared] = Agreement(prepared._undivided, indexed, not dispatched)
+
+    def first_batches(self, loader: PreparedLoader, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield the batches until the ranks are compared."""
+        agreement = self._agreements.get(loader if loader._origin is None else loader._origin)
+        if agreement is None:
+            return iter(())
+        return agreement.compared(batches, loader.iteration, lambda: _drawn_order(loader))
+
+
+def _drawn_order(loader: PreparedLoader) -> tuple[str | None, int | None]:
+    """Return a digest of the undivided order, and the samples in it, of the epoch that runs."""
+    base = loader.base_dataloader
+    return contents.digest(getattr(adapter.sharding(base), "order_head", ())), adapter.samples_per_epoch(base)
 
 
 class Agreement:
@@ -141,6 +176,8 @@ class Agreement:
 
 def difference(first: Facts, own: Facts) -> tuple[bool, str] | None:
     """Return whether a difference between two ranks is an error, and its text; None if they read the same."""
+    if {**first, "rank": own["rank"]} == own:
+        return None
     first, own = sorted((first, own), key=lambda facts: facts["rank"])
     ranks = f"rank {first['rank']} and rank {own['rank']}"
     problems = [*_differences(first, own, ranks)]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from accelerate.data import generators
+from accelerate.runtime import generators
 from cases import cases
 
 CPU = torch.device("cpu")

@@ -3,9 +3,9 @@
 import pytest
 import torch.distributed as dist
 
-from accelerate.data import agreement
-from accelerate.data.agreement import Agreement, difference
-from accelerate.data.contents import Arrangements
+from accelerate.extensions.same_data import agreement
+from accelerate.extensions.same_data.agreement import Agreement, difference
+from accelerate.extensions.same_data.contents import Arrangements
 from cases import cases
 
 

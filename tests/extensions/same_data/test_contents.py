@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
-from accelerate.data import contents
-from accelerate.data.contents import Arrangements, digest
+from accelerate.extensions.same_data import contents
+from accelerate.extensions.same_data.contents import Arrangements, digest
 from cases import cases
 
 datasets = pytest.importorskip("datasets")
