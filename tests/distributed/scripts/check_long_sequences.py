@@ -138,7 +138,7 @@ def check_bad_input_is_refused_together():
         assert torch.equal(ids, torch.arange(LENGTH)[None])
         q = torch.randn(1, 6, 4, 8)
         with enter([ids], [1]):
-            with raised(ValueError, "is_causal=True", "whole"):
+            with raised(ValueError, "is_causal=True", "full one"):
                 F.scaled_dot_product_attention(q, q, q, attn_mask=torch.ones(4, 4, dtype=torch.bool))
             with raised(ValueError, "MultiheadAttention"):
                 nn.MultiheadAttention(8, 2, batch_first=True)(q[0], q[0], q[0], need_weights=False)
