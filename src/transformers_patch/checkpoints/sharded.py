@@ -9,9 +9,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from accelerate.checkpoint import layouts, load, manifest, state
+from accelerate.checkpoint import layouts, manifest, state
 from accelerate.checkpoint.model_io import io_of
+from accelerate.checkpoint.read import read_file
 from accelerate.checkpoint.save import SavePlan
+from accelerate.checkpoint.verify import with_manifest
 from accelerate.utils import fsdp_utils
 
 
@@ -58,7 +60,7 @@ def readers(trainer: Any, wait: Callable[[Any], Any]) -> dict[str, Callable[...,
         if folder is None or _reader_of(trainer, folder, "optimizer") == "trainer":
             return load_rest(folder)
         fsdp_utils.load_fsdp_optimizer(None, trainer.accelerator, trainer.optimizer, trainer.model, folder)
-        schedule, groups = load.read_file(folder, "scheduler.pt", "the scheduler"), len(trainer.optimizer.param_groups)
+        schedule, groups = read_file(folder, "scheduler.pt", "the scheduler"), len(trainer.optimizer.param_groups)
         # Experts that are spread have groups of their own, with the rates of the others.
         for name, values in schedule.items():
             if isinstance(values, list) and all(value == values[0] for value in values):
@@ -79,16 +81,16 @@ def _reader_of(trainer: Any, folder: str, kind: layouts.Kind) -> str:
     Of some models, as those with experts, files have other names than the model: transformers converts them, but not in its Trainer.
     """
     model, leaves = trainer.model, trainer.is_deepspeed_enabled or not os.path.isdir(folder)
-    found = None if leaves else layouts.find(load.with_manifest(folder), kind)
+    found = None if leaves else layouts.find(with_manifest(folder), kind)
     if found is not None and found.layout == "zero":
         return "accelerate"
     if found is None or trainer.is_fsdp_enabled:  # which calls accelerate's functions
         return "trainer"
     is_shards = found.name.startswith(layouts.FSDP_MODEL_NAME)
     if kind == "model" and not is_shards and hasattr(model, "from_pretrained"):
-        _, values, aliases = found.read()
+        stored = found.open()
         _, missing, strange = layouts.matched(
-            model.state_dict(), values, partial(io_of(model).tied_names, model), aliases
+            model.state_dict(), layouts.model_values(stored), partial(io_of(model).tied_names, model), stored.aliases
         )
         if missing and strange:
             return "transformers"
@@ -111,7 +113,7 @@ def engines(trainer: Any) -> dict[str, Callable[..., None]]:
     def read(engine: Any, folder: str, load_module_strict: bool = True) -> None:
         from accelerate.extensions.deepspeed import checkpoint
 
-        path = load.with_manifest(folder)
-        state.run_on_all_ranks(lambda: checkpoint.read(engine, path, 0, 0, load_module_strict)).finish()
+        path = with_manifest(folder)
+        state.run_on_all_ranks(lambda: checkpoint.read(engine, path, 0, 0, load_module_strict)).apply()
 
     return {"deepspeed_load_checkpoint": read} if trainer.is_deepspeed_enabled else {}

@@ -4,6 +4,8 @@ from typing import Any
 
 from torch import nn
 
+from accelerate.checkpoint.apply import Change
+from accelerate.checkpoint.layouts import Path
 from accelerate.checkpoint.model_io import collected
 from accelerate.checkpoint.save import SavePlan
 from accelerate.checkpoint.state import Entries, Wanted
@@ -51,7 +53,7 @@ class DeepSpeedIO(StateIO):
             weights = weights or collected(self.whole_tensors(accelerator, model), model)
             super().save_model(accelerator, weights, plan, index, **options)
 
-    def load_model(self, accelerator: Run, model: nn.Module, folder: str, index: int, **options: Any) -> Any:
+    def load_model(self, accelerator: Run, model: nn.Module, folder: Path, index: int, **options: Any) -> Change:
         """Return what loads the engine's part, its optimizer included. All ranks."""
         if not is_engine(model):
             return super().load_model(accelerator, model, folder, index, **options)
@@ -61,14 +63,14 @@ class DeepSpeedIO(StateIO):
             folder,
             index,
             optimizer=trained.index(model) if model in trained else 0,
-            strict=options.get("strict", True),
+            strict=options.get("model_options", {}).get("strict", True),
             weights_only=(options.get("load_kwargs") or {}).get("weights_only", True),
         )
 
     def save_optimizer(self, accelerator: Run, optimizer: Any, plan: SavePlan, index: int, **options: Any) -> None:
         """Nothing: the engine's part has it."""
 
-    def load_optimizer(self, accelerator: Run, optimizer: Any, folder: str, index: int, **options: Any) -> Any:
+    def load_optimizer(self, accelerator: Run, optimizer: Any, folder: Path, index: int, **options: Any) -> Any:
         """Nothing: the engine's part has it."""
 
     def checkpointed_schedulers(self, accelerator: Run) -> list[Any]:
