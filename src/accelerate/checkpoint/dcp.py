@@ -335,7 +335,7 @@ class _SavePlanner(dcp.DefaultSavePlanner):
         return super().finish_plan(kept.final)
 
     def lookup_object(self, index: Any) -> Any:
-        value = super().lookup_object(index)
+        value: Any = super().lookup_object(index)
         if self._reader is not None:
             value = self._state
             for step in self.mappings[index.fqn]:

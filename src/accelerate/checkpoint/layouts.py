@@ -183,7 +183,8 @@ def candidates(folder: Path, files: Collection[str], kind: Kind, index: int) -> 
             "which only those ranks can put together. Load the checkpoint by the version that wrote it, on as many ranks, and save "
             "it with SHARDED_STATE_DICT."
         )
-    return [Found(folder, name, layout, index, kind) for name, layout in found]
+    place = folder if isinstance(folder, CheckpointFolder) else os.fspath(folder)
+    return [Found(place, name, layout, index, kind) for name, layout in found]
 
 
 def find(folder: Path, kind: Kind, index: int = 0, prefer: Layout | None = None) -> Found | None:
@@ -300,7 +301,8 @@ def read_model(
         if isinstance(value, StoredTensor) and is_distributed_tensor(own.values[name]) and not is_extra(name)
     }
     stored.plan([(values[name], target) for name, target in memory.items()]).read()
-    return values | stored.read({name: value for name, value in values.items() if name not in memory}) | memory
+    rest: dict[str, Any] = stored.read({name: value for name, value in values.items() if name not in memory})
+    return values | rest | memory
 
 
 def misfits(
@@ -447,9 +449,17 @@ def read_full_model(
     state = stored.read(
         values | {name: stored_values[name] for name in others}
     )  # hooks of the model may rename others
-    if str(map_location) != "cpu":
-        state = mapped_leaves(state, lambda leaf: leaf.to(map_location) if isinstance(leaf, torch.Tensor) else leaf)
-    return model_change(model, state, options)
+    return model_change(model, to_device(state, map_location), options)
+
+
+def to_device(state: dict[str, Any], device: Any) -> dict[str, Any]:
+    """Return a state with its tensors on a device; where that is the CPU, the state itself."""
+    if str(device) == "cpu":
+        return state
+    moved: dict[str, Any] = mapped_leaves(
+        state, lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf
+    )
+    return moved
 
 
 def _own_tensors(model: nn.Module, values: Mapping[str, Any]) -> list[tuple[StoredTensor, torch.Tensor]] | None:

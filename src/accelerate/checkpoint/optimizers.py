@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from accelerate.checkpoint import manifest, model_io, state
-from accelerate.checkpoint.layouts import Found, Path, find, required
+from accelerate.checkpoint.layouts import Found, Path, find, required, to_device
 from accelerate.checkpoint.manifest import DamagedCheckpoint
 from accelerate.checkpoint.model_io import io_of
 from accelerate.checkpoint.state import Layout, is_distributed_tensor, mapped_leaves, run_on_all_ranks
@@ -331,16 +331,17 @@ def read_full_optimizer(
     index: int = 0,
     map_location: Any = "cpu",
     load_kwargs: Mapping[str, Any] | None = None,
-) -> Mapping[str, Any]:
+) -> dict[str, Any]:
     """Read a state of any layout with the numbers that the optimizer has, which stays as it is. Not a collective.
 
     FileNotFoundError without a state, RuntimeError for that of other parameters, DamagedCheckpoint for bad shards.
     """
     file = manifest.optimizer_file(index)
-    found = Found(folder, file, "full", index, "optimizer")
-    if not os.path.exists(os.path.join(folder, file)):
-        found = find(folder, "optimizer", index) or found  # such as a Trainer's
-    if found.layout == "full" and not os.path.lexists(os.path.join(folder, found.name)):
+    if os.path.lexists(os.path.join(folder, file)):
+        found: Found | None = Found(folder, file, "full", index, "optimizer")
+    else:
+        found = find(folder, "optimizer", index)  # such as a Trainer's
+    if found is None:
         raise FileNotFoundError(
             f"{os.fspath(folder)!r} has no state for optimizer {index}: {file} is missing. Prepare what was saved, in the same "
             "order, or load another folder."
@@ -352,7 +353,7 @@ def read_full_optimizer(
     if found.layout == "full" and (
         not is_state(raw) or (not is_named(raw) and _has_own_numbers(raw, goal, folder, index))
     ):
-        state: Mapping[str, Any] = stored.read(raw)
+        state: dict[str, Any] = stored.read(raw)
     elif goal is None:
         raise RuntimeError(
             f"{found.name} in {folder!r} names its parameters, and no prepared model has those of this optimizer. "
@@ -360,9 +361,7 @@ def read_full_optimizer(
         )
     else:
         state = model_io.numbered(read_optimizer(goal, stored, found))
-    if str(map_location) == "cpu":
-        return state
-    return mapped_leaves(state, lambda leaf: leaf.to(map_location) if isinstance(leaf, torch.Tensor) else leaf)
+    return to_device(state, map_location)
 
 
 def _has_own_numbers(raw: Mapping[str, Any], goal: Target | None, folder: Path, index: int) -> bool:

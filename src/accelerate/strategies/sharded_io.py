@@ -8,10 +8,10 @@ from torch import nn
 
 from accelerate.checkpoint import layouts, model_io, optimizers, state
 from accelerate.checkpoint.apply import Change, kept_tensors, loads_by_name
-from accelerate.checkpoint.layouts import Path
 from accelerate.checkpoint.model_io import io_of
 from accelerate.checkpoint.save import SavePlan
 from accelerate.checkpoint.state import Entries, Layout, Wanted
+from accelerate.checkpoint.verify import CheckpointFolder
 from accelerate.runtime.run import Run
 from accelerate.strategies.fsdp import public_module
 from accelerate.strategies.state_io import StateIO
@@ -44,7 +44,9 @@ class ShardedIO(StateIO):
         values = io_of(outer).model_state(outer, _getter(options.get("adapter_only", False))).values
         layouts.write(values, plan, "model", index, self.layout(accelerator, options.get("use_dcp", True)))
 
-    def load_model(self, accelerator: Run, model: nn.Module, folder: Path, index: int, **options: Any) -> Change:
+    def load_model(
+        self, accelerator: Run, model: nn.Module, folder: CheckpointFolder, index: int, **options: Any
+    ) -> Change:
         """Read this rank's shards of a model, whichever ranks wrote it. All ranks."""
         model_options = options.get("model_options", {})
         if unknown := sorted(model_options.keys() - {"strict", "adapter_only"}):
@@ -66,7 +68,7 @@ class ShardedIO(StateIO):
         layouts.write(state, plan, "optimizer", index, self.layout(accelerator))
 
     def load_optimizer(
-        self, accelerator: Run, optimizer: Any, folder: Path, index: int, **options: Any
+        self, accelerator: Run, optimizer: Any, folder: CheckpointFolder, index: int, **options: Any
     ) -> dict[str, Any]:
         """Read this rank's shards of an optimizer's state, whichever ranks wrote it. All ranks."""
         model, groups = model_of(optimizer, accelerator._models)

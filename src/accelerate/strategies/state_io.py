@@ -12,10 +12,10 @@ from torch import nn
 
 from accelerate.checkpoint import layouts, optimizers, save
 from accelerate.checkpoint.apply import Change
-from accelerate.checkpoint.layouts import Path
 from accelerate.checkpoint.model_io import inner_optimizer, plain_state, tied_again
 from accelerate.checkpoint.save import SavePlan
 from accelerate.checkpoint.state import Entries, Wanted
+from accelerate.checkpoint.verify import CheckpointFolder
 from accelerate.modules.unwrap import canonical_names
 from accelerate.runtime.run import Run
 
@@ -57,7 +57,9 @@ class StateIO:
         """
         save.write_model(state, plan, index, **options)
 
-    def load_model(self, accelerator: Run, model: nn.Module, folder: Path, index: int, **options: Any) -> Change:
+    def load_model(
+        self, accelerator: Run, model: nn.Module, folder: CheckpointFolder, index: int, **options: Any
+    ) -> Change:
         """Read a model's state from a checkpoint folder, and return what gives it to the model, which stays as it is. All ranks.
 
         `options` are `map_location`, `load_kwargs` of ``torch.load`` and `model_options` of the model's ``load_state_dict``.
@@ -69,7 +71,9 @@ class StateIO:
         """Write an optimizer's state into a plan. All ranks."""
         save.write_optimizer(plain_state(inner_optimizer(optimizer)), plan, index, **options)
 
-    def load_optimizer(self, accelerator: Run, optimizer: Any, folder: Path, index: int, **options: Any) -> Any:
+    def load_optimizer(
+        self, accelerator: Run, optimizer: Any, folder: CheckpointFolder, index: int, **options: Any
+    ) -> Any:
         """Return an optimizer's state in a checkpoint folder, for its ``load_state_dict``; None if its model's state has it. All ranks."""
         return optimizers.read_full_optimizer(optimizer, accelerator._models, folder, index, **options)
 

@@ -5,10 +5,10 @@ from typing import Any
 from torch import nn
 
 from accelerate.checkpoint.apply import Change
-from accelerate.checkpoint.layouts import Path
 from accelerate.checkpoint.model_io import collected
 from accelerate.checkpoint.save import SavePlan
 from accelerate.checkpoint.state import Entries, Wanted
+from accelerate.checkpoint.verify import CheckpointFolder
 from accelerate.extensions.deepspeed import checkpoint
 from accelerate.extensions.deepspeed.wrappers import DeepSpeedSchedulerWrapper, is_engine
 from accelerate.runtime.run import Run
@@ -53,7 +53,9 @@ class DeepSpeedIO(StateIO):
             weights = weights or collected(self.whole_tensors(accelerator, model), model)
             super().save_model(accelerator, weights, plan, index, **options)
 
-    def load_model(self, accelerator: Run, model: nn.Module, folder: Path, index: int, **options: Any) -> Change:
+    def load_model(
+        self, accelerator: Run, model: nn.Module, folder: CheckpointFolder, index: int, **options: Any
+    ) -> Change:
         """Return what loads the engine's part, its optimizer included. All ranks."""
         if not is_engine(model):
             return super().load_model(accelerator, model, folder, index, **options)
@@ -70,7 +72,9 @@ class DeepSpeedIO(StateIO):
     def save_optimizer(self, accelerator: Run, optimizer: Any, plan: SavePlan, index: int, **options: Any) -> None:
         """Nothing: the engine's part has it."""
 
-    def load_optimizer(self, accelerator: Run, optimizer: Any, folder: Path, index: int, **options: Any) -> Any:
+    def load_optimizer(
+        self, accelerator: Run, optimizer: Any, folder: CheckpointFolder, index: int, **options: Any
+    ) -> Any:
         """Nothing: the engine's part has it."""
 
     def checkpointed_schedulers(self, accelerator: Run) -> list[Any]:
