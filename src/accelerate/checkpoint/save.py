@@ -28,8 +28,8 @@ from typing import Any
 import torch
 
 from accelerate.checkpoint import formats, manifest, plain_data, schedules
-from accelerate.checkpoint.barrier import Group, SaveBarrier, default_store
 from accelerate.checkpoint.manifest import FileEntry, Manifest
+from accelerate.checkpoint.ranks import Group, Ranks, default_store
 from accelerate.checkpoint.state import (
     LOADERS,
     POSITIONS,
@@ -249,6 +249,7 @@ class Save:
         check_target: Called with the storage by the leader before it stages; raises where the storage must not be taken.
         prune_old: Called with the storage by the rank that published, once all ranks know that the checkpoint is there.
         shards: The process group of the ranks that write shards together; None for the default one.
+        kind: The call, as errors name it.
         plan: What takes the files of this rank; from `begin` on.
         problem: Why this rank cannot go on; the next step of all ranks reports it.
         leads: This rank stages; from `begin` on.
@@ -259,34 +260,35 @@ class Save:
     manifest_fields: dict[str, Any]
     check_target: Callable[[CheckpointStorage], Any] = lambda storage: None
     prune_old: Callable[[CheckpointStorage], Any] = lambda storage: None
-    shards: Any = None
+    kind: str = "save_state"
+    shards: Any = field(default=None, init=False)
     plan: SavePlan = field(init=False)
     problem: BaseException | None = field(default=None, init=False)
     leads: bool = field(default=False, init=False)
     _publishes: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        self.barrier = SaveBarrier("save_state", self.storage.location, self.group, default_store())
+        self.ranks = Ranks(self.group, default_store())
 
     def begin(self, former: BaseException | None = None) -> None:
         """Meet the other ranks, and learn where to write; a `former` problem of a rank is raised, nothing saved.
 
         CollectiveMisuse if the others do something else; RuntimeError if another rank could not make the folder.
         """
-        self.barrier.begin()
-        leader = self.barrier.leader()
+        self.ranks.agree(self.kind, self.storage.location)
+        leader = self.ranks.leader()
         self.leads = self.group.rank == leader
         self._publishes = self.group.rank == (leader if self.group.each_node else 0)
         self.problem = former
-        folder = self._with_all_ranks(self.barrier.share, self.attempt(self._stage) if self.leads else None, leader)
+        folder = self._with_all_ranks(self.ranks.share, self.attempt(self._stage) if self.leads else None, leader)
         if not self.group.shared and not self.group.each_node:  # machines stage parts of what one of them publishes
-            self.storage.generation = self._with_all_ranks(self.barrier.share, self.storage.generation)
+            self.storage.generation = self._with_all_ranks(self.ranks.share, self.storage.generation)
         first = (self.group.local_rank if self.group.each_node else self.group.rank) == 0
         self.plan = SavePlan(folder, self.group.rank, first, partial(self.storage.create, folder))
 
     def check_collected(self) -> None:
         """Learn whether all ranks could collect their state, before the rest is done in the background. All ranks."""
-        self._with_all_ranks(self.barrier.share)
+        self._with_all_ranks(self.ranks.first_error)
 
     def finish(self, writers: int = WRITERS) -> None:
         """Write this rank's files, and publish the checkpoint when every rank has. May run in a thread.
@@ -307,8 +309,8 @@ class Save:
             parts += self._leave_part(files if self.leads and not self._publishes else {}, uploads=self.leads)
         if self._publishes:
             self.attempt(lambda: self._publish(files, listed, parts))
-        self._with_all_ranks(self.barrier.share)
-        self.barrier.leave()
+        self._with_all_ranks(self.ranks.first_error)
+        self.ranks.leave()
         # The checkpoint is saved on all ranks, whatever becomes of older ones: none waits for their removal, and none fails with it.
         if self.leads:
             self.storage.discard()
@@ -323,9 +325,9 @@ class Save:
             self.problem = error
 
     def _with_all_ranks(self, step: Callable[..., Any], *arguments: Any) -> Any:
-        """Take a step of the barrier with all ranks, unless one of them has failed: then nothing is saved."""
+        """Take a step with all ranks, unless one of them has failed: then nothing is saved."""
         try:
-            return step(*arguments, problem=self.problem)
+            return step(*arguments, error=self.problem)
         except BaseException:
             if self.leads:
                 self.storage.discard()
@@ -342,7 +344,7 @@ class Save:
             self.attempt(lambda: manifest.write_part(self.plan.folder, self.group.rank, files))
         if uploads:
             self.attempt(lambda: self.storage.upload(self.plan.folder))
-        parts: int = self._with_all_ranks(self.barrier.count_of, bool(files))
+        parts: int = self._with_all_ranks(self.ranks.count, bool(files))
         return parts
 
     def _publish(self, files: dict[str, FileEntry], listed: dict[str, FileEntry], parts: int) -> None:
@@ -354,7 +356,7 @@ class Save:
                 f"Of the {parts} parts of its manifest {seen} can be seen in {self.plan.folder!r}: the file system does not show "
                 "what other nodes have written there. Save to another one."
             )
-        Manifest({**files, **listed}, save=self.barrier.name, **self.manifest_fields).write(self.plan.folder)
+        Manifest({**files, **listed}, save=self.ranks.name, **self.manifest_fields).write(self.plan.folder)
         self.storage.publish()
 
 

@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 
 from accelerate.base._warn import warn_user
 from accelerate.checkpoint import manifest
-from accelerate.checkpoint.barrier import Group, SaveBarrier, default_store
 from accelerate.checkpoint.load import CheckpointFolder, Contents, Deferred, read_common, tensor_device
 from accelerate.checkpoint.manifest import DamagedCheckpoint, Manifest, damaged
+from accelerate.checkpoint.ranks import Group, Ranks, default_store
 from accelerate.checkpoint.state import Common
 from accelerate.checkpoint.storage import CheckpointStatus, CheckpointStorage, LocalStorage, storage_of
 from accelerate.training import gradients
@@ -68,22 +68,22 @@ def _load_found(
     accelerator, storage = search.accelerator, search.storage
     group, replaced = Group.of(accelerator, storage), 0
     while True:
-        barrier = SaveBarrier("load_state", storage.location, group, default_store())
-        barrier.begin()
+        ranks = Ranks(group, default_store())
+        ranks.agree("load_state", storage.location)
         # What failed in the background on one rank alone is raised on all of them.
-        answer = barrier.share(search.answer() if group.rank == 0 and problem is None else None, problem=problem)
+        answer = ranks.share(search.answer() if group.rank == 0 and problem is None else None, error=problem)
         if (refusal := refused(answer)) is not None:
-            barrier.leave()
+            ranks.leave()
             # One that cannot be read is no reason to begin anew, and to save over it.
             if missing_ok and answer["nothing"]:
                 logger.info("%s Nothing was loaded.", refusal)
                 return None
             raise refusal
-        chosen = _Chosen.of(search, barrier, group, answer)
+        chosen = _Chosen.of(search, ranks, group, answer)
         try:
-            contents = _read_together(accelerator, barrier, chosen, options, model_options)
+            contents = _read_together(accelerator, ranks, chosen, options, model_options)
             if contents is not None:
-                _complete(accelerator, barrier, contents, model_options)
+                _complete(accelerator, ranks, contents, model_options)
                 break
         except _Damaged as error:
             if not search.latest:
@@ -254,7 +254,7 @@ class _Chosen:
     listing: Manifest | None = None
 
     @classmethod
-    def of(cls, search: Search, barrier: SaveBarrier, group: Group, answer: dict[str, Any]) -> "_Chosen":
+    def of(cls, search: Search, ranks: Ranks, group: Group, answer: dict[str, Any]) -> "_Chosen":
         """Return what the leader of all ranks has chosen, as it lies on the disk of this rank's machine. All ranks."""
         storage = storage_of(answer["location"])
         problems: list[str] = []
@@ -262,14 +262,14 @@ class _Chosen:
         listing = search.listing if group.shared else None
         if not group.shared:
             mine = None
-            if group.rank == barrier.leader():
+            if group.rank == ranks.leader():
                 folder, save, problems, listing = _own_copy(storage, save)
                 mine = [folder, save, (storage.fetched or ("", ""))[1]]
-            folder, save, generation = barrier.share(mine, barrier.leader())
+            folder, save, generation = ranks.share(mine, ranks.leader())
             storage.fetched = folder, generation
         if group.each_node and following is not None:  # a machine may have one more
-            leads = group.rank == barrier.leader()
-            following = -barrier.smallest(-((search.following_number(storage) or 0) if leads else 0))
+            leads = group.rank == ranks.leader()
+            following = -ranks.smallest(-((search.following_number(storage) or 0) if leads else 0))
         with contextlib.suppress(OSError, DamagedCheckpoint):  # there is none, or another save takes the place
             listing = listing or Manifest.read(folder)
             folder = CheckpointFolder(folder, listing, _local_rank_and_size(search.accelerator), storage.bring)
@@ -347,7 +347,7 @@ def _read_by(listing: Manifest, rank: int, by_parts: bool) -> tuple[list[str], l
 
 def _read_together(
     accelerator: TrainingRun,
-    barrier: SaveBarrier,
+    ranks: Ranks,
     chosen: _Chosen,
     options: dict[str, Any],
     model_options: dict[str, Any],
@@ -358,13 +358,13 @@ def _read_together(
         _Damaged: its files are not what was written.
     """
     _, problem = _attempted(lambda: chosen.verify(accelerator.process_index, accelerator._state_io.saves_shards))
-    if not _may_go_on(barrier, chosen, problem):
+    if not _may_go_on(ranks, chosen, problem):
         return None
     contents, problem = _attempted(lambda: _read_contents(accelerator, chosen.folder, options, model_options))
     may_go_on = False
     try:
         # Before any rank gives its objects anything: they may have collectives of their own.
-        may_go_on = _may_go_on(barrier, chosen, problem)
+        may_go_on = _may_go_on(ranks, chosen, problem)
         return contents if may_go_on else None
     finally:
         if contents is not None and not may_go_on:
@@ -379,40 +379,40 @@ def _attempted(step: Callable[[], T]) -> tuple[T | None, BaseException | None]:
         return None, error
 
 
-def _may_go_on(barrier: SaveBarrier, chosen: _Chosen, problem: BaseException | None) -> bool:
+def _may_go_on(ranks: Ranks, chosen: _Chosen, problem: BaseException | None) -> bool:
     """Say whether all is well on all ranks, or not because another save took the place; else raise. All ranks."""
-    if not barrier.any_of(problem is not None or bool(chosen.wrong) or chosen.replaced()):
+    if not ranks.any(problem is not None or bool(chosen.wrong) or chosen.replaced()):
         return True
-    replaced = barrier.any_of(isinstance(problem, Exception | None) and chosen.replaced())
-    is_damaged, wrong = not replaced and barrier.any_of(bool(chosen.wrong)), chosen.wrong
+    replaced = ranks.any(isinstance(problem, Exception | None) and chosen.replaced())
+    is_damaged, wrong = not replaced and ranks.any(bool(chosen.wrong)), chosen.wrong
     if is_damaged:  # what a rank ran into that found nothing wrong is a consequence
         problem = DamagedCheckpoint("; ".join(manifest.first_of(wrong))) if wrong else None
     try:
-        barrier.share(problem=None if replaced else problem)
+        ranks.first_error(None if replaced else problem)
     except RuntimeError as error:
         if not is_damaged:
             raise
         raise _Damaged(wrong or [str(error).partition(" failed on other ranks. ")[2]]) from None
-    barrier.leave()
+    ranks.leave()
     return False
 
 
 def _complete(
     accelerator: TrainingRun,
-    barrier: SaveBarrier,
+    ranks: Ranks,
     contents: Contents,
     model_options: dict[str, Any],
 ) -> None:
     """Give the objects their states if none refuses its own on any rank, else give back what they had."""
     _, problem = _attempted(lambda: contents.begin(**model_options))
     try:
-        barrier.share(problem=problem)
+        ranks.first_error(problem)
     except BaseException:
         contents.undo()
         raise
     attributes, problem = _attempted(contents.complete)
-    barrier.share(problem=problem)  # no rank may go on while another has other states
-    barrier.leave()
+    ranks.first_error(problem)  # no rank may go on while another has other states
+    ranks.leave()
     for name, value in (attributes or {}).items():
         setattr(accelerator, name, value)
 

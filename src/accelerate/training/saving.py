@@ -26,9 +26,9 @@ from accelerate.base.constants import (
 from accelerate.base.text import convert_file_size_to_int, get_pretty_name
 from accelerate.checkpoint import formats, fsdp
 from accelerate.checkpoint import state as states
-from accelerate.checkpoint.barrier import Group
 from accelerate.checkpoint.manifest import CHECKPOINTS_FOLDER, PARAMETER_NAMES, numbered_folder
 from accelerate.checkpoint.model_io import io_of, names_file
+from accelerate.checkpoint.ranks import Group
 from accelerate.checkpoint.save import Save, SavePlan, plain_names, snapshot, write_common, writes
 from accelerate.checkpoint.state import Common
 from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, prune, storage_of
@@ -72,8 +72,9 @@ def save_state(
     blocking = not project.async_save if blocking is None else blocking
     state_io = accelerator._state_io
     facts = _facts(accelerator, accelerator._strategy)
-    save = Save(storage, Group.of(accelerator, storage), facts, *_automatic(accelerator))
-    if not blocking and not save.barrier.in_background:
+    check_target, prune_old = _automatic(accelerator)
+    save = Save(storage, Group.of(accelerator, storage), facts, check_target, prune_old)
+    if not blocking and not save.ranks.in_background:
         warn_user("save_state(blocking=False) writes at once here: these ranks have no key-value store to meet in.")
         blocking = True
     # What failed on one rank alone, or is known to some ranks only, is raised on all of them now.
@@ -126,11 +127,13 @@ def _facts(accelerator: TrainingRun, strategy: Strategy) -> dict[str, Any]:
     }
 
 
-def _automatic(accelerator: TrainingRun) -> tuple[Callable[[CheckpointStorage], Any], ...]:
+def _automatic(
+    accelerator: TrainingRun,
+) -> tuple[Callable[[CheckpointStorage], Any], Callable[[CheckpointStorage], Any]]:
     """With automatic naming: what is done before a checkpoint is staged, and once it is in its place."""
     project = accelerator.project_configuration
     if not project.automatic_checkpoint_naming:
-        return ()
+        return (lambda storage: None), (lambda storage: None)
     number, limit, loaded = project.iteration, project.total_limit, accelerator._loaded_checkpoint
     unfinished = accelerator._unfinished_save
 
