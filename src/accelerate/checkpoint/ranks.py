@@ -267,7 +267,11 @@ class Ranks:
             raise error or RuntimeError(self._store_problem(store_error)) from store_error
         if outcome["error"] is not None:
             self.leave()
-            raise error or RuntimeError(f"{self._kind}({self._location!r}) {outcome['error']}")
+            if (
+                error is not None and self.group.rank not in outcome["lost"]
+            ):  # else the others left, and it followed from that
+                raise error
+            raise RuntimeError(f"{self._kind}({self._location!r}) {outcome['error']}") from error
         return outcome
 
     def _outcome(self, text: str, flag: bool, message: str | None = None) -> Note:
@@ -317,7 +321,7 @@ class Ranks:
             return {"misuse": _disagreement(values), "name": next(iter(values.values()))["name"]}
         failed = [f"Rank {rank}: {note['error']}" for rank, note in sorted(notes.items()) if note["error"] is not None]
         error = f"failed on other ranks. {' '.join(first_of(failed, _MOST))}" if failed else None
-        return {"flags": flags, "error": error}
+        return {"flags": flags, "error": error, "lost": []}
 
     # -- missing ranks -------------------------------------------------------------------------------------------------
 
@@ -355,7 +359,7 @@ class Ranks:
         if self._round > 0:
             lines = _lines({rank: str(search.latest[rank]) for rank in lost})
             text = f"did not come to its end. The others wait in vain: {'; '.join(lines)}."
-            return {"error": text} if lost else None
+            return {"error": text, "lost": lost} if lost else None
         calls = {rank: note["value"] for rank, note in notes.items()}
         misuse = _disagreement(calls) or (_never_called(calls, missing, lost) if lost else None)
         if misuse is None:
