@@ -27,7 +27,7 @@ from accelerate import comm
 from accelerate.base._lazy import front
 from accelerate.base.constants import PROFILE_PATTERN_NAME
 from accelerate.checkpoint import torch_files
-from accelerate.checkpoint.save import Background
+from accelerate.checkpoint.background import Background
 from accelerate.comm import operations
 from accelerate.comm.base import Communicator
 from accelerate.config.enums import DistributedType, DynamoBackend, LoggerType, RNGType

@@ -26,10 +26,11 @@ from accelerate.base.constants import (
 from accelerate.base.text import convert_file_size_to_int, get_pretty_name
 from accelerate.checkpoint import formats, fsdp
 from accelerate.checkpoint import state as states
+from accelerate.checkpoint.background import snapshot
 from accelerate.checkpoint.manifest import CHECKPOINTS_FOLDER, PARAMETER_NAMES, numbered_folder
 from accelerate.checkpoint.model_io import io_of, names_file
 from accelerate.checkpoint.ranks import Group
-from accelerate.checkpoint.save import Save, SavePlan, plain_names, snapshot, write_common, writes
+from accelerate.checkpoint.save import Save, SavePlan, plain_names, write_common, writes
 from accelerate.checkpoint.state import Common
 from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, prune, storage_of
 from accelerate.modules import tensor_kinds

@@ -15,8 +15,9 @@ from typing import Any
 from transformers import Trainer, TrainerCallback
 
 import accelerate.comm
+from accelerate.checkpoint.background import Background, snapshot
 from accelerate.checkpoint.manifest import NAME, Manifest
-from accelerate.checkpoint.save import Background, Save, SavePlan, snapshot, unlisted
+from accelerate.checkpoint.save import Save, SavePlan, unlisted
 from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, prune
 from transformers_patch import preempt
 from transformers_patch.checkpoints import callbacks, capture, choose, ranks, sharded, streams

@@ -13,9 +13,10 @@ from torch.distributed.tensor import DTensor, Shard
 
 from accelerate.checkpoint import formats
 from accelerate.checkpoint import ranks as checkpoint_ranks
+from accelerate.checkpoint.background import HostBuffers, snapshot
 from accelerate.checkpoint.manifest import Manifest
 from accelerate.checkpoint.ranks import CollectiveMisuse, Group
-from accelerate.checkpoint.save import HostBuffers, Save, SavePlan, snapshot
+from accelerate.checkpoint.save import Save, SavePlan
 from accelerate.checkpoint.storage import storage_of
 from accelerate.extensions.object_store.object_store import _Objects
 from sharded_samples import fake_group
