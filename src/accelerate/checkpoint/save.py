@@ -33,8 +33,9 @@ from accelerate.runtime import durable
 
 logger = logging.getLogger(__name__)
 
-# Files that are written at a time. Two keep a disk busy while one of them waits for its hash or for the interpreter.
-WRITERS = 2
+# Large files that are written at a time. Two keep a disk busy while one of them waits for its hash or for the interpreter. For files
+# below a size, threads cost more than they gain.
+WRITERS, _LARGE = 2, 16 << 20
 
 # -- what one rank writes ----------------------------------------------------------------------------------------------
 
@@ -42,19 +43,23 @@ WRITERS = 2
 class SavePlan(os.PathLike[str]):
     """Files of one rank for the folder of a checkpoint; `writes_shared`: those too that are the same on all ranks.
 
-    `create` gives the file of a name to write to; by default one in the folder.
+    A `storage` gives the files to write to, when it has staged the folder; without one they are written durably, one after the other.
     """
 
     def __init__(
-        self, folder: str, rank: int = 0, writes_shared: bool = True, create: formats.Create | None = None
+        self, folder: str, rank: int = 0, writes_shared: bool = True, storage: CheckpointStorage | None = None
     ) -> None:
         self.folder = folder
-        self.create = create or (lambda name: durable.durable(os.path.join(folder, name)))
+        self.create: formats.Create = lambda name: durable.durable(os.path.join(folder, name))
+        self.sync: Callable[[Iterable[str]], None] = lambda names: None
+        if storage is not None:
+            self.create, self.sync = partial(storage.create, folder), partial(storage.sync, folder)
         self.rank = rank
         self.writes_shared = writes_shared
         self._jobs: dict[str, tuple[Callable[..., FileEntry], Any, dict[str, Any]]] = {}
         self._shards: dict[str, dict[str, Any]] = {}
         self._written: dict[str, FileEntry] = {}
+        self._unsynced: list[str] = []
 
     def __str__(self) -> str:  # as programs put folders into texts
         return self.folder
@@ -94,19 +99,25 @@ class SavePlan(os.PathLike[str]):
 
             written = dcp.save(state, os.path.join(self.folder, name), group, create=self._create_in(name))
             self._written |= {f"{name}/{file}": entry for file, entry in written.items()}
+            self._unsynced += [f"{name}/{file}" for file in written]
 
         # In the order in which they were added: models and optimizers come first, so that the small ones fill the gaps.
-        durable.each(self.write_file, list(self._jobs), writers)
+        large = [file for file, (_, obj, _) in self._jobs.items() if _bytes_of(obj) > _LARGE]
+        durable.each(self.write_file, list(self._jobs), writers if large else 1)
+        self.sync(self._unsynced)
+        self._unsynced.clear()
         return self._written
 
     def write_file(self, file: str) -> None:
         """Write one of the files durably, before the others. Any rank, alone."""
         write, obj, options = self._jobs.pop(file)
         self._written[file] = write(file, obj, rank=self.rank, create=self.create, **options)
+        self._unsynced.append(file)
 
     def forget(self, file: str) -> None:
         """Leave a file that was written, and that other code has changed since, to the leader, which hashes what no rank lists."""
         self._written.pop(file)
+        self._unsynced = [name for name in self._unsynced if name != file]
 
     @property
     def has_shards(self) -> bool:
@@ -119,6 +130,11 @@ class SavePlan(os.PathLike[str]):
 
     def _create_in(self, folder: str) -> formats.Create:
         return lambda path: self.create(f"{folder}/{os.path.basename(path)}")
+
+
+def _bytes_of(obj: Any) -> int:
+    """Return about how many bytes a file of an object has: those of the tensors directly in it."""
+    return sum(getattr(value, "nbytes", 0) for value in obj.values()) if isinstance(obj, Mapping) else 0
 
 
 # -- what is put into it -----------------------------------------------------------------------------------------------
@@ -267,7 +283,7 @@ class Save:
         if not self.group.shared and not self.group.each_node:  # machines stage parts of what one of them publishes
             self.storage.generation = self._with_all_ranks(self.ranks.share, self.storage.generation)
         first = (self.group.local_rank if self.group.each_node else self.group.rank) == 0
-        self.plan = SavePlan(folder, self.group.rank, first, partial(self.storage.create, folder))
+        self.plan = SavePlan(folder, self.group.rank, first, self.storage)
 
     def check_collected(self) -> None:
         """Learn whether all ranks could collect their state, before the rest is done in the background. All ranks."""
