@@ -241,16 +241,19 @@ def write_common(common: Common, folder: durable.Path, step: int, save_on_each_n
 
 @dataclass
 class Save:
-    """The saving of one checkpoint. Each rank makes one and goes through the same steps.
+    """The saving of one checkpoint, in three steps of all ranks: `begin`, `check_collected`, `finish`.
+
+    Between `begin` and the next step a rank puts its files into the `plan`. A rank that fails keeps its `problem`, goes to the next
+    exchange with the others, and all raise it there. Nothing is published then, and what was staged is removed.
 
     Attributes:
         manifest_fields: What the manifest says of the run.
         check_target: Called with the storage by the leader before it stages; raises where the storage must not be taken.
         prune_old: Called with the storage by the rank that published, once all ranks know that the checkpoint is there.
-        shards: The process group of the ranks that write shards together; None for the default one.
         kind: The call, as errors name it.
-        plan: What takes the files of this rank; from `begin` on.
-        problem: Why this rank cannot go on; the next step of all ranks reports it.
+        shards: The process group of the ranks that write shards together; None for the default one.
+        plan: Takes the files of this rank; from `begin` on.
+        problem: Why this rank cannot continue.
         leads: This rank stages; from `begin` on.
     """
 
@@ -269,82 +272,107 @@ class Save:
     def __post_init__(self) -> None:
         self.ranks = Ranks(self.group, default_store())
 
-    def begin(self, former: BaseException | None = None) -> None:
-        """Meet the other ranks, and learn where to write; a `former` problem of a rank is raised, nothing saved.
-
-        CollectiveMisuse if the others do something else; RuntimeError if another rank could not make the folder.
-        """
-        self.ranks.agree(self.kind, self.storage.location)
-        leader = self.ranks.leader()
-        self.leads = self.group.rank == leader
-        self._publishes = self.group.rank == (leader if self.group.each_node else 0)
-        self.problem = former
-        folder = self._with_all_ranks(self.ranks.share, self.attempt(self._stage) if self.leads else None, leader)
-        if not self.group.shared and not self.group.each_node:  # machines stage parts of what one of them publishes
-            self.storage.generation = self._with_all_ranks(self.ranks.share, self.storage.generation)
-        first = (self.group.local_rank if self.group.each_node else self.group.rank) == 0
-        self.plan = SavePlan(folder, self.group.rank, first, self.storage)
-
-    def check_collected(self) -> None:
-        """Learn whether all ranks could collect their state, before the rest is done in the background. All ranks."""
-        self._with_all_ranks(self.ranks.first_error)
-
-    def finish(self, writers: int = WRITERS) -> None:
-        """Write this rank's files, and publish the checkpoint when every rank has. May run in a thread.
-
-        A rank lists its files in its part of the manifest. Those that lead add what no rank of their folder has listed, and one publishes all.
-        The error of this rank is raised as it is, that of another one as a RuntimeError.
-        """
-        files = self.attempt(lambda: self.plan.write(writers, self.shards)) or {}
-        parts = self._leave_part({} if self.leads else files)
-        listed: dict[str, FileEntry] = {}
-        if self.leads:
-            # Where several lead, each has the parts of its machine in the folder, which it has written to itself.
-            ranks, there = range(self.group.world_size), parts if self.group.shared else 0
-            listed = self.attempt(lambda: manifest.gathered(manifest.parts(self.plan.folder, ranks, there))) or {}
-            known, rank = {*files, *listed}, self.group.rank
-            files |= self.attempt(lambda: unlisted(self.plan.folder, known, rank, writers)) or {}
-        if not self.group.shared:  # several ranks lead, and none publishes if one of them has failed
-            parts += self._leave_part(files if self.leads and not self._publishes else {}, uploads=self.leads)
-        if self._publishes:
-            self.attempt(lambda: self._publish(files, listed, parts))
-        self._with_all_ranks(self.ranks.first_error)
-        self.ranks.leave()
-        # The checkpoint is saved on all ranks, whatever becomes of older ones: none waits for their removal, and none fails with it.
-        if self.leads:
-            self.storage.discard()
-        if self._publishes:
-            self.prune_old(self.storage)
-
     def attempt(self, step: Callable[[], Any]) -> Any:
-        """Take a step, unless this rank has failed before; the next round of all ranks reports what it raises."""
+        """Take a step, unless this rank has failed before; the next exchange of all ranks reports what it raises."""
         try:
             return step() if self.problem is None else None
-        except BaseException as error:  # a rank that leaves without a word is waited for
+        except BaseException as error:  # the other ranks would wait for a rank that leaves without a word
             self.problem = error
 
-    def _with_all_ranks(self, step: Callable[..., Any], *arguments: Any) -> Any:
-        """Take a step with all ranks, unless one of them has failed: then nothing is saved."""
+    @contextlib.contextmanager
+    def _discarding(self) -> Iterator[None]:
+        """Remove what this rank has staged if the ranks fail."""
         try:
-            return step(*arguments, error=self.problem)
+            yield
         except BaseException:
             if self.leads:
                 self.storage.discard()
             raise
+
+    def begin(self, former: BaseException | None = None) -> None:
+        """Stage a folder on each file system, and learn where to write; a `former` problem of a rank is raised instead.
+
+        Collective: call on every rank.
+
+        Raises:
+            CollectiveMisuse: Other ranks do something else.
+            RuntimeError: Another rank could not make the folder.
+        """
+        ranks, group, self.problem = self.ranks, self.group, former
+        ranks.agree(self.kind, self.storage.location)
+        leader = ranks.leader()
+        self.leads = group.rank == leader
+        self._publishes = group.rank == (leader if group.each_node else 0)
+        with self._discarding():
+            staged = self.attempt(self._stage) if self.leads else None
+            folder = ranks.share(staged, leader, self.problem)
+            if not group.shared and not group.each_node:  # machines stage parts of what one of them publishes
+                self.storage.generation = ranks.share(self.storage.generation)
+        first = (group.local_rank if group.each_node else group.rank) == 0
+        self.plan = SavePlan(folder, group.rank, first, self.storage)
 
     def _stage(self) -> str:
         self.check_target(self.storage)
         formats.refuse_unreadable(self.storage.location)
         return self.storage.stage()
 
-    def _leave_part(self, files: dict[str, FileEntry], uploads: bool = False) -> int:
-        """List files in this rank's part of the manifest, if there are any; return how many ranks have a part. All ranks."""
-        if files:
-            self.attempt(lambda: manifest.write_part(self.plan.folder, self.group.rank, files))
-        if uploads:
-            self.attempt(lambda: self.storage.upload(self.plan.folder))
-        parts: int = self._with_all_ranks(self.ranks.count, bool(files))
-        return parts
+    def check_collected(self) -> None:
+        """Learn whether all ranks could collect their state, before the rest is done in the background.
+
+        Collective: call on every rank.
+        """
+        with self._discarding():
+            self.ranks.first_error(self.problem)
+
+    def finish(self, writers: int = WRITERS) -> None:
+        """Write this rank's files, and publish the checkpoint when every rank has. May run in a thread.
+
+        Collective: call on every rank.
+
+        Raises:
+            BaseException: The problem of this rank, as it is; that of another rank as a RuntimeError.
+        """
+        ranks, group, rank = self.ranks, self.group, self.group.rank
+        with self._discarding():
+            # Write. The ranks that lead know what they wrote; each of the others leaves a list, its part of the manifest.
+            files = self.attempt(lambda: self.plan.write(writers, self.shards)) or {}
+            leaves_part = bool(files) and not self.leads
+            if leaves_part:
+                self.attempt(lambda: manifest.write_part(self.plan.folder, rank, files))
+            parts = ranks.count(leaves_part, self.problem)
+
+            # List. Who leads reads the parts in its folder, and hashes the files there that no rank has listed.
+            listed: dict[str, FileEntry] = {}
+            if self.leads:
+                listed = self.attempt(lambda: self._listed(parts)) or {}
+                known = {*files, *listed}
+                files |= self.attempt(lambda: unlisted(self.plan.folder, known, rank, writers)) or {}
+            if not group.shared:  # several ranks lead, and none publishes if one of them has failed
+                leaves_part = bool(files) and self.leads and not self._publishes
+                if leaves_part:
+                    self.attempt(lambda: manifest.write_part(self.plan.folder, rank, files))
+                if self.leads:
+                    self.attempt(lambda: self.storage.upload(self.plan.folder))
+                parts += ranks.count(leaves_part, self.problem)
+
+            # Publish.
+            if self._publishes:
+                self.attempt(lambda: self._publish(files, listed, parts))
+            ranks.first_error(self.problem)
+        ranks.leave()
+        # The checkpoint is saved on all ranks, whatever becomes of older ones: none waits for their removal, and none fails with it.
+        if self.leads:
+            self.storage.discard()
+        if self._publishes:
+            self.prune_old(self.storage)
+
+    def _listed(self, parts: int) -> dict[str, FileEntry]:
+        """Return what the parts of other ranks in this rank's folder list."""
+        if self.group.shared and not parts:
+            return {}
+        # Where several ranks lead, each has the parts of its machine in the folder, which are not counted.
+        texts = manifest.parts(self.plan.folder, range(self.group.world_size), parts if self.group.shared else 0)
+        return manifest.gathered(texts)
 
     def _publish(self, files: dict[str, FileEntry], listed: dict[str, FileEntry], parts: int) -> None:
         if not self.storage.shared:  # other nodes have uploaded theirs
