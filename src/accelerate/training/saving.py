@@ -20,7 +20,6 @@ from accelerate.checkpoint.save import Save, SavePlan, plain_names, write_common
 from accelerate.checkpoint.state import Common
 from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, prune, storage_of
 from accelerate.precision import scaling
-from accelerate.strategies.base import Strategy
 from accelerate.training.run import TrainingRun
 
 logger = logging.getLogger(__name__)
@@ -35,35 +34,29 @@ def save_state(
     blocking: bool | None,
     **model_options: Any,
 ) -> Path | str:
-    """Save everything prepared or registered as one checkpoint, and return where it is, or will be. All ranks call it.
+    """Save everything prepared or registered as one checkpoint, and return where it is, or will be.
 
-    It is written aside and takes its place when all of it is there. With automatic naming the place is
-    ``checkpoints/checkpoint_N`` of the project, and the oldest ones beyond ``total_limit`` are removed afterwards.
+    The checkpoint is written into a hidden folder, which takes its location when it is complete. With automatic naming the
+    location is ``checkpoints/checkpoint_N`` of the project, and the oldest ones beyond ``total_limit`` are removed afterwards.
+
+    Collective: call on every rank.
     """
-    background = accelerator._background
+    project, background, state_io = accelerator.project_configuration, accelerator._background, accelerator._state_io
     former = background.wait("save_state()") if background.pending else None
     _warn_of_open_window(accelerator)
-    project = accelerator.project_configuration
     path = _path(accelerator, output_dir)
     storage = storage_of(path)
+    save = Save(storage, Group.of(accelerator, storage), _facts(accelerator), *_automatic(accelerator))
     blocking = not project.async_save if blocking is None else blocking
-    state_io = accelerator._state_io
-    facts = _facts(accelerator, accelerator._strategy)
-    check_target, prune_old = _automatic(accelerator)
-    save = Save(storage, Group.of(accelerator, storage), facts, check_target, prune_old)
     if not blocking and not save.ranks.in_background:
         warn_user("save_state(blocking=False) writes at once here: these ranks have no key-value store to meet in.")
         blocking = True
-    # What failed on one rank alone, or is known to some ranks only, is raised on all of them now.
+
     save.begin(former)
     if state_io.saves_shards and not blocking:
         save.shards = comm.side_group(beside=True)
-    try:
-        _collect(accelerator, save.plan, save.group.each_node, safe_serialization, model_options)
-        if not blocking:
-            snapshot(save.plan, background.buffers)
-    except BaseException as error:  # the other ranks must hear of it, so that they do not wait for this one
-        save.problem = error
+    save.attempt(lambda: _collect(accelerator, save.plan, save.group.each_node, safe_serialization, model_options))
+
     if blocking:
         # A save that fails at its very end may have left a checkpoint, which the next one of this name replaces.
         accelerator._unfinished_save = storage.location
@@ -72,14 +65,16 @@ def save_state(
         save.finish()
         accelerator._unfinished_save = None
         project.iteration += 1
-    else:
-        project.iteration += 1  # on all ranks, whatever becomes of it on one of them
-        try:
-            save.check_collected()
-        except BaseException:
-            background.buffers.release()
-            raise
-        background.start(lambda: save.finish(writers=1), what=storage.location)
+        return _as_given(storage, path)
+
+    save.attempt(lambda: snapshot(save.plan, background.buffers))
+    project.iteration += 1  # on all ranks, whatever becomes of it on one of them
+    try:
+        save.check_collected()
+    except BaseException:
+        background.buffers.release()
+        raise
+    background.start(lambda: save.finish(writers=1), what=storage.location)
     return _as_given(storage, path)
 
 
@@ -91,13 +86,13 @@ def _as_given(storage: CheckpointStorage, path: Folder) -> Path | str:
     return Path(storage.location) if isinstance(storage, LocalStorage) else storage.location
 
 
-def _facts(accelerator: TrainingRun, strategy: Strategy) -> dict[str, Any]:
+def _facts(accelerator: TrainingRun) -> dict[str, Any]:
     """Return what a manifest says of the run."""
     mesh = accelerator.torch_device_mesh
     sizes = None if mesh is None else dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
     return {
         "world_size": accelerator.num_processes,
-        "strategy": strategy.name,
+        "strategy": accelerator._strategy.name,
         "mesh": sizes,
         "step": accelerator.step,
         "iteration": accelerator.project_configuration.iteration,
@@ -106,8 +101,8 @@ def _facts(accelerator: TrainingRun, strategy: Strategy) -> dict[str, Any]:
 
 def _automatic(
     accelerator: TrainingRun,
-) -> tuple[Callable[[CheckpointStorage], Any], Callable[[CheckpointStorage], Any]]:
-    """With automatic naming: what is done before a checkpoint is staged, and once it is in its place."""
+) -> tuple[Callable[[CheckpointStorage], None], Callable[[CheckpointStorage], None]]:
+    """Return what automatic naming does before a checkpoint is staged, and once it is published."""
     project = accelerator.project_configuration
     if not project.automatic_checkpoint_naming:
         return (lambda storage: None), (lambda storage: None)
@@ -169,11 +164,13 @@ def _collect(
     strategy, state_io = accelerator._strategy, accelerator._state_io
     schedulers = state_io.checkpointed_schedulers(accelerator)
     # Through the method, because libraries replace it. Hooks of strategies that save shards see no weights.
-    whole = [] if state_io.saves_shards else accelerator._models
-    states: list[dict[str, Any]] = [plain_names(accelerator.get_state_dict(model)) for model in whole]
+    models = [] if state_io.saves_shards else accelerator._models
+    states: list[dict[str, Any]] = [plain_names(accelerator.get_state_dict(model)) for model in models]
     hooks = list(accelerator._save_model_state_pre_hook.values())
-    models = accelerator._models if hooks else []
-    models = [model if state_io.owns_state(model) else strategy.unwrap_model(model) for model in models]
+    models = [
+        model if state_io.owns_state(model) else strategy.unwrap_model(model)
+        for model in (accelerator._models if hooks else ())
+    ]
     for hook in hooks:
         hook(models, states, plan.folder)
     if unused := sorted(model_options.keys() - set(state_io.save_options)):
@@ -186,25 +183,28 @@ def _collect(
         state_io.save_model(accelerator, state, plan, index, **options)
     for index, optimizer in enumerate(accelerator._optimizers):
         state_io.save_optimizer(accelerator, optimizer, plan, index, save_on_each_node=each_node)
-    known = names_file(accelerator._optimizers, accelerator._models)
-    if known is not None and plan.writes_shared:
-        plan.add_bytes(PARAMETER_NAMES, known)
+    names = names_file(accelerator._optimizers, accelerator._models)
+    if names is not None and plan.writes_shared:
+        plan.add_bytes(PARAMETER_NAMES, names)
     if accelerator.scaler is not None:
         scaling.flush_update(accelerator.scaler)
     write_common(Common.of(accelerator, schedulers), plan, accelerator.step, each_node)
 
 
 def register_for_checkpointing(accelerator: TrainingRun, *objects: Any) -> None:
-    """Let ``save_state`` and ``load_state`` treat further objects. All ranks, in the same order."""
-    bad = [
+    """Let ``save_state`` and ``load_state`` treat further objects, in the same order on all ranks.
+
+    Collective: call on every rank.
+    """
+    refused = [
         f"argument {position} ({get_pretty_name(obj)})"
         for position, obj in enumerate(objects)
         if not (hasattr(obj, "state_dict") and hasattr(obj, "load_state_dict"))
     ]
-    if bad:
+    if refused:
         raise ValueError(
             "All `objects` must include a `state_dict` and `load_state_dict` function to be stored. Those that do not: "
-            + ", ".join(bad)
+            + ", ".join(refused)
         )
     accelerator._custom_objects.extend(objects)
 
