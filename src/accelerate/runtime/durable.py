@@ -248,18 +248,16 @@ def hashed(sink: Sink) -> Iterator[HashedFile]:
 
 
 class _DiskSink(Sink):
-    """A file that is written aside, and takes its place when the disk has it.
+    """A file that is written under a second name and synced, and then takes its name; with one name it is not synced.
 
     The disk begins with each block while the next one is written, so that it has little left to do at the end.
     """
 
     _descriptor = -1
 
-    def __init__(self, path: str, writer: int | None = None) -> None:
+    def __init__(self, path: str, aside: str) -> None:
         super().__init__()
-        folder, name = os.path.split(path)
-        suffix = "" if writer is None else f".{writer}"
-        self._path, self._aside = path, os.path.join(folder, f"{STAGING_PREFIX}{name}{suffix}")
+        self._path, self._aside = path, aside
         self._begun = 0  # the disk has begun with so much
         self._since = time.monotonic()
         with contextlib.suppress(FileNotFoundError):
@@ -277,12 +275,14 @@ class _DiskSink(Sink):
 
     def finish(self) -> None:
         with self.naming():
-            os.fsync(self._descriptor)
+            if self._aside != self._path:
+                os.fsync(self._descriptor)
             self.status = os.fstat(self._descriptor)
             if not os.path.samestat(self.status, os.lstat(self._aside)):
                 raise OSError(errno.EBUSY, "Another process writes this file at the same time")
         self.close()
-        os.replace(self._aside, self._path)
+        if self._aside != self._path:
+            os.replace(self._aside, self._path)
 
     def close(self) -> None:
         descriptor, self._descriptor = self._descriptor, -1
@@ -311,7 +311,14 @@ def durable(path: Path, writer: int | None = None) -> contextlib.AbstractContext
         path: The file.
         writer: Number of this process among those that may write the file at a time: the last one counts. None if only one does.
     """
-    return hashed(_DiskSink(os.fspath(path), writer))
+    folder, name = os.path.split(os.fspath(path))
+    suffix = "" if writer is None else f".{writer}"
+    return hashed(_DiskSink(os.fspath(path), os.path.join(folder, f"{STAGING_PREFIX}{name}{suffix}")))
+
+
+def staged(path: Path) -> contextlib.AbstractContextManager[HashedFile]:
+    """Write a file of a folder that nothing reads yet. It is not on the disk before `sync_file`, which many files need only once."""
+    return hashed(_DiskSink(os.fspath(path), os.fspath(path)))
 
 
 @contextlib.contextmanager
@@ -380,6 +387,17 @@ def require_file(path: Path) -> int:
 
 
 # -- the file system ----------------------------------------------------------------------------------------------------
+
+
+def sync_file(path: Path) -> None:
+    """Write a file's bytes to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from None
+    finally:
+        os.close(descriptor)
 
 
 def sync_folder(path: Path) -> None:

@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from accelerate.base._warn import warn_user
-from accelerate.checkpoint.save import HostBuffers
+from accelerate.checkpoint.background import HostBuffers
 from accelerate.config.enums import DynamoBackend
 from accelerate.config.strategies import traits_of
 from accelerate.data.loader import PreparedLoader, SkipDataLoader

@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 from accelerate.base._warn import warn_user
 from accelerate.checkpoint import manifest
 from accelerate.checkpoint.apply import Contents
-from accelerate.checkpoint.barrier import Group, SaveBarrier, default_store
 from accelerate.checkpoint.choose import Choice, Ok, Outcome, Refuse, Search, TryNext, attempt, own_copy, refused
 from accelerate.checkpoint.manifest import DamagedCheckpoint, Manifest, damaged
+from accelerate.checkpoint.ranks import Group, Ranks, default_store
 from accelerate.checkpoint.read import read, tensor_device
 from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, storage_of
 from accelerate.checkpoint.verify import CheckpointFolder, verify
@@ -65,8 +65,8 @@ def _load(
 ) -> Path | str | None:
     location, replaced = search.storage.location, 0
     while True:
-        ranks = SaveBarrier("load_state", location, Group.of(accelerator, search.storage), default_store())
-        ranks.begin()
+        ranks = Ranks(Group.of(accelerator, search.storage), default_store())
+        ranks.agree("load_state", location)
         if (choice := _choose(search, ranks, problem, missing_ok)) is None:
             return None
         outcome = _load_chosen(accelerator, ranks, choice, options, model_options)
@@ -91,7 +91,7 @@ def _load(
 
 def _load_chosen(
     accelerator: TrainingRun,
-    ranks: SaveBarrier,
+    ranks: Ranks,
     choice: Choice,
     options: dict[str, Any],
     model_options: dict[str, Any],
@@ -121,21 +121,21 @@ def _load_chosen(
         choice.storage.release()
 
 
-def _agree(ranks: SaveBarrier, outcome: Outcome[T]) -> Outcome[T]:
+def _agree(ranks: Ranks, outcome: Outcome[T]) -> Outcome[T]:
     """Return the outcome that counts: to start over if one rank says so, else to try another one, else a rank's error. All ranks."""
-    if not ranks.any_of(not isinstance(outcome, Ok)):
+    if not ranks.any(not isinstance(outcome, Ok)):
         return outcome
-    if ranks.any_of(isinstance(outcome, TryNext) and outcome.replaced):
+    if ranks.any(isinstance(outcome, TryNext) and outcome.replaced):
         ranks.leave()
         return TryNext(["another save took its place"], replaced=True)
-    is_damaged = ranks.any_of(isinstance(outcome, TryNext))
+    is_damaged = ranks.any(isinstance(outcome, TryNext))
     error: BaseException | None = None
     if isinstance(outcome, TryNext):
         error = DamagedCheckpoint("; ".join(manifest.first_of(outcome.reasons)))
     elif isinstance(outcome, Refuse) and not is_damaged:  # else it is a consequence
         error = outcome.error
     try:
-        ranks.share(problem=error)
+        ranks.first_error(error)
     except BaseException as agreed:
         if not is_damaged:
             return Refuse(agreed)
@@ -157,13 +157,13 @@ def _storage(accelerator: TrainingRun, input_dir: Folder | None) -> CheckpointSt
     return storage_of(project.project_dir).child(manifest.CHECKPOINTS_FOLDER)
 
 
-def _choose(search: Search, ranks: SaveBarrier, problem: Exception | None, missing_ok: bool) -> Choice | None:
+def _choose(search: Search, ranks: Ranks, problem: Exception | None, missing_ok: bool) -> Choice | None:
     """Return the checkpoint that rank 0 has found, on the disk of this rank's machine; None if there is none. All ranks.
 
     A `problem` of a rank, which failed in the background, is raised on all of them.
     """
-    group = Group.of(search.run, search.storage)
-    answer = ranks.share(search.answer() if group.rank == 0 and problem is None else None, problem=problem)
+    group = ranks.group
+    answer = ranks.share(search.answer() if group.rank == 0 and problem is None else None, error=problem)
     if (refusal := refused(answer)) is not None:
         ranks.leave()
         # A checkpoint that cannot be read is no reason to start again, and to save over it.
