@@ -19,7 +19,8 @@ from accelerate.checkpoint.layouts import Found, Path, find, required, to_device
 from accelerate.checkpoint.manifest import DamagedCheckpoint
 from accelerate.checkpoint.model_io import io_of
 from accelerate.checkpoint.state import Layout, is_distributed_tensor, mapped_leaves, run_on_all_ranks
-from accelerate.checkpoint.stored import Reader, StoredTensor
+from accelerate.checkpoint.stored import FullFiles, Reader, StoredTensor, read_whole
+from accelerate.checkpoint.verify import with_manifest
 from accelerate.modules import tensor_kinds
 from accelerate.modules.unwrap import match_names
 
@@ -348,20 +349,21 @@ def read_full_optimizer(
         )
     model, groups = model_io.owner(optimizer, models)
     goal = None if model is None else target(optimizer, model, groups)
-    stored = found.open(load_kwargs)
-    raw = stored.state
-    if found.layout == "full" and (
-        not is_state(raw) or (not is_named(raw) and _has_own_numbers(raw, goal, folder, index))
-    ):
-        state: dict[str, Any] = stored.read(raw)
-    elif goal is None:
+    if found.layout == "full":
+        checkpoint, path = with_manifest(folder), os.path.join(folder, found.name)
+        checkpoint.check([found.name, manifest.PARAMETER_NAMES])
+        raw: dict[str, Any] = read_whole(path, map_location, load_kwargs)
+        if not is_state(raw) or (not is_named(raw) and _has_own_numbers(raw, goal, folder, index)):
+            return raw
+        stored: Reader = FullFiles(path, raw)
+    else:
+        stored = found.open(load_kwargs)
+    if goal is None:
         raise RuntimeError(
             f"{found.name} in {folder!r} names its parameters, and no prepared model has those of this optimizer. "
             "Prepare the model, too."
         )
-    else:
-        state = model_io.numbered(read_optimizer(goal, stored, found))
-    return to_device(state, map_location)
+    return to_device(model_io.numbered(read_optimizer(goal, stored, found)), map_location)
 
 
 def _has_own_numbers(raw: Mapping[str, Any], goal: Target | None, folder: Path, index: int) -> bool:

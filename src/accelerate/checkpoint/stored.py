@@ -293,6 +293,8 @@ def _aliases(state: Mapping[str, Any]) -> dict[str, str]:
 
 def _parts_of(tensor: torch.Tensor) -> list[tuple[torch.Tensor, Sequence[int]]]:
     """Return what this rank has of a tensor: pieces of memory, and where each begins in the tensor."""
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        return [(tensor.detach(), (0,) * tensor.dim())]
     if is_sharded_tensor(tensor):
         shards: Any = tensor
         return [(shard.tensor.detach(), shard.metadata.shard_offsets) for shard in shards.local_shards()]
