@@ -65,47 +65,46 @@ class CheckpointFolder(os.PathLike[str]):
             self._entries.update(self.listing.detailed(self, theirs))
         return [self._entries[name] for name in names]
 
-    def check(self, wanted: Ranges, below: str = "", shared: bool = False) -> None:
+    def check(self, ranges: Ranges, below: str = "", shared: bool = False) -> None:
         """Raise DamagedCheckpoint with what `differences` returns."""
-        if lines := self.differences(wanted, below, shared):
+        if lines := self.differences(ranges, below, shared):
             raise damaged(self, lines)
 
-    def differences(self, wanted: Ranges, below: str = "", shared: bool = False) -> list[str]:
-        """Hash the pieces of files, `below` a folder inside, that are wanted; return a line for each file that is not what was written.
+    def differences(self, ranges: Ranges, below: str = "", shared: bool = False) -> list[str]:
+        """Hash pieces of files, `below` a folder inside; return a line for each file that is not what was written.
 
-        What was hashed before is left out; of what is `shared`, all ranks at one disk want the same, and each hashes a part.
+        Pieces that were hashed before are skipped. If `shared`, all ranks of the machine ask for the same ones, and each hashes a part.
         """
         reader, readers = self.reader if shared else (0, 1)
+        ranges = ranges if isinstance(ranges, Mapping) else dict.fromkeys(ranges)
+        prefix = below and f"{below}/"
+        numbers: dict[str, list[int]] = {}
         try:
-            ranges = wanted if isinstance(wanted, Mapping) else dict.fromkeys(wanted)
-            prefix = below and f"{below}/"
-            pieces = self._not_hashed({f"{prefix}{name}": some for name, some in ranges.items()})
-            own: dict[str, list[int]] = {}
-            # Files that have no digests of pieces are hashed as a whole: the largest first, by turns.
+            pieces = self._not_hashed({f"{prefix}{name}": spans for name, spans in ranges.items()})
+            # The largest first, by turns. A file that has no digests of pieces is one piece.
             for _, _, name, number in sorted(pieces)[reader::readers]:
-                own.setdefault(name, []).append(number)
-            if own:
-                self.bring({name: self._entries[name].size for name in own})
+                numbers.setdefault(name, []).append(number)
+            if numbers:
+                self.bring({name: self._entries[name].size for name in numbers})
+            lines = self._changed(numbers)
         except DamagedCheckpoint as error:
             lines = [str(error)]
-        else:
-            lines = self._changed(own) if own else []
         self.wrong += lines
         return lines
 
-    def _not_hashed(self, wanted: Mapping[str, Iterable[tuple[int, int]] | None]) -> list[tuple[bool, int, str, int]]:
+    def _not_hashed(self, ranges: Mapping[str, Iterable[tuple[int, int]] | None]) -> list[tuple[bool, int, str, int]]:
         """Return the pieces of listed files that hold some ranges and that none has hashed, and note that they are hashed.
 
         Each has its file and its number behind what `differences` sorts by.
         """
         pieces = []
-        self.entries(wanted)
-        for name, ranges in wanted.items():
+        self.entries(ranges)
+        for name, file_ranges in ranges.items():
             if (entry := self._entries.get(name)) is None:
                 continue
             numbers: Iterable[int] = range(-(-entry.size // durable.CHUNK)) if entry.digests else (0,)
-            if entry.digests and ranges is not None:
-                spans = [range(start // durable.CHUNK, -(-stop // durable.CHUNK)) for start, stop in ranges]
+            if entry.digests and file_ranges is not None:
+                spans = [range(start // durable.CHUNK, -(-stop // durable.CHUNK)) for start, stop in file_ranges]
                 numbers = set().union(*spans)
             new = {(name, number) for number in numbers} - self._hashed
             self._hashed |= new
@@ -121,15 +120,15 @@ class CheckpointFolder(os.PathLike[str]):
                 if (size := durable.require_file(path)) != entry.size:
                     lines.append(manifest.difference(name, entry.size, size))
                 elif not entry.digests:
-                    found = durable.digests(path, range(0, size, durable.CHUNK), size, threads)
-                    lines += manifest.changed(name, entry, durable.combined(found))
+                    digests = durable.digests(path, range(0, size, durable.CHUNK), size, threads)
+                    lines += manifest.changed(name, entry, durable.combined(digests))
                 else:
-                    found = durable.digests(path, [number * durable.CHUNK for number in numbers], size, threads)
+                    digests = durable.digests(path, [number * durable.CHUNK for number in numbers], size, threads)
                     written = [entry.digests[32 * number : 32 * number + 32] for number in numbers]
                     lines += [
-                        f"{name} has changed: the checksum of its piece {number} is {digest.hex()}, but {known} was written"
-                        for number, digest, known in zip(numbers, found, written, strict=True)
-                        if digest.hex() != known
+                        f"{name} has changed: the checksum of its piece {number} is {digest.hex()}, but {digest_written} was written"
+                        for number, digest, digest_written in zip(numbers, digests, written, strict=True)
+                        if digest.hex() != digest_written
                     ][:1]
             except OSError as error:
                 lines.append(f"{name} could not be read: {error}")
@@ -137,7 +136,7 @@ class CheckpointFolder(os.PathLike[str]):
 
 
 def with_manifest(folder: Path) -> CheckpointFolder:
-    """Return a folder that compares what is read with its manifest, an empty one if it has none. Any rank, alone."""
+    """Return a folder that is compared with its manifest, with an empty one if it has none. Not a collective."""
     if isinstance(folder, CheckpointFolder):
         return folder
     has_one = os.path.isfile(os.path.join(folder, manifest.NAME))
