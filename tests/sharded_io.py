@@ -21,7 +21,7 @@ def save_model(model, folder, index=0, layout="sharded"):
 
 def load_model(model, folder, index=0, prefer=None, strict=True):
     if not strict:
-        read, own, _ = layouts.read_for_model(model, folder, index, prefer, strict)
+        read, own = layouts.read_for_model(model, folder, index, prefer, strict)
         return model_io.io_of(model).apply_model(model, read, own, strict=strict)
     return fsdp_utils.load_fsdp_model(_plugin(prefer), None, model, os.fspath(folder), index)
 

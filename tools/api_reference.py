@@ -52,7 +52,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "accelerate.checkpointing": "save_accelerator_state load_accelerator_state save_custom_state load_custom_state",
         "accelerate.utils": "merge_fsdp_weights save load",
         "accelerate.checkpoint.manifest": "DamagedCheckpoint",
-        "accelerate.checkpoint.barrier": "CollectiveMisuse",
+        "accelerate.checkpoint.ranks": "CollectiveMisuse",
         "accelerate.extensions.preemption.watch": "Preempted",
         "accelerate.extensions.checks.replicas": "ReplicasDiffer",
     },

@@ -27,7 +27,7 @@ from accelerate import comm
 from accelerate.base._lazy import front
 from accelerate.base.constants import PROFILE_PATTERN_NAME
 from accelerate.checkpoint import torch_files
-from accelerate.checkpoint.save import Background
+from accelerate.checkpoint.background import Background
 from accelerate.comm import operations
 from accelerate.comm.base import Communicator
 from accelerate.config.enums import DistributedType, DynamoBackend, LoggerType, RNGType
@@ -57,7 +57,7 @@ from accelerate.strategies import mesh, registry
 from accelerate.strategies.base import Strategy
 from accelerate.trackers.base import GeneralTracker
 from accelerate.trackers.registry import filter_trackers
-from accelerate.training import gradients, metrics, restoring, saving, setup
+from accelerate.training import gradients, metrics, restoring, saving, setup, weights
 from accelerate.training import prepare as preparation
 from accelerate.training.prepared import PreparedObjects
 from accelerate.training.window import Window
@@ -1098,7 +1098,7 @@ class Accelerator(Processes, ExtensionMethods):
             ...     os.listdir(folder)
             ['model.safetensors']
         """
-        saving.save_model(self, model, save_directory, max_shard_size, safe_serialization)
+        weights.save_model(self, model, save_directory, max_shard_size, safe_serialization)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
         """Return a prepared model's full state dict. All ranks.
@@ -1118,7 +1118,7 @@ class Accelerator(Processes, ExtensionMethods):
             state: dict[str, Any] = _replaceable("get_state_dict_offloaded_model")(whole)
             return state
 
-        return saving.get_state_dict(self, model, unwrap, offloaded)
+        return weights.get_state_dict(self, model, unwrap, offloaded)
 
     def stream_weights(
         self, model: nn.Module, dtype: torch.dtype | None = None, bucket_bytes: int = 1 << 30
@@ -1153,7 +1153,7 @@ class Accelerator(Processes, ExtensionMethods):
             raise ValueError(
                 f"bucket_bytes={bucket_bytes} holds no tensor. Give at least 1; a larger tensor comes alone."
             )
-        return saving.stream_weights(self, model, dtype, bucket_bytes)
+        return weights.stream_weights(self, model, dtype, bucket_bytes)
 
     def whole_parameters(self, model: nn.Module) -> contextlib.AbstractContextManager[nn.Module]:
         """Return a context in which each rank has a model's parameters whole, so that forwards need no other rank. All ranks.
@@ -1210,7 +1210,7 @@ class Accelerator(Processes, ExtensionMethods):
         Source:
             https://huggingface.co/docs/peft/developer_guides/checkpoint
         """
-        saving.save_adapter(self, model, save_directory)
+        weights.save_adapter(self, model, save_directory)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Add objects to what ``save_state`` saves.

@@ -23,11 +23,11 @@ from accelerate.base.constants import (  # noqa: F401  their recorded place
     SCHEDULER_NAME,
     WEIGHTS_NAME,
 )
-from accelerate.checkpoint import layouts, load, plain_data, save
+from accelerate.checkpoint import apply, layouts, plain_data, read, save
 from accelerate.checkpoint.manifest import custom_file, optimizer_file
 from accelerate.checkpoint.state import Common
+from accelerate.checkpoint.verify import with_manifest
 from accelerate.logging import get_logger
-from accelerate.modules.unwrap import extract_model_from_parallel
 from accelerate.process import PartialState
 
 __getattr__ = _lazy.aliases(__name__)
@@ -118,26 +118,26 @@ def load_accelerator_state(
         TypeError: ``map_location`` is something else.
     """
     common = Common(schedulers, dataloaders, [], scaler, process_index, PartialState().device)
-    location = load.tensor_device(map_location, common.device)
-    strict = load_model_func_kwargs.get("strict", True)
-    options = {"map_location": location, "load_kwargs": load_kwargs}
-    states = [
-        layouts.read_full_model(model, input_dir, index, strict, **options) for index, model in enumerate(models)
+    options = {"map_location": read.tensor_device(map_location, common.device), "load_kwargs": load_kwargs}
+    folder = with_manifest(input_dir)
+    model_changes = [
+        layouts.read_full_model(model, folder, index, model_options=load_model_func_kwargs, **options)
+        for index, model in enumerate(models)
     ]
-    contents = load.read_common(common, os.fspath(input_dir), load_kwargs)
-    contents.models = [
-        (extract_model_from_parallel(model, keep_torch_compile=False), state)
-        for model, state in zip(models, states, strict=True)
-    ]
-    contents.optimizers = [
-        (optimizer, load.read_optimizer(input_dir, index, **options), optimizer_file(index))
-        for index, optimizer in enumerate(optimizers)
-    ]
-    contents.begin(**load_model_func_kwargs)
-    attributes = contents.complete()
+    contents = read.read_common(common, folder, load_kwargs)
+    for index, optimizer in enumerate(optimizers):
+        file = optimizer_file(index)
+        state = read.read_file(folder, file, f"optimizer {index}", **options)
+        contents.changes.append(apply.optimizer_change(optimizer, state, file))
+    contents.changes += model_changes
+    try:
+        contents.begin()
+        contents.complete()
+    finally:
+        contents.undo()
     for line in contents.changed_schedules:
         warn_user(f"{os.fspath(input_dir)}: {line}")
-    return attributes
+    return contents.attributes
 
 
 def save_custom_state(obj: Any, path: Folder, index: int = 0, save_on_each_node: bool = False) -> None:
@@ -169,4 +169,4 @@ def load_custom_state(obj: Any, path: Folder, index: int = 0) -> None:
     Raises:
         FileNotFoundError: The folder has no state of this number.
     """
-    obj.load_state_dict(load.read_file(path, custom_file(index), f"registered object {index}"))
+    obj.load_state_dict(read.read_file(path, custom_file(index), f"registered object {index}"))

@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from accelerate.checkpoint.barrier import default_store
+from accelerate.checkpoint.ranks import default_store
 from accelerate.extensions.hang import hang
 from accelerate.extensions.preemption.watch import Preempted, StopStep
 from accelerate.runtime.failure import LAUNCHER, PREEMPTED

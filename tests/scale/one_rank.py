@@ -2,7 +2,7 @@
 
     python tests/scale/one_rank.py RANKS
 
-It is rank 0, the leader, which has the most to do. Other ranks are made up: they come to each round of a barrier before it, have
+It is rank 0, the leader, which has the most to do. Other ranks are made up: they come to each round before it, have
 the same tensors, and have written their own files and parts of the manifest. Prints a line of JSON.
 """
 
@@ -25,23 +25,25 @@ import torch.distributed as dist  # noqa: E402
 from torch.testing._internal.distributed import fake_pg  # noqa: E402, F401  it registers the backend
 
 from accelerate import Accelerator  # noqa: E402
-from accelerate.checkpoint.barrier import _FLAG as FLAG  # noqa: E402
 from accelerate.checkpoint.manifest import FileEntry, random_states_file, write_part  # noqa: E402
+from accelerate.checkpoint.ranks import _FLAG as FLAG  # noqa: E402
 from accelerate.extensions.simulate import simulated  # noqa: E402
 from accelerate.runtime.durable import Checksum  # noqa: E402
 
 
 class OthersCame(simulated.OthersCame):
-    """A store in which all other ranks have come to each round of a barrier before this one, and which counts requests."""
+    """A store in which all other ranks have come to each round before this one, and which counts requests."""
 
     def __init__(self) -> None:
         super().__init__(RANKS)
         self.requests = 0
-        # After so many rounds of a barrier, one in which all other ranks raise their flag: they have written files.
+        # After so many rounds, one in which all other ranks raise their flag: they have written files.
         self.written_after = -1
 
-    def come(self) -> int:
-        """Return what the others have added to a counter."""
+    def others(self, key: str) -> int:
+        """Return what the others have added to a counter since this rank last did."""
+        if not key.endswith("come"):
+            return RANKS - 1
         self.written_after -= 1
         return (RANKS - 1) * (1 + FLAG * (self.written_after == -1))
 

@@ -1,13 +1,7 @@
-"""What needs torch's planner (DCP): a state written in torch's distributed format, and a model or an optimizer of any layout read.
+"""Torch's distributed format (DCP): a state written by torch's planner into durable files, and the reader of such a folder.
 
-A folder in that format has ``.distcp`` files, which hold pieces of tensors, and ``.metadata``, a pickle that says which piece lies where.
-`save` writes one, by torch's planner, into durable files. `CheckpointReader` gives a stored state: its structure at once, the values of
-its tensors when they are asked for. Torch's planner knows the parts of a tensor that this rank has, and reads them from one of three sources:
-
-- full: files of whole tensors, mapped (`FullTensors`);
-- sharded: a folder in torch's format, read by torch's reader. Torch would run what is in the pickle: here it may name torch's records only,
-  and is compared with the files;
-- layouts of engines (`layouts.EngineLayout`): what each rank wrote, joined from pieces of flat tensors (`FullTensors`).
+A folder in that format has ``.distcp`` files, which hold pieces of tensors, and ``.metadata``, a pickle that says where each piece is stored.
+Torch would run what is in the pickle: here it may name torch's records only, and is compared with the files.
 
 Reading needs no process group. This module imports torch's planner, so others import it when they need it: that takes 50 ms.
 
@@ -22,12 +16,10 @@ import itertools
 import math
 import os
 import pickle
-import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import IO, Any
 
 import torch
@@ -37,160 +29,74 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
 
 from accelerate.checkpoint import formats
-from accelerate.checkpoint.load import CheckpointFolder, copy_over
 from accelerate.checkpoint.manifest import METADATA, DamagedCheckpoint, FileEntry
-from accelerate.checkpoint.state import empty_on_host_like, is_distributed_tensor, local_part, mapped_leaves
+from accelerate.checkpoint.state import is_distributed_tensor, mapped_leaves
+from accelerate.checkpoint.stored import Pairs, Plan, Reader, StoredTensor
 from accelerate.checkpoint.torch_files import load_each
+from accelerate.checkpoint.verify import CheckpointFolder
 from accelerate.runtime import durable
 from accelerate.runtime.torch_private import StorageInfo, unflatten_state_dict
 
 # -- reading -----------------------------------------------------------------------------------------------------------
 
-# So many files are held open until their tensors are read; of more the tensors are read at once, into more memory.
-_HELD = 256
 
+class ShardedFolder(Reader):
+    """A state in a local folder in torch's format, of which pieces are verified before they are read."""
 
-@dataclass(eq=False)
-class CheckpointReader:
-    """A stored state: its structure at once, the values of its tensors when they are asked for. Any rank, alone.
-
-    Attributes:
-        origin: the folder or file, for messages.
-        state: nested; in a folder of shards, each tensor is a placeholder on the meta device; in files, it is mapped.
-        reader: reads the tensors of the state that have a key, the attribute ``stored_key``.
-        aliases: names of tensors that are stored under another name, to that name.
-        folder: compares what is read of shards with its digests; None where there are none.
-    """
-
-    origin: str
-    state: Any
-    reader: "dcp.StorageReader | FullTensors"
-    metadata: Metadata
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    folder: CheckpointFolder | None = None
-    _wanted: dict[str, Any] = field(default_factory=dict)
-    _over: dict[str, list[torch.Tensor]] = field(default_factory=dict)
-    _later: Callable[[], Any] | None = None
-    _reading: Any = field(default_factory=threading.Lock)
-    _files: "_HeldFiles" = field(default_factory=lambda: _HeldFiles())
-
-    @classmethod
-    def in_folder(cls, path: durable.Path, folder: CheckpointFolder | None = None) -> "CheckpointReader":
-        """Return what a local folder in torch's format, in a checkpoint's `folder`, holds; DamagedCheckpoint as `read_metadata`."""
+    def __init__(self, path: durable.Path, folder: CheckpointFolder | None = None) -> None:
+        """Read the structure; raise DamagedCheckpoint as `read_metadata`. `folder` is the checkpoint that has the digests."""
+        self.origin, self.aliases, self._folder = os.fspath(path), {}, folder
         if folder is not None:
             folder.check([METADATA], below=os.path.basename(path))
-        metadata = read_metadata(path, folder)
-        reader = dcp.FileSystemReader(path)
-        stored = cls(os.fspath(path), None, reader, metadata, folder=folder)
-        reader.fs = stored._files
-        reader.set_up_storage_reader(metadata, True)
-        with _damage_named(stored.origin):
-            values: dict[str, Any] = {}
-            paths: dict[str, Any] = {}
-            for key, spec in metadata.state_dict_metadata.items():
-                paths[key] = metadata.planner_data.get(key, (key,))
-                values[key] = None
-                if isinstance(spec, TensorStorageMetadata):
-                    values[key] = torch.empty(spec.size, dtype=spec.properties.dtype, device="meta")
-                    values[key].stored_key = key
-                else:
-                    stored._wanted[key] = None
-            values.update(stored.fill())
-            stored.state = unflatten_state_dict(values, paths)
-        return stored
-
-    @classmethod
-    def in_files(cls, origin: str, state: Mapping[str, Any], aliases: Mapping[str, str]) -> "CheckpointReader":
-        """Return what files of whole tensors hold, as `layouts.merged` returns it."""
-        reader = FullTensors()
-        return cls(origin, mapped_leaves(state, reader.add), reader, Metadata(reader.specs), aliases)
-
-    def into(self, value: Any, memory: torch.Tensor) -> torch.Tensor:
-        """Let `fill` read a tensor of the state into memory, plain or this rank's shards, and return that."""
-        memory = self._wanted.setdefault(value.stored_key, memory)
-        return memory
-
-    def allocate(self, value: Any) -> Any:
-        """Return a part of the state, of any nesting, in which placeholders are memory that `fill` reads into."""
-
-        def in_memory(leaf: Any) -> Any:
-            is_placeholder = isinstance(leaf, torch.Tensor) and leaf.is_meta
-            return self.into(leaf, torch.empty_like(leaf, device="cpu")) if is_placeholder else leaf
-
-        return mapped_leaves(value, in_memory)
-
-    def over(self, pairs: Iterable[tuple[Any, torch.Tensor]]) -> None:
-        """Let `finish` read tensors of the state over what memory has: pairs of a tensor and memory."""
-        for value, memory in pairs:
-            self._over.setdefault(value.stored_key, []).append(memory)
-
-    def finish(self) -> None:
-        """Read what `over` asked for; where it raises DamagedCheckpoint, some of the memory may have changed."""
-        with _damage_named(self.origin), torch.no_grad():
-            if self._later is not None:
-                self._later()
-            for first, *others in self._over.values():
-                for memory in others:  # names of one stored tensor
-                    memory.copy_(first)
-        self._over, self._later = {}, None
-
-    def fill(self) -> dict[str, Any]:
-        """Read what `into` and `allocate` asked for; DamagedCheckpoint if a file does not hold what the metadata says.
-
-        The files that `finish` reads are opened: what takes their place meanwhile is of another save.
-        """
-        wanted, self._wanted = self._wanted, {}
-        if wanted:
-            self._read_now(wanted)
-        if self._over:
-            self._prepare_later({key: first for key, (first, *_) in self._over.items()})
-        return wanted
-
-    def _prepare_later(self, targets: dict[str, Any]) -> None:
-        plan, planner, files = self._planned(targets)
-        if len(files) > _HELD:
-            early = {key: empty_on_host_like(target) for key, target in targets.items()}
-            self._read_now(early)
-            self._later = lambda: [local_part(target).copy_(local_part(early[key])) for key, target in targets.items()]
-            return
-        self._later = partial(self.reader.read_data, plan, planner)
+        self._metadata = read_metadata(path, folder)
+        self._reader = dcp.FileSystemReader(path)
+        self._reader.set_up_storage_reader(self._metadata, True)
         with _damage_named(self.origin):
-            for file in files:
-                self._files.hold(os.path.join(self.origin, file))
+            specs = self._metadata.state_dict_metadata
+            values: dict[str, Any] = {
+                key: StoredTensor(key, torch.Size(spec.size), spec.properties.dtype)
+                for key, spec in specs.items()
+                if isinstance(spec, TensorStorageMetadata)
+            }
+            objects = _LoadPlanner()
+            self._plan(objects, dict.fromkeys(key for key in specs if key not in values))()
+            values = {key: values[key] if key in values else objects.objects[key] for key in specs}
+            paths = {key: self._metadata.planner_data.get(key, (key,)) for key in specs}
+            self.state = unflatten_state_dict(values, paths)
 
-    def _read_now(self, wanted: dict[str, Any]) -> None:
-        plan, planner, _ = self._planned(wanted)
-        with _damage_named(self.origin), torch.no_grad():
-            self.reader.read_data(plan, planner)
-            planner.load_objects()
+    def plan(self, pairs: Pairs) -> Plan:
+        targets: dict[str, torch.Tensor] = {}
+        copies = []
+        for stored, target in pairs:
+            if targets.setdefault(stored.key, target) is not target:
+                copies.append((target, targets[stored.key]))
+        read_data = self._plan(_LoadPlanner(), targets)
 
-    def _planned(self, wanted: dict[str, Any]) -> tuple[dcp.LoadPlan, "_LoadPlanner", list[str]]:
-        """Return what torch reads for values, and of which files, if it does; their pieces have been compared with their digests."""
-        planner = _LoadPlanner()
+        def read() -> None:
+            read_data()
+            for target, source in copies:
+                target.copy_(source)
+
+        return Plan(read)
+
+    def _plan(self, planner: "_LoadPlanner", targets: dict[str, Any]) -> Callable[[], None]:
+        """Return what reads values into targets, and values that are not tensors into the planner; their pieces have been verified."""
         ranges: dict[str, set[tuple[int, int]]] = {}
         with _damage_named(self.origin), torch.no_grad():
-            planner.set_up_planner(wanted, self.metadata, True)
+            planner.set_up_planner(targets, self._metadata, True)
             plan = planner.finish_plan(planner.create_global_plan([planner.create_local_plan()])[0])
-            for item in plan.items if self.metadata.storage_data else ():
-                place = self.metadata.storage_data[item.storage_index]
+            for item in plan.items:
+                place = self._metadata.storage_data[item.storage_index]
                 ranges.setdefault(place.relative_path, set()).add((place.offset, place.offset + place.length))
-        if self.folder is not None:
-            self.folder.check(ranges, below=os.path.basename(self.origin))
-        return plan, planner, list(ranges)
+        if self._folder is not None:
+            self._folder.check(ranges, below=os.path.basename(self.origin))
 
-    def read_flat(self, value: torch.Tensor, start: int, count: int) -> torch.Tensor:
-        """Return some elements of a tensor of the state, read; of one that ranks have parts of, no more is read."""
-        if isinstance(self.reader, FullTensors) and hasattr(value, "stored_key"):
-            return self.reader.flat(value.stored_key, start, start + count)
-        tensor: torch.Tensor = self.read(value)
-        return tensor.flatten()[start : start + count]
+        def read() -> None:
+            with _damage_named(self.origin), torch.no_grad():
+                self._reader.read_data(plan, planner)
+                planner.load_objects()
 
-    def read(self, value: Any) -> Any:
-        """Return a part of the state, read. Any thread: torch writes several files in as many threads."""
-        with self._reading:
-            value = self.allocate(value)
-            self.fill()
-        return value
+        return read
 
 
 @contextlib.contextmanager
@@ -204,87 +110,21 @@ def _damage_named(origin: str) -> Iterator[None]:
         raise DamagedCheckpoint(f"{origin} could not be read: {error!r}") from error
 
 
-class _HeldFiles(FileSystem):
-    """The file system of torch's reader; it reads files that are held as they were, whatever is at their path by now."""
-
-    def __init__(self) -> None:
-        self._held: dict[str, int] = {}
-
-    def hold(self, path: str) -> None:
-        """Open a file, until this object goes."""
-        durable.require_file(path)
-        self._held[path] = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
-        weakref.finalize(self, os.close, self._held[path])
-
-    @contextlib.contextmanager
-    def create_stream(self, path: durable.Path, mode: str) -> Iterator[Any]:
-        with open(self._held.get(os.fspath(path), path), mode, closefd=os.fspath(path) not in self._held) as file:
-            yield file
-
-
 class _LoadPlanner(dcp.DefaultLoadPlanner):
     """Torch's planner, which would run what bytes say."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False)
         self._bytes: dict[str, io.BytesIO] = {}
+        self.objects: dict[str, Any] = {}
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
         self._bytes[read_item.dest_index.fqn] = value
 
     def load_objects(self) -> None:
-        """Put the objects where the values belong whose bytes have been read."""
+        """Unpickle the values whose bytes have been read."""
         if self._bytes:
-            self.original_state_dict.update(zip(self._bytes, load_each(self._bytes.values(), "cpu"), strict=True))
-
-
-class FullTensors:
-    """Gives torch's planner parts of tensors that are in memory, mapped, or joined when they are read, as its readers do."""
-
-    def __init__(self) -> None:
-        self._tensors: dict[str, torch.Tensor | Callable[[int, int], torch.Tensor]] = {}
-        self.specs: dict[str, Any] = {}
-
-    def join(self, read: Callable[[int, int], torch.Tensor], shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return a placeholder for a tensor of which `read` returns the elements from one number to another, flat."""
-        placeholder: torch.Tensor = self.add(torch.empty(shape, dtype=dtype, device="meta"), read)
-        return placeholder
-
-    def add(self, value: Any, read: Callable[[int, int], torch.Tensor] | None = None) -> Any:
-        """Give a tensor a key, once; other values stay as they are."""
-        is_new = isinstance(value, torch.Tensor) and not hasattr(value, "stored_key")
-        if is_new:
-            value.stored_key = str(len(self._tensors))
-            self._tensors[value.stored_key] = read or value
-            chunk = dcp.metadata.ChunkStorageMetadata(torch.Size([0] * value.dim()), value.shape)
-            self.specs[value.stored_key] = TensorStorageMetadata(TensorProperties(value.dtype), value.shape, [chunk])
-        return value
-
-    def flat(self, key: str, start: int, stop: int) -> torch.Tensor:
-        """Return the elements of a tensor from one number to another."""
-        held = self._tensors[key]
-        return held.flatten()[start:stop] if isinstance(held, torch.Tensor) else held(start, stop)
-
-    def _part(self, key: str, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
-        held, shape = self._tensors[key], self.specs[key].size
-        if isinstance(held, torch.Tensor):
-            found = held
-        elif list(lengths[1:]) == list(shape[1:]):  # rows, of which no more is joined
-            row = math.prod(shape[1:])
-            start = offsets[0] * row if shape else 0
-            return held(start, start + math.prod(lengths)).view(lengths)
-        else:
-            found = held(0, shape.numel()).view(shape)
-        for dim, (start, length) in enumerate(zip(offsets, lengths, strict=True)):
-            found = found.narrow(dim, start, length)
-        return found
-
-    def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> None:
-        """Put the parts of tensors that a plan asks for where its planner wants them."""
-        for item in plan.items:
-            target = planner.resolve_tensor(item).detach()
-            copy_over([(target, self._part(item.storage_index.fqn, item.storage_offsets, item.lengths))])
-            planner.commit_tensor(item, target)
+            self.objects = dict(zip(self._bytes, load_each(self._bytes.values(), "cpu"), strict=True))
 
 
 # -- metadata ----------------------------------------------------------------------------------------------------------
@@ -439,6 +279,11 @@ def _keeping(state: Any, path: str = "") -> Any:
     return _Kept(state)
 
 
+def on_meta(value: Any) -> Any:
+    """Return a tensor without memory for one that has not been read."""
+    return torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, StoredTensor) else value
+
+
 @dataclass
 class _Plans:
     """What the ranks of a process group planned when they last saved a folder; each rank has its own, the coordinator all of them."""
@@ -457,14 +302,18 @@ _AS_BEFORE = dcp.SavePlan([], planner_data="as before")
 
 
 class _SavePlanner(dcp.DefaultSavePlanner):
-    """Torch's planner; plans are kept, and made again when they change, and placeholders are read when they are written.
+    """Torch's planner; plans are kept, and made again when they change, and stored tensors are read when they are written.
 
     Torch can keep plans as well, but takes those of another dtype for the same.
+
+    Args:
+        state: What is saved; torch gets tensors on the meta device in the place of each `StoredTensor`.
+        reader: Reads them; None if there are none.
     """
 
-    def __init__(self, stored: CheckpointReader | None, plans: _Plans) -> None:
+    def __init__(self, state: dict[str, Any], reader: Reader | None, plans: _Plans) -> None:
         super().__init__()
-        self._stored, self._plans = stored, plans
+        self._state, self._reader, self._plans = state, reader, plans
 
     def create_local_plan(self) -> dcp.SavePlan:
         self._own = super().create_local_plan()
@@ -486,10 +335,13 @@ class _SavePlanner(dcp.DefaultSavePlanner):
         return super().finish_plan(kept.final)
 
     def lookup_object(self, index: Any) -> Any:
-        found = super().lookup_object(index)
-        if isinstance(found, _Kept):
-            found = found.value
-        return found if self._stored is None else self._stored.read(found)
+        value: Any = super().lookup_object(index)
+        if self._reader is not None:
+            value = self._state
+            for step in self.mappings[index.fqn]:
+                value = value[step]
+        value = value.value if isinstance(value, _Kept) else value
+        return value if self._reader is None else self._reader.read(value)
 
 
 def _shared_out(plans: list[dcp.SavePlan]) -> list[dcp.SavePlan]:
@@ -549,7 +401,7 @@ def save(
     state: dict[str, Any],
     folder: durable.Path,
     group: "dist.ProcessGroup | None" = None,
-    stored: CheckpointReader | None = None,
+    stored: Reader | None = None,
     files: int = 1,
     create: formats.Create = durable.durable,
 ) -> dict[str, FileEntry]:
@@ -559,7 +411,7 @@ def save(
         state: nested dictionaries of tensors, DTensors, ShardedTensors and plain values.
         folder: where to; all ranks see the same. What it had is replaced.
         group: the ranks that save, and how they talk; the default group by default.
-        stored: reads the placeholders in the state, one at a time; then one process writes alone.
+        stored: reads each `StoredTensor` in the state, one at a time; then one process writes alone.
         files: how many files a rank writes.
         create: gives the file of a path in the folder to write to.
 
@@ -574,13 +426,14 @@ def save(
     entries: dict[str, FileEntry] = {}
     kept = {} if alone else _planned.setdefault(group or dist.group.WORLD, {})
     plans = kept.setdefault(os.path.basename(folder), _Plans())
+    state = _keeping(formats.plain(state))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is")
         try:
             dcp.save(
-                _keeping(formats.plain(state)),
+                mapped_leaves(state, on_meta),
                 storage_writer=_writer(folder, rank, entries, files, create),
-                planner=_SavePlanner(stored, plans),
+                planner=_SavePlanner(state, stored, plans),
                 process_group=group,
                 no_dist=alone,
             )

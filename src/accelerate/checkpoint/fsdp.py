@@ -6,9 +6,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate.checkpoint import layouts, load, optimizers
+from accelerate.checkpoint import layouts, optimizers
 from accelerate.checkpoint import state as states
 from accelerate.checkpoint.model_io import inner_optimizer, io_of
+from accelerate.checkpoint.verify import with_manifest
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.modules import tensor_kinds
 from accelerate.modules.unwrap import canonical_name, extract_model_from_parallel, is_peft_model
@@ -147,10 +148,9 @@ def load_fsdp_optimizer(
         DamagedCheckpoint: a file is damaged; the optimizer is as it was.
     """
     prefer = layouts.layout_of(fsdp_plugin, use_dcp)
-    folder = load.with_manifest(input_dir)
+    folder = with_manifest(input_dir)
     state = states.run_on_all_ranks(
-        lambda: optimizers.read_for_optimizer(optimizer, model, folder, optimizer_index, prefer).state
+        lambda: optimizers.read_for_optimizer(optimizer, model, folder, optimizer_index, prefer)
     )
     inner = inner_optimizer(optimizer)
-    # What it keeps as it is may be memory of the file.
-    inner.load_state_dict(load.in_memory(tensor_kinds.rebuilt(inner, state)))
+    inner.load_state_dict(dict(tensor_kinds.rebuilt(inner, state)))

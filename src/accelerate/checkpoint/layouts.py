@@ -26,26 +26,28 @@ from torch import nn
 
 from accelerate.base._warn import warn_user
 from accelerate.base.constants import FSDP_MODEL_NAME
-from accelerate.checkpoint import formats, load, manifest, plain_data, state
-from accelerate.checkpoint.load import CheckpointFolder
+from accelerate.checkpoint import formats, manifest, plain_data, state
+from accelerate.checkpoint.apply import Change, loads_by_name, model_change
 from accelerate.checkpoint.manifest import INDEX_SUFFIX, NAME, DamagedCheckpoint
-from accelerate.checkpoint.model_io import ModelState, io_of, is_models_memory
+from accelerate.checkpoint.model_io import ModelState, io_of
 from accelerate.checkpoint.save import SavePlan
 from accelerate.checkpoint.state import (
     Kind,
     Layout,
     from_first_rank,
     is_distributed_tensor,
+    mapped_leaves,
     run_on_all_ranks,
 )
 from accelerate.checkpoint.storage import LocalStorage
+from accelerate.checkpoint.stored import FullFiles, Reader, StoredTensor, read_whole
+from accelerate.checkpoint.verify import CheckpointFolder, with_manifest
 from accelerate.config.strategies import specs
 from accelerate.extension import imported
-from accelerate.modules.unwrap import extract_model_from_parallel, match_names, same_tensors, shared_tensor_names
+from accelerate.modules.unwrap import extract_model_from_parallel, match_names, shared_tensor_names
 from accelerate.runtime import durable, torch_private
 
 if TYPE_CHECKING:
-    from accelerate.checkpoint.dcp import CheckpointReader
     from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 
 Path = str | os.PathLike[str]
@@ -68,8 +70,8 @@ class EngineLayout(Protocol):
     def folder(self, files: Collection[str], kind: Kind, index: int) -> str | None:
         """Return the folder of a model or optimizer among a checkpoint's files. Not a collective."""
 
-    def open(self, path: str, kind: Kind, checkpoint: CheckpointFolder) -> "CheckpointReader":
-        """Return what a folder holds of a model or optimizer. Not a collective."""
+    def open(self, path: str, kind: Kind, checkpoint: CheckpointFolder) -> Reader:
+        """Return the reader of a model or optimizer in a folder. Not a collective."""
 
 
 @cache
@@ -91,44 +93,43 @@ class Found:
         index: which of the models or optimizers it is.
     """
 
-    folder: str
+    folder: Path
     name: str
     layout: Layout
     index: int = 0
     kind: Kind = "model"
 
-    def open(self, **options: Any) -> "CheckpointReader":
-        """Return what it holds. Any rank, alone.
+    def open(self, load_kwargs: Mapping[str, Any] | None = None) -> Reader:
+        """Return the reader of it, which compares what it reads with the manifest, if there is one. Not a collective.
 
-        What is read is compared with the manifest, if there is one; `options` are those of `load.read_file`.
+        `load_kwargs` are those of ``torch.load``.
         """
-        from accelerate.checkpoint.dcp import CheckpointReader
-
+        folder, path = with_manifest(self.folder), os.path.join(self.folder, self.name)
         if self.layout == "full":
-            return CheckpointReader.in_files(*self.read(**options))
-        folder, path = load.with_manifest(self.folder), os.path.join(self.folder, self.name)
+            return self._open_full(folder, load_kwargs)
         if self.layout == "sharded":
-            return CheckpointReader.in_folder(path, folder)
+            from accelerate.checkpoint.dcp import ShardedFolder  # here: torch's planner takes 50 ms to import
+
+            return ShardedFolder(path, folder)
         return engine_layouts()[self.layout].open(path, self.kind, folder)
 
-    def read(self, **options: Any) -> tuple[str, dict[str, Any], Mapping[str, str]]:
-        """Return where a full layout lies, what it holds, mapped, and the names of tensors stored under another name, to that name."""
-        folder, files = load.with_manifest(self.folder), self.files()
+    def _open_full(self, folder: CheckpointFolder, load_kwargs: Mapping[str, Any] | None) -> Reader:
+        files = self.files()
         folder.check([self.name, *files, manifest.PARAMETER_NAMES])
-        origin = os.path.join(folder, files[0]) if len(files) == 1 else folder
-        state: dict[str, Any] = {}
-        aliases: dict[str, str] = {}
+        reader = FullFiles(os.path.join(folder, files[0]) if len(files) == 1 else os.fspath(folder), {})
+        state: dict[str, Any] = reader.state
         for file in files:
-            held = load.read_file(folder, file, mapped=True, **options)
-            if not isinstance(held, Mapping):
-                raise DamagedCheckpoint(f"{folder}/{file} holds a {type(held).__name__}, not a state dict.")
-            if twice := sorted(held.keys() & state.keys(), key=str):
-                raise DamagedCheckpoint(f"{origin} has two values of the name {twice[0]!r}.")
-            aliases |= {} if file.endswith(".safetensors") else same_tensors(held)
-            state |= held
+            values = reader.open(os.path.join(folder, file), load_kwargs)
+            if not isinstance(values, Mapping):
+                raise DamagedCheckpoint(f"{folder}/{file} holds a {type(values).__name__}, not a state dict.")
+            if twice := sorted(values.keys() & state.keys(), key=str):
+                raise DamagedCheckpoint(f"{reader.origin} has two values of the name {twice[0]!r}.")
+            state |= values
         for entry in folder.entries(files):
-            aliases |= {name: kept for name, kept in entry.aliases.items() if name not in state and kept in state}
-        return origin, state | {alias: state[name] for alias, name in aliases.items()}, aliases
+            tied = {name: kept for name, kept in entry.aliases.items() if name not in state and kept in state}
+            reader.aliases = {**reader.aliases, **tied}
+        state |= {alias: state[name] for alias, name in reader.aliases.items()}
+        return reader
 
     def files(self) -> list[str]:
         """Return the files of a full layout: itself, or those that it lists."""
@@ -182,7 +183,8 @@ def candidates(folder: Path, files: Collection[str], kind: Kind, index: int) -> 
             "which only those ranks can put together. Load the checkpoint by the version that wrote it, on as many ranks, and save "
             "it with SHARDED_STATE_DICT."
         )
-    return [Found(os.fspath(folder), name, layout, index, kind) for name, layout in found]
+    place = folder if isinstance(folder, CheckpointFolder) else os.fspath(folder)
+    return [Found(place, name, layout, index, kind) for name, layout in found]
 
 
 def find(folder: Path, kind: Kind, index: int = 0, prefer: Layout | None = None) -> Found | None:
@@ -223,12 +225,12 @@ def unreadable(folder: Path) -> list[str]:
         path = os.path.join(folder, name)
         try:
             if name.endswith(INDEX_SUFFIX):
-                Found(os.fspath(folder), name, "full").files()
+                Found(folder, name, "full").files()
             elif name.endswith(".json"):
                 json.loads(pathlib.Path(path).read_bytes())
             elif name.endswith((".safetensors", ".pt", ".pth", ".bin")):
                 with contextlib.suppress(pickle.UnpicklingError):  # it holds more than plain data
-                    load.mapped_file(path)
+                    read_whole(path)
         except Exception as error:  # each format has errors of its own
             found.append(f"{name} cannot be read: {error}")
     return found
@@ -243,7 +245,7 @@ def is_extra(name: str) -> bool:
     return name.rpartition(".")[2] == suffix
 
 
-def model_values(stored: "CheckpointReader") -> dict[str, Any]:
+def model_values(stored: Reader) -> dict[str, Any]:
     """Return the values of a stored model by name."""
     held = stored.state
     if isinstance(held, Mapping) and len(held) == 1:
@@ -282,35 +284,25 @@ def matched(
 @state.quietly()
 def read_model(
     own: ModelState,
-    stored: "CheckpointReader",
+    stored: Reader,
     ties: Callable[[], Sequence[Sequence[str]]] = list,
     strict: bool = True,
-    over: bool = False,
     elsewhere: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Read a model's state into new memory, each rank its shards; nothing else changes. Any rank, alone.
+    """Read a model's state into new memory, each rank its shards; nothing else changes. Not a collective.
 
-    Names of the whole model that are `elsewhere`, on other stages of a pipeline, are no strangers.
-    With ``over``, `CheckpointReader.finish` reads the tensors later, over the model's own.
+    Names of the model that are `elsewhere`, on other stages of a pipeline, are not unexpected.
     """
-    found, missing, others = matched(own.values, model_values(stored), ties, {*stored.aliases, *elsewhere})
-    problems = misfits(own.values, found, *((missing, others) if strict else ()))
-    load.refuse_misfit(stored.origin, "the model", problems)
-    read, later = {}, []
-    for name, value in found.items():
-        mine = own.values[name]
-        if is_extra(name):  # it may be anything, and differ from what the module has now
-            read[name] = stored.allocate(value)
-        elif not isinstance(value, torch.Tensor):
-            read[name] = value
-        elif over:
-            read[name] = mine
-            later.append((value, mine))
-        else:
-            read[name] = read_like(mine, value, stored)
-    stored.over(later)
-    stored.fill()
-    return read
+    values, missing, others = matched(own.values, model_values(stored), ties, {*stored.aliases, *elsewhere})
+    refuse_misfit(stored.origin, "the model", misfits(own.values, values, *((missing, others) if strict else ())))
+    memory = {
+        name: state.empty_on_host_like(own.values[name], value.dtype)
+        for name, value in values.items()
+        if isinstance(value, StoredTensor) and is_distributed_tensor(own.values[name]) and not is_extra(name)
+    }
+    stored.plan([(values[name], target) for name, target in memory.items()]).read()
+    rest: dict[str, Any] = stored.read({name: value for name, value in values.items() if name not in memory})
+    return values | rest | memory
 
 
 def misfits(
@@ -321,21 +313,23 @@ def misfits(
     for name, value in found.items():
         if nn.parameter.is_lazy(own[name]):
             continue
-        shapes = [tuple(one.size()) if isinstance(one, torch.Tensor) else "no tensor" for one in (value, own[name])]
-        if shapes[0] != shapes[1] and not is_extra(name):
-            lines.append(f"{name} has {shapes[0]} in the file and {shapes[1]} in the model")
+        stored_shape, own_shape = _shape_of(value), _shape_of(own[name])
+        if stored_shape != own_shape and not is_extra(name):
+            lines.append(f"{name} has {stored_shape} in the file and {own_shape} in the model")
     lines += [f"{name} is missing in the file" for name in missing]
     return lines + [f"{name} is unexpected in the file" for name in others]
 
 
-def read_like(own: torch.Tensor, value: torch.Tensor, stored: "CheckpointReader") -> torch.Tensor | None:
-    """Return a stored value with the sharding of a tensor of its shape; None if it has another shape, or other shards."""
-    if value.size() != own.size():
-        return None
-    if is_distributed_tensor(own):
-        return stored.into(value, state.empty_on_host_like(own, value.dtype))
-    memory: torch.Tensor = stored.allocate(value)
-    return memory
+def _shape_of(value: Any) -> tuple[int, ...] | str:
+    return tuple(value.shape) if isinstance(value, (torch.Tensor, StoredTensor)) else "no tensor"
+
+
+def refuse_misfit(origin: str, model: str, problems: Sequence[str], more: str = "") -> None:
+    """Raise RuntimeError if weights do not fit a model: `problems` has a line for each difference."""
+    if problems:
+        lines = "\n  ".join(manifest.first_of(problems))
+        advice = f"Build the model as it was when the checkpoint was saved{more}."
+        raise RuntimeError(f"The weights in {origin} do not fit {model}; nothing was loaded.\n  {lines}\n{advice}")
 
 
 # -- saving and loading what is spread over ranks ----------------------------------------------------------------------
@@ -402,58 +396,78 @@ def _publish_shards(values: dict[str, Any], folder: str) -> None:
 
 
 def read_for_model(
-    model: nn.Module,
-    folder: Path,
-    index: int = 0,
-    prefer: Layout | None = None,
-    strict: bool = True,
-    over: bool = False,
-    **getter: Any,
-) -> tuple[dict[str, Any], ModelState, Callable[[], None] | None]:
-    """Read a model's state, whatever wrote it, as `apply_model` takes it. All ranks; what fails is raised where it fails.
+    model: nn.Module, folder: Path, index: int = 0, prefer: Layout | None = None, strict: bool = True, **getter: Any
+) -> tuple[dict[str, Any], ModelState]:
+    """Read a model's state, whatever wrote it, into new memory; return it and the model's own, as `apply_model` takes them.
 
-    With `over`, for a verified checkpoint and a model that cannot refuse it, it is read later, over what there is.
-    Returns the state, the model's own, and what reads over the model's own; None if it is read.
+    An error is raised only where it happens. Collective: call on every rank.
     """
 
-    def opened() -> "CheckpointReader":
+    def opened() -> Reader:
         return required(folder, "model", index, prefer).open()
 
     model_io = io_of(model)
     stored = run_on_all_ranks(opened) if model_io.is_collective else opened()
     own = model_io.model_state(model, **getter)
-    over = over and isinstance(folder, CheckpointFolder) and is_models_memory(own, model)
-    read = read_model(own, stored, partial(model_io.tied_names, model), strict, over, model_io.elsewhere(model))
-    return read, own, stored.finish if over else None
+    return read_model(own, stored, partial(model_io.tied_names, model), strict, model_io.elsewhere(model)), own
 
 
-# -- reading into whole models and their optimizers --------------------------------------------------------------------
+# -- reading into unsharded models -------------------------------------------------------------------------------------
 
 
 def read_full_model(
-    model: nn.Module, folder: Path, index: int = 0, strict: bool = True, **options: Any
-) -> dict[str, Any]:
-    """Return a model's weights, in whatever layout, for ``load_state_dict`` of the module inside, which stays as it is. Any rank, alone.
+    model: nn.Module,
+    folder: Path,
+    index: int = 0,
+    map_location: Any = "cpu",
+    load_kwargs: Mapping[str, Any] | None = None,
+    model_options: Mapping[str, Any] | None = None,
+) -> Change:
+    """Return what gives a model, out of its wrappers, its weights, in whatever layout they are. Not a collective.
 
-    Names match whatever wrappers wrote them, and tied weights that the file has once are filled in. ``state_dict``
-    of the model is called once. FileNotFoundError without weights; RuntimeError lists what differs.
+    Names match whatever wrappers wrote them, and tied weights that the file has once are filled in. FileNotFoundError without
+    weights; RuntimeError lists what differs. `model_options` are those of the model's ``load_state_dict``.
     """
-    model = extract_model_from_parallel(model, keep_torch_compile=False)
+    model, options = extract_model_from_parallel(model, keep_torch_compile=False), dict(model_options or {})
     found = required(folder, "model", index, "full", type(model).__name__)
-    own = model.state_dict()
-    if found.layout == "full":
-        _, values, aliases = found.read(**options)
-    else:
-        stored = found.open(**options)
-        values, aliases = model_values(stored), stored.aliases
+    stored, own = found.open(load_kwargs), model.state_dict()
 
     def ties() -> list[list[str]]:
         groups = shared_tensor_names(own)
         return [[name for name in group if own[name].shape == own[group[0]].shape] for group in groups]
 
-    read, missing, others = matched(own, values, ties, aliases)
-    problems = misfits(own, read, *((missing, others) if strict and load.loads_by_name(model) else ()))
-    origin, more = os.path.join(folder, found.name), ", or load with strict=False, which accepts other names"
-    load.refuse_misfit(origin, type(model).__name__, problems, more)
-    read |= {name: values[name] for name in others}  # hooks of the model may rename them
-    return read if found.layout == "full" else stored.read(read)
+    stored_values = model_values(stored)
+    values, missing, others = matched(own, stored_values, ties, stored.aliases)
+    by_name = loads_by_name(model)
+    problems = misfits(own, values, *((missing, others) if options.get("strict", True) and by_name else ()))
+    more = ", or load with strict=False, which accepts other names"
+    refuse_misfit(os.path.join(folder, found.name), type(model).__name__, problems, more)
+    if by_name and stored.holds_files and options.keys() <= {"strict"}:
+        pairs = _own_tensors(model, values)
+        if pairs is not None:
+            return Change(stored.plan(pairs).read)
+    state = stored.read(
+        values | {name: stored_values[name] for name in others}
+    )  # hooks of the model may rename others
+    return model_change(model, to_device(state, map_location), options)
+
+
+def to_device(state: dict[str, Any], device: Any) -> dict[str, Any]:
+    """Return a state with its tensors on a device; where that is the CPU, the state itself."""
+    if str(device) == "cpu":
+        return state
+    moved: dict[str, Any] = mapped_leaves(
+        state, lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf
+    )
+    return moved
+
+
+def _own_tensors(model: nn.Module, values: Mapping[str, Any]) -> list[tuple[StoredTensor, torch.Tensor]] | None:
+    """Return stored tensors with the model's own of the same names; None if any is not a plain tensor."""
+    pairs = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    own = {name: tensor.detach() for name, tensor in pairs}
+    if "load_state_dict" in vars(model) or not all(
+        isinstance(value, StoredTensor) and type(own.get(name)) is torch.Tensor for name, value in values.items()
+    ):
+        return None
+    return [(value, own[name]) for name, value in values.items()]

@@ -320,8 +320,9 @@ def _text(values: Mapping[str, Any], files: Mapping[str, FileEntry]) -> str:
 def write_part(folder: Path, rank: int, entries: Mapping[str, FileEntry]) -> FileEntry:
     """Write a rank's part of the manifest into a staged folder, durably; return the entry of it."""
     os.makedirs(os.path.join(folder, PARTS_FOLDER), exist_ok=True)
-    with durable.durable(os.path.join(folder, part_file(rank))) as file:
+    with durable.staged(os.path.join(folder, part_file(rank))) as file:
         file.write(_text({}, entries).encode())
+    durable.sync_file(os.path.join(folder, part_file(rank)))
     return FileEntry.of(file, rank)
 
 

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from accelerate.checkpoint.state import Entries, address_of, mapped_leaves, quietly, rank_and_size
+from accelerate.checkpoint.state import Entries, mapped_leaves, quietly, rank_and_size
 from accelerate.config.strategies import specs
 from accelerate.modules import tensor_kinds
 from accelerate.modules.unwrap import canonical_names, extract_model_from_parallel
@@ -172,13 +172,6 @@ def _loaded(address: str) -> ModelIO:
     module, _, name = address.partition(":")
     model_io: ModelIO = getattr(importlib.import_module(module), name)()
     return model_io
-
-
-def is_models_memory(state: ModelState, model: nn.Module) -> bool:
-    """Say whether a model's state is the model's own memory: hooks may return copies. Not a collective."""
-    held = set(map(address_of, (*model.parameters(), *model.buffers())))
-    values = set(map(address_of, state.values.values()))
-    return None not in held and held.issuperset(values) and not io_of(model).gives_copies
 
 
 def tied_again(model: nn.Module) -> set[str]:

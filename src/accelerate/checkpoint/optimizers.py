@@ -8,23 +8,21 @@ import itertools
 import json
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 
-from accelerate.checkpoint import load, manifest, model_io, state
-from accelerate.checkpoint.layouts import Found, Path, find, read_like, required
-from accelerate.checkpoint.load import CheckpointFolder, Deferred
+from accelerate.checkpoint import manifest, model_io, state
+from accelerate.checkpoint.layouts import Found, Path, find, required, to_device
 from accelerate.checkpoint.manifest import DamagedCheckpoint
 from accelerate.checkpoint.model_io import io_of
 from accelerate.checkpoint.state import Layout, is_distributed_tensor, mapped_leaves, run_on_all_ranks
+from accelerate.checkpoint.stored import FullFiles, Reader, StoredTensor, read_whole
+from accelerate.checkpoint.verify import with_manifest
 from accelerate.modules import tensor_kinds
 from accelerate.modules.unwrap import match_names
-
-if TYPE_CHECKING:
-    from accelerate.checkpoint.dcp import CheckpointReader
 
 _REMEDY = "Make model and optimizer as they were when the checkpoint was saved."
 
@@ -61,7 +59,6 @@ class Target:
         states: what the optimizer has for each name already, where it says more than the parameter does.
         find_ties: returns groups of names that mean one parameter; asked when a name is not found.
         flat: its parameters are flat parameters, whose order differs from that of the model.
-        over: `CheckpointReader.finish` reads, later, over the tensors that the optimizer has.
         elsewhere: names in the model that other stages of a pipeline have, whose optimizers read them.
     """
 
@@ -70,7 +67,6 @@ class Target:
     states: Mapping[str, Mapping[str, Any]]
     find_ties: Callable[[], Sequence[Sequence[str]]]
     flat: bool = False
-    over: bool = False
     elsewhere: Collection[str] = ()
 
     @functools.cached_property
@@ -115,7 +111,7 @@ def is_state(raw: Any) -> bool:
     )
 
 
-def optimizer_values(stored: "CheckpointReader") -> dict[str, Any]:
+def optimizer_values(stored: Reader) -> dict[str, Any]:
     """Return the state of a stored optimizer."""
     raw = stored.state
     raw = raw["optimizer"] if isinstance(raw, Mapping) and set(raw) == {"optimizer"} else raw
@@ -129,7 +125,7 @@ def optimizer_values(stored: "CheckpointReader") -> dict[str, Any]:
 
 
 def saved_names(
-    folder: str, index: int, groups: Sequence[Mapping[str, Any]], own: Sequence[str] | None = None
+    folder: Path, index: int, groups: Sequence[Mapping[str, Any]], own: Sequence[str] | None = None
 ) -> list[str] | None:
     """Return the names of numbered parameters, if the checkpoint has them. Any rank, alone."""
     found = read_names(folder, index)
@@ -158,21 +154,22 @@ def named(raw: Mapping[str, Any], order: Sequence[str]) -> dict[str, Any]:
 
 
 @state.quietly()
-def read_optimizer(goal: Target, stored: "CheckpointReader", found: Found) -> dict[str, Any]:
+def read_optimizer(goal: Target, stored: Reader, found: Found) -> dict[str, Any]:
     """Read a state into new memory, each rank its shards, keyed by the optimizer's own names, in its own groups.
 
-    Nothing else changes. Any rank, alone. RuntimeError names parameters that differ; DamagedCheckpoint a bad file.
+    Nothing else changes. Not a collective. RuntimeError names parameters that differ; DamagedCheckpoint a bad file.
     """
-    raw, known = matched(goal, stored, found)
-    result = {name: _fitted(goal, name, raw["state"][name], stored) for name in known}
-    raw["param_groups"] = stored.allocate(raw["param_groups"])  # an option may be a tensor, as a learning rate
-    # What belongs to no parameter is whole.
-    result |= {name: stored.allocate(values) for name, values in raw["state"].items() if name not in result}
-    stored.fill()
-    return {**raw, "state": result}
+    raw, names = matched(goal, stored, found)
+    fitting = _Fitting(goal, stored.origin)
+    states = {name: fitting.fitted(name, raw["state"][name]) for name in names}
+    # An option may be a tensor, as a learning rate. What belongs to no parameter is unsharded.
+    rest = {name: values for name, values in raw["state"].items() if name not in states}
+    raw["param_groups"], rest = stored.read([raw["param_groups"], rest])
+    stored.plan(fitting.pairs).read()
+    return {**raw, "state": states | rest}
 
 
-def matched(goal: Target, stored: "CheckpointReader", found: Found) -> tuple[dict[str, Any], list[str]]:
+def matched(goal: Target, stored: Reader, found: Found) -> tuple[dict[str, Any], list[str]]:
     """Return a stored state under an optimizer's own names, in its own groups, not read; and the names of its parameters in it.
 
     The rest of its states belongs to no parameter. Any rank, alone. RuntimeError names parameters that differ.
@@ -243,60 +240,63 @@ def _own_groups(
     return made, sources
 
 
-def _fitted(goal: Target, name: str, values: Any, stored: "CheckpointReader") -> Any:
-    """Return the state of a parameter: what has its shape is sharded like it, the rest is whole."""
-    own, present = goal.parameters[name], goal.states.get(name, {})
+@dataclass(frozen=True)
+class _Fitting:
+    """Memory for a stored state that has the shards of an optimizer's parameters.
 
-    def fit(value: Any, key: Any = "a value") -> Any:
-        if not isinstance(value, torch.Tensor):
+    Attributes:
+        pairs: stored tensors, and the memory that they are to be read into.
+    """
+
+    goal: Target
+    origin: str
+    pairs: list[tuple[StoredTensor, torch.Tensor]] = field(default_factory=list)
+
+    def fitted(self, name: str, values: Any) -> Any:
+        """Return the state of a parameter: what has its shape is sharded like it, the rest is unsharded."""
+        before = self.goal.states.get(name, {})
+        if not isinstance(values, Mapping):
+            return mapped_leaves(values, lambda value: self._memory(name, value))
+        fitted: dict[Any, Any] = {}
+        # In the optimizer's own order: that of shards depends on who wrote them.
+        for key in dict.fromkeys((*before, *values)):
+            if key not in values:
+                continue
+            value = values[key]
+            if tensor_kinds.is_parts(value):  # ranks find the scales of their blocks in all of them
+                fitted[key] = {
+                    part: self._memory(name, one) if part == "codes" else mapped_leaves(one, self._unsharded)
+                    for part, one in value.items()
+                }
+            elif isinstance(value, (Mapping, list)):
+                fitted[key] = mapped_leaves(value, lambda leaf: self._memory(name, leaf))
+            else:
+                fitted[key] = self._memory(name, value, key, before.get(key))
+        return fitted
+
+    def _memory(self, name: str, value: Any, key: Any = "a value", before: Any = None) -> Any:
+        parameter = self.goal.parameters[name]
+        if not isinstance(value, StoredTensor) or not value.shape:
+            return self._unsharded(value)
+        if not is_distributed_tensor(parameter):
+            if _may_belong(value.shape, parameter.shape):
+                return self._unsharded(value)
+        for tensor in (parameter, before):
+            if isinstance(tensor, torch.Tensor) and tensor.size() == value.shape:
+                return self._added(value, state.empty_on_host_like(tensor, value.dtype))
+        raise RuntimeError(
+            f"{key} of {name} has the shape {tuple(value.shape)} in {self.origin}, and the parameter {tuple(parameter.size())}; nothing was loaded. If such "
+            "values differ from their parameters, let the optimizer step once before loading: that shows their shards."
+        )
+
+    def _unsharded(self, value: Any) -> Any:
+        if not isinstance(value, StoredTensor):
             return value
-        if not value.dim():
-            # FSDP1 writes one step count for all parameters of a unit; shared, it would be counted up once for each of them.
-            return stored.into(value, torch.empty_like(value, device="cpu")) if value.is_meta else load.own_copy(value)
-        if not is_distributed_tensor(own) and not is_distributed_tensor(value):
-            made = stored.allocate(value) if _may_belong(value.shape, own.shape) else None
-        else:
-            made = read_like(own, value, stored)
-            before = present.get(key)
-            if made is None and isinstance(before, torch.Tensor):
-                made = read_like(before, value, stored)
-        if made is None:
-            raise RuntimeError(
-                f"{key} of {name} has the shape {tuple(value.size())} in {stored.origin}, and the parameter {tuple(own.size())}; nothing was loaded. If such "
-                "values differ from their parameters, let the optimizer step once before loading: that shows their shards."
-            )
-        return made
+        return self._added(value, torch.empty(value.shape, dtype=value.dtype))
 
-    if not isinstance(values, Mapping):
-        return mapped_leaves(values, fit)
-    fitted: dict[Any, Any] = {}
-    later: list[tuple[torch.Tensor, torch.Tensor]] = []
-    # In the optimizer's own order: that of shards depends on who wrote them.
-    for key in dict.fromkeys((*present, *values)):
-        if key not in values:
-            continue
-        value, before = values[key], present.get(key)
-        if tensor_kinds.is_parts(value):  # ranks find the scales of their blocks in all of them
-            fitted[key] = {name: fit(one) if name == "codes" else stored.allocate(one) for name, one in value.items()}
-        elif isinstance(value, (Mapping, list)):
-            fitted[key] = mapped_leaves(value, fit)
-        # An optimizer converts what differs from the parameter; anything else can be read over what it has.
-        elif (
-            goal.over
-            and isinstance(value, torch.Tensor)
-            and isinstance(before, torch.Tensor)
-            and value.dim()
-            and before.size() == value.size()
-            and before.device == own.device
-            and before.dtype == value.dtype == own.dtype
-            and state.address_of(before) is not None
-        ):
-            fitted[key] = before
-            later.append((value, before))
-        else:
-            fitted[key] = fit(value, key)
-    stored.over(later)
-    return fitted
+    def _added(self, value: StoredTensor, memory: torch.Tensor) -> torch.Tensor:
+        self.pairs.append((value, memory))
+        return memory
 
 
 def _may_belong(stored: Sequence[int], own: Sequence[int]) -> bool:
@@ -310,54 +310,66 @@ def read_for_optimizer(
     folder: Path,
     index: int = 0,
     prefer: Layout | None = None,
-    over: bool = False,
     groups: list[list[str]] | None = None,
-) -> Deferred:
-    """Read an optimizer's state, whatever wrote it, as its `load_state_dict` takes it. All ranks; what fails is raised where it fails.
+) -> dict[str, Any]:
+    """Read an optimizer's state, whatever wrote it, into new memory, as its `load_state_dict` takes it. `groups` are as `target` takes them.
 
-    With `over`, for a verified checkpoint and an optimizer that cannot refuse it, it is read over what there is. `groups` are as `target`
-    takes them.
+    An error is raised only where it happens. Collective: call on every rank.
     """
     goal, io = target(optimizer, model, groups), io_of(model)
-    goal = replace(goal, over=over and isinstance(folder, CheckpointFolder) and not io.is_collective)
 
-    def read() -> tuple[dict[str, Any], "CheckpointReader"]:
+    def read() -> dict[str, Any]:
         found = required(folder, "optimizer", index, prefer)
-        stored = found.open()
-        return read_optimizer(goal, stored, found), stored
+        return read_optimizer(goal, found.open(), found)
 
-    values, stored = run_on_all_ranks(read) if io.is_collective else read()
-    return Deferred(io.optimizer_to_load(optimizer, model, values), stored.finish)
+    return io.optimizer_to_load(optimizer, model, run_on_all_ranks(read) if io.is_collective else read())
 
 
 def read_full_optimizer(
-    optimizer: Any, models: Iterable[nn.Module], folder: Path, index: int = 0, **options: Any
-) -> Mapping[str, Any]:
-    """Read a state of any layout with the numbers that the optimizer has, which stays as it is. Any rank, alone.
+    optimizer: Any,
+    models: Iterable[nn.Module],
+    folder: Path,
+    index: int = 0,
+    map_location: Any = "cpu",
+    load_kwargs: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Read a state of any layout with the numbers that the optimizer has, which stays as it is. Not a collective.
 
     FileNotFoundError without a state, RuntimeError for that of other parameters, DamagedCheckpoint for bad shards.
     """
-    found = Found(os.fspath(folder), manifest.optimizer_file(index), "full", index, "optimizer")
-    if not os.path.exists(os.path.join(folder, found.name)):
-        found = find(folder, "optimizer", index) or found  # such as a Trainer's
+    file = manifest.optimizer_file(index)
+    if os.path.lexists(os.path.join(folder, file)):
+        found: Found | None = Found(folder, file, "full", index, "optimizer")
+    else:
+        found = find(folder, "optimizer", index)  # such as a Trainer's
+    if found is None:
+        raise FileNotFoundError(
+            f"{os.fspath(folder)!r} has no state for optimizer {index}: {file} is missing. Prepare what was saved, in the same "
+            "order, or load another folder."
+        )
     model, groups = model_io.owner(optimizer, models)
     goal = None if model is None else target(optimizer, model, groups)
     if found.layout == "full":
-        raw: Mapping[str, Any] = load.read_file(folder, found.name, f"optimizer {index}", mapped=True, **options)
+        checkpoint, path = with_manifest(folder), os.path.join(folder, found.name)
+        checkpoint.check([found.name, manifest.PARAMETER_NAMES])
+        raw: dict[str, Any] = read_whole(path, map_location, load_kwargs)
         if not is_state(raw) or (not is_named(raw) and _has_own_numbers(raw, goal, folder, index)):
             return raw
+        stored: Reader = FullFiles(path, raw)
+    else:
+        stored = found.open(load_kwargs)
     if goal is None:
         raise RuntimeError(
-            f"{found.name} in {found.folder!r} names its parameters, and no prepared model has those of this optimizer. "
+            f"{found.name} in {folder!r} names its parameters, and no prepared model has those of this optimizer. "
             "Prepare the model, too."
         )
-    return model_io.numbered(read_optimizer(goal, found.open(**options), found))
+    return to_device(model_io.numbered(read_optimizer(goal, stored, found)), map_location)
 
 
 def _has_own_numbers(raw: Mapping[str, Any], goal: Target | None, folder: Path, index: int) -> bool:
     """Say whether the numbers in a state are the optimizer's own, as far as names tell it."""
     if goal is None:
         return True
-    order = saved_names(os.fspath(folder), index, raw["param_groups"], goal.order)
+    order = saved_names(folder, index, raw["param_groups"], goal.order)
     counts = [len(group["params"]) for group in raw["param_groups"]]
     return order is None or (order == goal.order and counts == list(map(len, goal.groups)))

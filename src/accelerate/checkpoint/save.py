@@ -1,24 +1,12 @@
-"""Saving a checkpoint: what each rank puts into it, who stages, writes and publishes, and how that is done while the training goes on.
+"""Saving a checkpoint: each rank collects its files, all ranks write them, and one rank publishes the checkpoint.
 
-A rank collects its files in a `SavePlan`. It is path-like, so that strategies which write by themselves write into its folder; what is put
-into it instead is hashed while it is written, and can be copied and written in the background: one save at a time, in a thread, from
-copies in host memory.
-
-The thread holds what it writes in memory of its own, and meets the other ranks through the key-value store of the process group, so it
-takes part in no collective of the training. Hashing, copying and writing release the interpreter lock. It rests between blocks as long
-as no other thread waits for it. Its priority is that of any other thread: one of a low priority that holds the interpreter lock holds up
-the training as long as other processes keep it from running.
+A rank collects its files in a `SavePlan`. It is path-like, so that strategies which write by themselves write into its folder. What is
+put into it instead is hashed while it is written, and can be written in the background: see `checkpoint.background`.
 """
 
-import atexit
 import contextlib
-import copy
 import logging
-import multiprocessing.util
 import os
-import sys
-import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -28,30 +16,26 @@ from typing import Any
 import torch
 
 from accelerate.checkpoint import formats, manifest, plain_data, schedules
-from accelerate.checkpoint.barrier import Group, SaveBarrier, default_store
 from accelerate.checkpoint.manifest import FileEntry, Manifest
+from accelerate.checkpoint.ranks import Group, Ranks, default_store
 from accelerate.checkpoint.state import (
     LOADERS,
     POSITIONS,
     Common,
-    empty_on_host_like,
-    is_distributed_tensor,
     keeps_state,
-    local_part,
-    local_tensor,
-    quietly,
 )
 from accelerate.checkpoint.storage import CheckpointStorage
 from accelerate.data import resume
 from accelerate.data.loader import PreparedLoader
 from accelerate.modules.unwrap import clean_state_dict_for_safetensors, same_tensors
 from accelerate.process import PartialState
-from accelerate.runtime import durable, generators, torch_private
+from accelerate.runtime import durable, generators
 
 logger = logging.getLogger(__name__)
 
-# Files that are written at a time. Two keep a disk busy while one of them waits for its hash or for the interpreter.
-WRITERS = 2
+# Large files that are written at a time. Two keep a disk busy while one of them waits for its hash or for the interpreter. For files
+# below a size, threads cost more than they gain.
+WRITERS, _LARGE = 2, 16 << 20
 
 # -- what one rank writes ----------------------------------------------------------------------------------------------
 
@@ -59,19 +43,23 @@ WRITERS = 2
 class SavePlan(os.PathLike[str]):
     """Files of one rank for the folder of a checkpoint; `writes_shared`: those too that are the same on all ranks.
 
-    `create` gives the file of a name to write to; by default one in the folder.
+    A `storage` gives the files to write to, when it has staged the folder; without one they are written durably, one after the other.
     """
 
     def __init__(
-        self, folder: str, rank: int = 0, writes_shared: bool = True, create: formats.Create | None = None
+        self, folder: str, rank: int = 0, writes_shared: bool = True, storage: CheckpointStorage | None = None
     ) -> None:
         self.folder = folder
-        self.create = create or (lambda name: durable.durable(os.path.join(folder, name)))
+        self.create: formats.Create = lambda name: durable.durable(os.path.join(folder, name))
+        self.sync: Callable[[Iterable[str]], None] = lambda names: None
+        if storage is not None:
+            self.create, self.sync = partial(storage.create, folder), partial(storage.sync, folder)
         self.rank = rank
         self.writes_shared = writes_shared
         self._jobs: dict[str, tuple[Callable[..., FileEntry], Any, dict[str, Any]]] = {}
         self._shards: dict[str, dict[str, Any]] = {}
         self._written: dict[str, FileEntry] = {}
+        self._unsynced: list[str] = []
 
     def __str__(self) -> str:  # as programs put folders into texts
         return self.folder
@@ -111,19 +99,25 @@ class SavePlan(os.PathLike[str]):
 
             written = dcp.save(state, os.path.join(self.folder, name), group, create=self._create_in(name))
             self._written |= {f"{name}/{file}": entry for file, entry in written.items()}
+            self._unsynced += [f"{name}/{file}" for file in written]
 
         # In the order in which they were added: models and optimizers come first, so that the small ones fill the gaps.
-        durable.each(self.write_file, list(self._jobs), writers)
+        large = [file for file, (_, obj, _) in self._jobs.items() if _bytes_of(obj) > _LARGE]
+        durable.each(self.write_file, list(self._jobs), writers if large else 1)
+        self.sync(self._unsynced)
+        self._unsynced.clear()
         return self._written
 
     def write_file(self, file: str) -> None:
         """Write one of the files durably, before the others. Any rank, alone."""
         write, obj, options = self._jobs.pop(file)
         self._written[file] = write(file, obj, rank=self.rank, create=self.create, **options)
+        self._unsynced.append(file)
 
     def forget(self, file: str) -> None:
         """Leave a file that was written, and that other code has changed since, to the leader, which hashes what no rank lists."""
         self._written.pop(file)
+        self._unsynced = [name for name in self._unsynced if name != file]
 
     @property
     def has_shards(self) -> bool:
@@ -136,6 +130,11 @@ class SavePlan(os.PathLike[str]):
 
     def _create_in(self, folder: str) -> formats.Create:
         return lambda path: self.create(f"{folder}/{os.path.basename(path)}")
+
+
+def _bytes_of(obj: Any) -> int:
+    """Return about how many bytes a file of an object has: those of the tensors directly in it."""
+    return sum(getattr(value, "nbytes", 0) for value in obj.values()) if isinstance(obj, Mapping) else 0
 
 
 # -- what is put into it -----------------------------------------------------------------------------------------------
@@ -242,15 +241,19 @@ def write_common(common: Common, folder: durable.Path, step: int, save_on_each_n
 
 @dataclass
 class Save:
-    """The saving of one checkpoint. Each rank makes one and goes through the same steps.
+    """The saving of one checkpoint, in three steps of all ranks: `begin`, `check_collected`, `finish`.
+
+    Between `begin` and the next step a rank puts its files into the `plan`. A rank that fails keeps its `problem`, goes to the next
+    exchange with the others, and all raise it there. Nothing is published then, and what was staged is removed.
 
     Attributes:
         manifest_fields: What the manifest says of the run.
         check_target: Called with the storage by the leader before it stages; raises where the storage must not be taken.
         prune_old: Called with the storage by the rank that published, once all ranks know that the checkpoint is there.
+        kind: The call, as errors name it.
         shards: The process group of the ranks that write shards together; None for the default one.
-        plan: What takes the files of this rank; from `begin` on.
-        problem: Why this rank cannot go on; the next step of all ranks reports it.
+        plan: Takes the files of this rank; from `begin` on.
+        problem: Why this rank cannot continue.
         leads: This rank stages; from `begin` on.
     """
 
@@ -259,91 +262,117 @@ class Save:
     manifest_fields: dict[str, Any]
     check_target: Callable[[CheckpointStorage], Any] = lambda storage: None
     prune_old: Callable[[CheckpointStorage], Any] = lambda storage: None
-    shards: Any = None
+    kind: str = "save_state"
+    shards: Any = field(default=None, init=False)
     plan: SavePlan = field(init=False)
     problem: BaseException | None = field(default=None, init=False)
     leads: bool = field(default=False, init=False)
     _publishes: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        self.barrier = SaveBarrier("save_state", self.storage.location, self.group, default_store())
-
-    def begin(self, former: BaseException | None = None) -> None:
-        """Meet the other ranks, and learn where to write; a `former` problem of a rank is raised, nothing saved.
-
-        CollectiveMisuse if the others do something else; RuntimeError if another rank could not make the folder.
-        """
-        self.barrier.begin()
-        leader = self.barrier.leader()
-        self.leads = self.group.rank == leader
-        self._publishes = self.group.rank == (leader if self.group.each_node else 0)
-        self.problem = former
-        folder = self._with_all_ranks(self.barrier.share, self.attempt(self._stage) if self.leads else None, leader)
-        if not self.group.shared and not self.group.each_node:  # machines stage parts of what one of them publishes
-            self.storage.generation = self._with_all_ranks(self.barrier.share, self.storage.generation)
-        first = (self.group.local_rank if self.group.each_node else self.group.rank) == 0
-        self.plan = SavePlan(folder, self.group.rank, first, partial(self.storage.create, folder))
-
-    def check_collected(self) -> None:
-        """Learn whether all ranks could collect their state, before the rest is done in the background. All ranks."""
-        self._with_all_ranks(self.barrier.share)
-
-    def finish(self, writers: int = WRITERS) -> None:
-        """Write this rank's files, and publish the checkpoint when every rank has. May run in a thread.
-
-        A rank lists its files in its part of the manifest. Those that lead add what no rank of their folder has listed, and one publishes all.
-        The error of this rank is raised as it is, that of another one as a RuntimeError.
-        """
-        files = self.attempt(lambda: self.plan.write(writers, self.shards)) or {}
-        parts = self._leave_part({} if self.leads else files)
-        listed: dict[str, FileEntry] = {}
-        if self.leads:
-            # Where several lead, each has the parts of its machine in the folder, which it has written to itself.
-            ranks, there = range(self.group.world_size), parts if self.group.shared else 0
-            listed = self.attempt(lambda: manifest.gathered(manifest.parts(self.plan.folder, ranks, there))) or {}
-            known, rank = {*files, *listed}, self.group.rank
-            files |= self.attempt(lambda: unlisted(self.plan.folder, known, rank, writers)) or {}
-        if not self.group.shared:  # several ranks lead, and none publishes if one of them has failed
-            parts += self._leave_part(files if self.leads and not self._publishes else {}, uploads=self.leads)
-        if self._publishes:
-            self.attempt(lambda: self._publish(files, listed, parts))
-        self._with_all_ranks(self.barrier.share)
-        self.barrier.leave()
-        # The checkpoint is saved on all ranks, whatever becomes of older ones: none waits for their removal, and none fails with it.
-        if self.leads:
-            self.storage.discard()
-        if self._publishes:
-            self.prune_old(self.storage)
+        self.ranks = Ranks(self.group, default_store())
 
     def attempt(self, step: Callable[[], Any]) -> Any:
-        """Take a step, unless this rank has failed before; the next round of all ranks reports what it raises."""
+        """Take a step, unless this rank has failed before; the next exchange of all ranks reports what it raises."""
         try:
             return step() if self.problem is None else None
-        except BaseException as error:  # a rank that leaves without a word is waited for
+        except BaseException as error:  # the other ranks would wait for a rank that leaves without a word
             self.problem = error
 
-    def _with_all_ranks(self, step: Callable[..., Any], *arguments: Any) -> Any:
-        """Take a step of the barrier with all ranks, unless one of them has failed: then nothing is saved."""
+    @contextlib.contextmanager
+    def _discarding(self) -> Iterator[None]:
+        """Remove what this rank has staged if the ranks fail."""
         try:
-            return step(*arguments, problem=self.problem)
+            yield
         except BaseException:
             if self.leads:
                 self.storage.discard()
             raise
+
+    def begin(self, former: BaseException | None = None) -> None:
+        """Stage a folder on each file system, and learn where to write; a `former` problem of a rank is raised instead.
+
+        Collective: call on every rank.
+
+        Raises:
+            CollectiveMisuse: Other ranks do something else.
+            RuntimeError: Another rank could not make the folder.
+        """
+        ranks, group, self.problem = self.ranks, self.group, former
+        ranks.agree(self.kind, self.storage.location)
+        leader = ranks.leader()
+        self.leads = group.rank == leader
+        self._publishes = group.rank == (leader if group.each_node else 0)
+        with self._discarding():
+            staged = self.attempt(self._stage) if self.leads else None
+            folder = ranks.share(staged, leader, self.problem)
+            if not group.shared and not group.each_node:  # machines stage parts of what one of them publishes
+                self.storage.generation = ranks.share(self.storage.generation)
+        first = (group.local_rank if group.each_node else group.rank) == 0
+        self.plan = SavePlan(folder, group.rank, first, self.storage)
 
     def _stage(self) -> str:
         self.check_target(self.storage)
         formats.refuse_unreadable(self.storage.location)
         return self.storage.stage()
 
-    def _leave_part(self, files: dict[str, FileEntry], uploads: bool = False) -> int:
-        """List files in this rank's part of the manifest, if there are any; return how many ranks have a part. All ranks."""
-        if files:
-            self.attempt(lambda: manifest.write_part(self.plan.folder, self.group.rank, files))
-        if uploads:
-            self.attempt(lambda: self.storage.upload(self.plan.folder))
-        parts: int = self._with_all_ranks(self.barrier.count_of, bool(files))
-        return parts
+    def check_collected(self) -> None:
+        """Learn whether all ranks could collect their state, before the rest is done in the background.
+
+        Collective: call on every rank.
+        """
+        with self._discarding():
+            self.ranks.first_error(self.problem)
+
+    def finish(self, writers: int = WRITERS) -> None:
+        """Write this rank's files, and publish the checkpoint when every rank has. May run in a thread.
+
+        Collective: call on every rank.
+
+        Raises:
+            BaseException: The problem of this rank, as it is; that of another rank as a RuntimeError.
+        """
+        ranks, group, rank = self.ranks, self.group, self.group.rank
+        with self._discarding():
+            # Write. The ranks that lead know what they wrote; each of the others leaves a list, its part of the manifest.
+            files = self.attempt(lambda: self.plan.write(writers, self.shards)) or {}
+            leaves_part = bool(files) and not self.leads
+            if leaves_part:
+                self.attempt(lambda: manifest.write_part(self.plan.folder, rank, files))
+            parts = ranks.count(leaves_part, self.problem)
+
+            # List. Who leads reads the parts in its folder, and hashes the files there that no rank has listed.
+            listed: dict[str, FileEntry] = {}
+            if self.leads:
+                listed = self.attempt(lambda: self._listed(parts)) or {}
+                known = {*files, *listed}
+                files |= self.attempt(lambda: unlisted(self.plan.folder, known, rank, writers)) or {}
+            if not group.shared:  # several ranks lead, and none publishes if one of them has failed
+                leaves_part = bool(files) and self.leads and not self._publishes
+                if leaves_part:
+                    self.attempt(lambda: manifest.write_part(self.plan.folder, rank, files))
+                if self.leads:
+                    self.attempt(lambda: self.storage.upload(self.plan.folder))
+                parts += ranks.count(leaves_part, self.problem)
+
+            # Publish.
+            if self._publishes:
+                self.attempt(lambda: self._publish(files, listed, parts))
+            ranks.first_error(self.problem)
+        ranks.leave()
+        # The checkpoint is saved on all ranks, whatever becomes of older ones: none waits for their removal, and none fails with it.
+        if self.leads:
+            self.storage.discard()
+        if self._publishes:
+            self.prune_old(self.storage)
+
+    def _listed(self, parts: int) -> dict[str, FileEntry]:
+        """Return what the parts of other ranks in this rank's folder list."""
+        if self.group.shared and not parts:
+            return {}
+        # Where several ranks lead, each has the parts of its machine in the folder, which are not counted.
+        texts = manifest.parts(self.plan.folder, range(self.group.world_size), parts if self.group.shared else 0)
+        return manifest.gathered(texts)
 
     def _publish(self, files: dict[str, FileEntry], listed: dict[str, FileEntry], parts: int) -> None:
         if not self.storage.shared:  # other nodes have uploaded theirs
@@ -354,7 +383,7 @@ class Save:
                 f"Of the {parts} parts of its manifest {seen} can be seen in {self.plan.folder!r}: the file system does not show "
                 "what other nodes have written there. Save to another one."
             )
-        Manifest({**files, **listed}, save=self.barrier.name, **self.manifest_fields).write(self.plan.folder)
+        Manifest({**files, **listed}, save=self.ranks.name, **self.manifest_fields).write(self.plan.folder)
         self.storage.publish()
 
 
@@ -367,234 +396,3 @@ def unlisted(folder: str, known: Iterable[str], rank: int, threads: int = 1) -> 
             "hook that writes it choose a name without a backslash, and without a colon behind one letter."
         )
     return {name: formats.describe(os.path.join(folder, name), rank, threads) for name in names}
-
-
-# How long the thread rests after each block, as a multiple of the time that the block took: the training is slowed for longer, but
-# by little at a time.
-_REST = 3.0
-
-# -- copies ------------------------------------------------------------------------------------------------------------
-
-
-@quietly()
-@torch.no_grad()
-def snapshot(plan: SavePlan, buffers: "HostBuffers") -> None:
-    """Replace all that a plan has by copies in host memory of `buffers`, which takes it back when copying fails."""
-    try:
-        plan.replace(_Snapshot(buffers).of)
-        buffers.synchronize()
-    except BaseException:
-        buffers.release()
-        raise
-
-
-class HostBuffers:
-    """Host memory for the copies of one save at a time, used again by the next one; pinned where a GPU is copied."""
-
-    def __init__(self) -> None:
-        self._free: dict[Any, list[Any]] = {}
-        self._taken: list[tuple[Any, Any]] = []
-        self._devices: set[torch.device] = set()
-
-    def _take(self, key: Any, make: Callable[[], Any]) -> Any:
-        free = self._free.get(key)
-        self._taken.append((key, free.pop() if free else make()))
-        return self._taken[-1][1]
-
-    def copy(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
-        """Return a copy of a storage; of an accelerator's it is complete after `synchronize`."""
-        size, pinned = storage.nbytes(), storage.device.type == "cuda"
-        memory: torch.Tensor = self._take(
-            (size, pinned), lambda: torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
-        )
-        dtype = torch.uint8 if size % 4 else torch.int32  # torch copies single bytes slower
-        source = torch.empty(0, dtype=dtype, device=storage.device).set_(storage)
-        memory.view(dtype).copy_(source, non_blocking=pinned)
-        if pinned:
-            self._devices.add(storage.device)
-        return memory.untyped_storage()
-
-    def shell(self, value: torch.Tensor) -> torch.Tensor:
-        """Return a DTensor or ShardedTensor of the host with a value's knowledge of the whole, and memory that is not filled."""
-        spread = [getattr(value, name, None) for name in ("device_mesh", "placements")]
-        key = type(value), *spread, value.size(), value.dtype, local_part(value).shape
-        memory: torch.Tensor = self._take(key, lambda: empty_on_host_like(value))
-        return memory
-
-    def synchronize(self) -> None:
-        """Wait until the copies are complete."""
-        while self._devices:
-            torch.cuda.synchronize(self._devices.pop())
-
-    def release(self) -> None:
-        """Keep the memory for the next save, once: no thread reads the copies any more. What this save did not use is let go."""
-        taken, self._taken = self._taken, []
-        if taken:
-            self._free = {}
-            for key, buffer in taken:
-                self._free.setdefault(key, []).append(buffer)
-
-
-class _Snapshot:
-    """Copies nested objects into host memory: views of one storage as views of one copy, and each object once."""
-
-    def __init__(self, buffers: HostBuffers) -> None:
-        self._buffers = buffers
-        self._storages: dict[tuple[str, int, int], torch.UntypedStorage] = {}
-        self._made: dict[int, tuple[Any, Any]] = {}  # with the original, so that its id stays its own
-
-    def of(self, obj: Any) -> Any:
-        return formats.rebuilt(obj, self._value)
-
-    def _value(self, obj: Any) -> Any:
-        if obj is None or isinstance(obj, (bool, int, float, complex, str, bytes)):
-            return obj
-        if id(obj) not in self._made:
-            made = self._tensor(obj) if isinstance(obj, torch.Tensor) else formats.deep_copied(obj)
-            self._made[id(obj)] = obj, made
-        return self._made[id(obj)][1]
-
-    def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        if is_distributed_tensor(tensor):
-            mine, made = local_part(tensor), self._buffers.shell(tensor)
-            if type(mine) is torch.Tensor:
-                local_tensor(made).set_(self._copied(mine), mine.storage_offset(), mine.shape, mine.stride())
-            else:
-                local_part(made).copy_(mine)
-            return made
-        tensor = tensor.detach()
-        if tensor.layout is not torch.strided or type(tensor) is not torch.Tensor or tensor.is_quantized:
-            return copy.deepcopy(tensor).cpu()
-        made = torch.empty(0, dtype=tensor.dtype)
-        made.set_(self._copied(tensor), tensor.storage_offset(), tensor.shape, tensor.stride())
-        if tensor.is_conj():
-            made = made.conj()
-        return torch_private.neg_view(made) if tensor.is_neg() else made
-
-    def _copied(self, tensor: torch.Tensor) -> torch.UntypedStorage:
-        storage = tensor.untyped_storage()
-        key = (str(tensor.device), storage.data_ptr(), storage.nbytes())
-        if key not in self._storages:
-            self._storages[key] = self._buffers.copy(storage)
-        return self._storages[key]
-
-
-# -- one save at a time ------------------------------------------------------------------------------------------------
-
-
-class Background:
-    """The background save of one Accelerator, not pickled; `wait` has something to do while it is ``pending``."""
-
-    def __init__(self) -> None:
-        self.buffers = HostBuffers()
-        self.pending = False
-        self._thread: threading.Thread | None = None
-        self._problem: BaseException | None = None
-        self._what = ""
-        self._pid = os.getpid()
-        self._hurry = threading.Event()  # a thread waits for the save
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Background, ()
-
-    def start(self, task: Callable[[], None], what: str) -> None:
-        """Run a task in a thread, or here where the interpreter is about to exit; `finish` raises its error.
-
-        The interpreter waits for the thread before it exits. Then the memory of the copies is free again.
-        """
-        self.finish()
-
-        def run() -> None:
-            try:
-                time.sleep(0)  # the caller goes on first
-                with durable.resting(_REST, self._hurry):
-                    task()
-                _unreported.discard(self)
-            except BaseException as error:
-                self._problem = error
-                # Now, too: a training that ends or fails before its next call would never report it.
-                logger.error("The checkpoint %s could not be saved in the background: %s", what, error)
-            finally:
-                self.buffers.release()
-
-        self.pending, self._what, self._pid = True, what, os.getpid()
-        self._hurry.clear()
-        _unreported.add(self)
-        thread = threading.Thread(target=run, name="accelerate-checkpoint", daemon=False)
-        try:
-            _wait_at_exit()
-            thread.start()
-        except RuntimeError:
-            self._hurry.set()
-            run()
-            return
-        self._thread = thread
-
-    def finish(self) -> None:
-        """Wait until the save in flight is written, and raise what went wrong, as RuntimeError. Any rank, alone."""
-        if (problem := self.wait()) is not None:
-            raise problem
-
-    def wait(self, reason: str | None = None) -> RuntimeError | None:
-        """Wait until the save in flight is written; return what went wrong, once. `reason` names who waits."""
-        self._join(reason)
-        # Not before: a caller that is interrupted while it waits has not waited.
-        self._thread, self.pending = None, False
-        cause, self._problem = self._problem, None
-        _unreported.discard(self)
-        if cause is None:
-            return None
-        problem = RuntimeError(f"The checkpoint {self._what} could not be saved in the background: {cause}")
-        problem.__cause__ = cause
-        return problem
-
-    def _join(self, reason: str | None = None) -> None:
-        thread = self._thread
-        if thread is None or self._pid != os.getpid():  # a fork has its parent's, which writes on
-            return
-        self._hurry.set()
-        if reason is not None and thread.is_alive():
-            logger.warning("%s waits for the checkpoint %s, which is still being written.", reason, self._what)
-        thread.join()
-
-
-# -- the end of the program ----------------------------------------------------------------------------------------
-
-# Those that are saving, or whose last save failed and no call has reported it yet; their Accelerators may be gone.
-_unreported: set[Background] = set()
-_registered_in: int | None = None
-
-
-def _wait_at_exit() -> None:
-    """Let the interpreter wait for a save before it closes thread pools, which writing and the network use."""
-    global _registered_in
-    if _registered_in != os.getpid():
-        if hasattr(threading, "_register_atexit"):
-            import concurrent.futures.thread  # noqa: F401 (what is registered last is called first)
-
-            threading._register_atexit(_join_all)
-        if multiprocessing.parent_process() is not None:
-            # Such a process leaves without a look at `atexit`, and first reports to the other ranks that it ends.
-            multiprocessing.util.Finalize(None, _leave, exitpriority=1000)
-        _registered_in = os.getpid()
-
-
-def _join_all() -> None:
-    for background in list(_unreported):
-        background._join()
-
-
-def _leave() -> None:
-    """End with status 1 if a save failed that no call has reported, lest the program look as if it had succeeded."""
-    _join_all()
-    if all(background._pid != os.getpid() for background in _unreported):  # a fork has its parent's
-        return
-    logging.shutdown()
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
-            stream.flush()
-    os._exit(1)
-
-
-# Early, so that it runs late: after what the program wants to be done at its end.
-atexit.register(_leave)

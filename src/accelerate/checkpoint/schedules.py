@@ -4,8 +4,8 @@ import os
 import re
 from collections.abc import Sequence
 
-from accelerate.checkpoint.manifest import Manifest
 from accelerate.checkpoint.state import Common
+from accelerate.checkpoint.verify import CheckpointFolder
 from accelerate.scheduler import AcceleratedScheduler
 
 # Where a rank's file keeps the steps of each scheduler for one optimizer step.
@@ -17,7 +17,7 @@ def units(common: Common) -> list[int]:
     return [getattr(scheduler, "advance", 1) for scheduler in common.schedulers]
 
 
-def restore(common: Common, folder: str, saved: Sequence[int] | None) -> list[str]:
+def restore(common: Common, folder: CheckpointFolder, saved: Sequence[int] | None) -> list[str]:
     """Let restored schedules advance as in the run that saved them; return a line for each whose rate may differ. Any rank, alone.
 
     Args:
@@ -34,11 +34,11 @@ def restore(common: Common, folder: str, saved: Sequence[int] | None) -> list[st
     return problems
 
 
-def _saved_ranks(folder: str, scheduler: AcceleratedScheduler) -> int | None:
+def _saved_ranks(folder: CheckpointFolder, scheduler: AcceleratedScheduler) -> int | None:
     """Return how often a schedule advanced in a checkpoint without this record: once for each process, as upstream counts."""
-    listing: Manifest | None = getattr(folder, "listing", None)
-    if scheduler.split_batches or not scheduler.step_with_optimizer or (listing is not None and listing.mesh):
+    listing = folder.listing
+    if scheduler.split_batches or not scheduler.step_with_optimizer or listing.mesh:
         return None
-    if listing is not None and listing.files:  # a machine's own folder has the files of its ranks only
+    if listing.files:  # a machine's own folder has the files of its ranks only
         return listing.world_size
     return sum(1 for name in os.listdir(folder) if re.fullmatch(r"random_states_\d+\.pkl", name)) or None

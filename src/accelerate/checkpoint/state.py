@@ -13,7 +13,6 @@ from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from accelerate import comm
 from accelerate.base.constants import SCALER_NAME
@@ -212,12 +211,6 @@ def empty_on_host_like(value: Any, dtype: torch.dtype | None = None) -> torch.Te
     on_host = all(shard.tensor.device.type == "cpu" for shard in made.local_shards())
     memory: torch.Tensor = made if on_host else made.cpu()
     return memory
-
-
-def address_of(value: Any) -> int | None:
-    """Return the address of the memory of a tensor, or of a DTensor's part on this rank; None if that is not plain memory."""
-    tensor = value.to_local() if hasattr(value, "to_local") else value
-    return tensor.untyped_storage().data_ptr() if type(tensor) in (torch.Tensor, nn.Parameter) else None
 
 
 def local_tensor(value: Any) -> torch.Tensor:

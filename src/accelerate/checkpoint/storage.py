@@ -33,7 +33,7 @@ from accelerate.checkpoint.manifest import (
     problems,
 )
 from accelerate.extension import imported, specs, third_parties
-from accelerate.runtime.durable import STAGING_PREFIX, HashedFile, durable, exchange, sync_folder, sync_tree
+from accelerate.runtime.durable import STAGING_PREFIX, HashedFile, exchange, staged, sync_file, sync_folder, sync_tree
 
 logger = logging.getLogger(__name__)
 
@@ -101,8 +101,19 @@ class CheckpointStorage(ABC):
         return os.path.basename(self.location.rstrip("/"))
 
     def create(self, folder: str, name: str) -> contextlib.AbstractContextManager[HashedFile]:
-        """Give a file of a staged folder to write to: there in full when the block ends well, or not at all. Any rank."""
-        return durable(os.path.join(folder, name))
+        """Give a file of a staged folder to write to; `sync` follows.
+
+        Not a collective.
+        """
+        return staged(os.path.join(folder, name))
+
+    def sync(self, folder: str, names: Iterable[str]) -> None:
+        """Bring files to the disk that this rank has written by `create`.
+
+        Not a collective.
+        """
+        for name in names:
+            sync_file(os.path.join(folder, name))
 
     def upload(self, staged: str) -> None:
         """Bring what else was written into a staged folder to the location, unseen; where staging is not shared, before the publishing."""
@@ -414,11 +425,12 @@ class LocalStorage(CheckpointStorage):
 
     def publish(self) -> None:
         """Let what was staged, whose files are on the disk, take the location. All in it but the parts of a checkpoint stays."""
-        sync_tree(self._aside)
+        sync_tree(self._staged)
         former = os.path.join(self._aside, folders.FORMER)
         if not (replaces := os.path.lexists(self.location)):
             os.rename(self._staged, self.location)
         else:
+            sync_folder(self._aside)  # it will have what is the user's own
             with contextlib.suppress(OSError):
                 shutil.copymode(self.location, self._staged)
             os.rename(self._staged, former)  # the name of what lies there once the two are exchanged

@@ -10,14 +10,17 @@ import os
 import pickle
 import re
 import threading
+import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 
+from accelerate.checkpoint.state import mapped_leaves
 from accelerate.modules.unwrap import clean_state_dict_for_safetensors, shared_tensor_names
 from accelerate.process import PartialState
+from accelerate.runtime import torch_private
 from accelerate.runtime.durable import written_whole
 
 logger = logging.getLogger("accelerate.utils.other")  # the public path
@@ -118,6 +121,28 @@ def _values_allowed() -> Iterator[None]:
             _built.clear()
             serialization.clear_safe_globals()
             serialization.add_safe_globals(former)
+
+
+def outline(path: str) -> Any:
+    """Return the state in a file with tensors on the meta device, of which `torch_private.checkpoint_offset` tells where they are in the file.
+
+    None if a tensor is not contiguous plain memory in the file, or in a container that `mapped_leaves` does not look into.
+    """
+    offsets: set[int | None] = set()
+
+    def note(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.untyped_storage().nbytes():
+            is_plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.is_contiguous()
+            offsets.add(torch_private.checkpoint_offset(value) if is_plain else None)
+        return value
+
+    try:
+        state = mapped_leaves(load(path, "meta"), note)
+        with zipfile.ZipFile(path) as archive:
+            records = [info for info in archive.infolist() if "/data/" in info.filename and info.file_size]
+    except Exception:  # who reads the file then says what is wrong
+        return None
+    return None if None in offsets or len(offsets) != len(records) else state
 
 
 _CHANGED = (dict, list, collections.deque)

@@ -9,14 +9,12 @@ Source:
     https://xxhash.com, https://github.com/ifduyue/python-xxhash
 """
 
-import bisect
 import contextlib
 import ctypes
 import errno
 import functools
 import io
 import mmap
-import operator
 import os
 import re
 import stat
@@ -162,102 +160,6 @@ def advise(address: int, length: int, advice: int) -> bool:
     return _call("madvise", "void_p", "size_t", "int")(begin, address + length - begin, advice) == 0
 
 
-def copy_mapped(copies: Iterable[tuple[int, int, int]]) -> None:
-    """Copy memory, which may be a mapped file's: OSError, where a plain copy ends the process, if a page cannot be read.
-
-    Of much memory, what is a file's is read from the file: that is faster than its mapping, which the system fills a page at a time.
-
-    Args:
-        copies: address to copy to, address to copy from, and bytes, of each piece of memory.
-    """
-    maps, copies = [_NO_FILE], list(copies)
-    if sum(map(operator.itemgetter(2), copies)) >= CHUNK:
-        maps = _mapped_files()
-    in_files, in_memory = [], []
-    with contextlib.ExitStack() as held:
-        same_file = functools.cache(functools.partial(_same_file, held))
-        for target, source, length in copies:
-            begin, end, offset, inode, path = maps[bisect.bisect(maps, (source, sys.maxsize)) - 1]
-            file = same_file(path, inode) if source + length <= end else None
-            if file is None:
-                in_memory.append((target, source, length))
-            else:
-                in_files.append((target, file, source - begin + offset, length, path))
-        if in_files:
-            count = threads()
-            each(_read, [in_files[number::count] for number in range(count)], count)
-    for number in range(0, len(in_memory), _SPANS):
-        _copy_pages(in_memory[number : number + _SPANS])
-
-
-def _read(copies: Iterable[tuple[int, int, int, int, str]]) -> None:
-    """Read pieces of files into memory: its address, the file, where the piece starts, its bytes, and the path for an error."""
-    for target, file, start, length, path in copies:
-        left = memoryview((ctypes.c_char * length).from_address(target)).cast("B")
-        while len(left):
-            if not (size := os.preadv(file, [left], start)):
-                raise OSError(errno.EIO, "the file became shorter while it was read", path)
-            left, start = left[size:], start + size
-
-
-# The system takes so many pieces of memory in one call (its IOV_MAX).
-_SPANS = 1024
-
-
-def _copy_pages(copies: list[tuple[int, int, int]]) -> None:
-    """Copy memory by the system, which says so if a page cannot be read. Source: https://man7.org/linux/man-pages/man2/process_vm_readv.2.html"""
-    read, own = _call("process_vm_readv", "int", "void_p", "ulong", "void_p", "ulong", "ulong"), os.getpid()
-    copies = [copy for copy in reversed(copies) if copy[2]]
-    while read is not None and copies:
-        spans = ctypes.c_size_t * (2 * len(copies))
-        targets, sources = spans(), spans()
-        targets[::2], sources[::2], lengths = zip(*reversed(copies), strict=True)
-        targets[1::2] = sources[1::2] = lengths
-        copied = read(own, targets, len(copies), sources, len(copies), 0)
-        if copied <= 0:
-            if ctypes.get_errno() in (errno.EPERM, errno.ENOSYS):  # a container forbids the call
-                break
-            raise OSError(ctypes.get_errno(), "a file became shorter, or a page of it cannot be read")
-        while copied:  # of more than 2 GiB a part
-            target, source, length = copies.pop()
-            if (done := min(copied, length)) < length:
-                copies.append((target + done, source + done, length - done))
-            copied -= done
-    for copy in copies:
-        ctypes.memmove(*copy)
-
-
-# Stands before the entries of `_mapped_files`, so that each address has one before it.
-_NO_FILE = (0, 0, 0, 0, "")
-
-
-def _mapped_files() -> list[tuple[int, int, int, int, str]]:
-    """Return where the memory of files begins and ends in this process, in order, from which byte on, and the file's inode and path.
-
-    `_NO_FILE` is the first entry, and the only one on systems that have no such list.
-
-    Source: https://man7.org/linux/man-pages/man5/proc_pid_maps.5.html
-    """
-    found = [_NO_FILE]
-    with contextlib.suppress(OSError), open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as lines:
-        for line in lines:
-            span, _, offset, _, inode, *path = line.rstrip("\n").split(maxsplit=5)
-            if path and inode != "0":
-                begin, end = span.split("-")
-                found.append((int(begin, 16), int(end, 16), int(offset, 16), int(inode), path[0]))
-    return found
-
-
-def _same_file(held: contextlib.ExitStack, path: str, inode: int) -> int | None:
-    """Open a mapping's file until `held` closes it; None if another one has its place."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY)
-    except OSError:
-        return None
-    held.callback(os.close, descriptor)
-    return descriptor if os.fstat(descriptor).st_ino == inode else None
-
-
 # -- files --------------------------------------------------------------------------------------------------------------
 
 
@@ -346,18 +248,16 @@ def hashed(sink: Sink) -> Iterator[HashedFile]:
 
 
 class _DiskSink(Sink):
-    """A file that is written aside, and takes its place when the disk has it.
+    """A file that is written under a second name and synced, and then takes its name; with one name it is not synced.
 
     The disk begins with each block while the next one is written, so that it has little left to do at the end.
     """
 
     _descriptor = -1
 
-    def __init__(self, path: str, writer: int | None = None) -> None:
+    def __init__(self, path: str, aside: str) -> None:
         super().__init__()
-        folder, name = os.path.split(path)
-        suffix = "" if writer is None else f".{writer}"
-        self._path, self._aside = path, os.path.join(folder, f"{STAGING_PREFIX}{name}{suffix}")
+        self._path, self._aside = path, aside
         self._begun = 0  # the disk has begun with so much
         self._since = time.monotonic()
         with contextlib.suppress(FileNotFoundError):
@@ -375,12 +275,14 @@ class _DiskSink(Sink):
 
     def finish(self) -> None:
         with self.naming():
-            os.fsync(self._descriptor)
+            if self._aside != self._path:
+                os.fsync(self._descriptor)
             self.status = os.fstat(self._descriptor)
             if not os.path.samestat(self.status, os.lstat(self._aside)):
                 raise OSError(errno.EBUSY, "Another process writes this file at the same time")
         self.close()
-        os.replace(self._aside, self._path)
+        if self._aside != self._path:
+            os.replace(self._aside, self._path)
 
     def close(self) -> None:
         descriptor, self._descriptor = self._descriptor, -1
@@ -409,7 +311,14 @@ def durable(path: Path, writer: int | None = None) -> contextlib.AbstractContext
         path: The file.
         writer: Number of this process among those that may write the file at a time: the last one counts. None if only one does.
     """
-    return hashed(_DiskSink(os.fspath(path), writer))
+    folder, name = os.path.split(os.fspath(path))
+    suffix = "" if writer is None else f".{writer}"
+    return hashed(_DiskSink(os.fspath(path), os.path.join(folder, f"{STAGING_PREFIX}{name}{suffix}")))
+
+
+def staged(path: Path) -> contextlib.AbstractContextManager[HashedFile]:
+    """Write a file of a folder that nothing reads yet. It is not on the disk before `sync_file`, which many files need only once."""
+    return hashed(_DiskSink(os.fspath(path), os.fspath(path)))
 
 
 @contextlib.contextmanager
@@ -478,6 +387,17 @@ def require_file(path: Path) -> int:
 
 
 # -- the file system ----------------------------------------------------------------------------------------------------
+
+
+def sync_file(path: Path) -> None:
+    """Write a file's bytes to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        raise OSError(error.errno or errno.EIO, error.strerror or str(error), os.fspath(path)) from None
+    finally:
+        os.close(descriptor)
 
 
 def sync_folder(path: Path) -> None:

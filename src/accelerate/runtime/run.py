@@ -38,6 +38,7 @@ class Run(Protocol):
         _schedulers: Prepared schedulers.
         _dataloaders: Prepared loaders.
         _custom_objects: Objects of ``register_for_checkpointing``.
+        _load_model_state_pre_hook: Functions that load models before `load_state` does, by number.
         _strategy: The `strategies.base.Strategy` of the run.
         extensions: Its `extension.Extensions`.
     """
@@ -62,8 +63,13 @@ class Run(Protocol):
     _schedulers: list[Any]
     _dataloaders: list[Any]
     _custom_objects: list[Any]
+    _load_model_state_pre_hook: Any
     _strategy: Any
     extensions: Any
+
+    @property
+    def _state_io(self) -> Any:
+        """The `strategies.state_io.StateIO` of the run."""
 
     @property
     def parallelism_config(self) -> ParallelismConfig | None:

@@ -153,6 +153,11 @@ def is_fake(group: Any = None) -> bool:
     return dist.get_backend(group) == "fake"
 
 
+def checkpoint_offset(tensor: torch.Tensor) -> Any:
+    """Return where the storage of a tensor that `torch.load` put on the meta device begins in the file; None if torch does not tell."""
+    return getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
+
+
 def shapes_only() -> Any:
     """Return torch's mode in which tensors have a shape and no memory; real tensors may be arguments."""
     from torch._subclasses.fake_tensor import FakeTensorMode

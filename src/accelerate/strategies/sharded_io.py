@@ -1,54 +1,20 @@
 """Checkpoints of strategies with shards: each rank writes and reads its own shards, by the names of parameters."""
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-import torch
 from torch import nn
 
 from accelerate.checkpoint import layouts, model_io, optimizers, state
-from accelerate.checkpoint.load import Deferred, loads_by_name, uses_torch_load
+from accelerate.checkpoint.apply import Change, kept_tensors, loads_by_name
 from accelerate.checkpoint.model_io import io_of
 from accelerate.checkpoint.save import SavePlan
 from accelerate.checkpoint.state import Entries, Layout, Wanted
+from accelerate.checkpoint.verify import CheckpointFolder
 from accelerate.runtime.run import Run
 from accelerate.strategies.fsdp import public_module
 from accelerate.strategies.state_io import StateIO
-
-
-@dataclass(eq=False)
-class ShardedModel:
-    """A model whose state is that of its shards, as a restore takes it.
-
-    Attributes:
-        loads_by_name: names and shapes of the state have been compared with all of the model, which cannot refuse it.
-        finish: reads the state over the model's.
-    """
-
-    model: nn.Module
-    own: model_io.ModelState
-    adapter_only: bool = False
-    loads_by_name: bool = False
-    finish: Callable[[], None] | None = None
-
-    def parameters(self) -> Iterable[nn.Parameter]:
-        """Return this rank's parts of the parameters."""
-        return self.model.parameters()
-
-    def buffers(self) -> Iterable[torch.Tensor]:
-        """Return the buffers."""
-        return self.model.buffers()
-
-    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True, adapter_only: bool = False) -> Any:
-        """Load shards, by the names of the user's model. Collective: call on every rank."""
-        if self.finish is not None:
-            return self.finish()
-        options: dict[str, Any] = {}
-        if self.adapter_only:
-            options["setter"] = functools.partial(public_module()._set_model_state_dict, adapter_only=True)
-        return io_of(self.model).apply_model(self.model, state, self.own, strict=strict, **options)
 
 
 class ShardedIO(StateIO):
@@ -82,19 +48,21 @@ class ShardedIO(StateIO):
         layouts.write(values, plan, "model", index, self.layout(accelerator, options.get("use_dcp", True)))
 
     def load_model(
-        self, accelerator: Run, model: nn.Module, folder: str, index: int, **options: Any
-    ) -> tuple[ShardedModel, dict[str, Any]]:
-        """Read this rank's shards of a model, whichever ranks wrote it, and return what takes them, and them.
-
-        Collective: call on every rank.
-        """
-        adapter_only = options.get("adapter_only", False)
-        prefer, strict = self.layout(accelerator), options.get("strict", True)
-        by_name = not adapter_only and loads_by_name(model)
-        state, local_state, finish = layouts.read_for_model(
-            model, folder, index, prefer, strict, over=by_name, getter=_getter(adapter_only)
+        self, accelerator: Run, model: nn.Module, folder: CheckpointFolder, index: int, **options: Any
+    ) -> Change:
+        """Read this rank's shards of a model, whichever ranks wrote it. All ranks."""
+        model_options = options.get("model_options", {})
+        if unknown := sorted(model_options.keys() - {"strict", "adapter_only"}):
+            raise TypeError(f"{type(model).__name__} does not take {unknown}; nothing was loaded.")
+        adapter_only, strict = model_options.get("adapter_only", False), model_options.get("strict", True)
+        state, own = layouts.read_for_model(
+            model, folder, index, self.layout(accelerator), strict, getter=_getter(adapter_only)
         )
-        return ShardedModel(model, local_state, adapter_only, by_name, finish), state
+        setter = functools.partial(public_module()._set_model_state_dict, adapter_only=True) if adapter_only else None
+        apply = functools.partial(io_of(model).apply_model, model, state, own, setter, strict)
+        return Change(
+            apply, None if not adapter_only and loads_by_name(model) else functools.partial(kept_tensors, model)
+        )
 
     def save_optimizer(self, accelerator: Run, optimizer: Any, plan: SavePlan, index: int, **options: Any) -> None:
         """Write the shards of an optimizer's state, by the names of parameters. Collective: call on every rank."""
@@ -102,16 +70,12 @@ class ShardedIO(StateIO):
         state = io_of(model).optimizer_state(optimizer, model)
         layouts.write(state, plan, "optimizer", index, self.layout(accelerator))
 
-    def load_optimizer(self, accelerator: Run, optimizer: Any, folder: str, index: int, **options: Any) -> Deferred:
-        """Read this rank's shards of an optimizer's state, whichever ranks wrote it.
-
-        Collective: call on every rank.
-        """
+    def load_optimizer(
+        self, accelerator: Run, optimizer: Any, folder: CheckpointFolder, index: int, **options: Any
+    ) -> dict[str, Any]:
+        """Read this rank's shards of an optimizer's state, whichever ranks wrote it. All ranks."""
         model, groups = model_of(optimizer, accelerator._models)
-        over = uses_torch_load(model_io.inner_optimizer(optimizer))
-        return optimizers.read_for_optimizer(
-            optimizer, model, folder, index, self.layout(accelerator), over=over, groups=groups
-        )
+        return optimizers.read_for_optimizer(optimizer, model, folder, index, self.layout(accelerator), groups)
 
 
 class FSDP2IO(ShardedIO):

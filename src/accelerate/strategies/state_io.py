@@ -11,9 +11,11 @@ from typing import Any, ClassVar
 from torch import nn
 
 from accelerate.checkpoint import layouts, optimizers, save
+from accelerate.checkpoint.apply import Change
 from accelerate.checkpoint.model_io import inner_optimizer, plain_state, tied_again
 from accelerate.checkpoint.save import SavePlan
 from accelerate.checkpoint.state import Entries, Wanted
+from accelerate.checkpoint.verify import CheckpointFolder
 from accelerate.modules.unwrap import canonical_names
 from accelerate.runtime.run import Run
 
@@ -62,13 +64,12 @@ class StateIO:
         """
         save.write_model(state, plan, index, **options)
 
-    def load_model(self, accelerator: Run, model: nn.Module, folder: str, index: int, **options: Any) -> Any:
-        """Read a model's state from a checkpoint folder.
+    def load_model(
+        self, accelerator: Run, model: nn.Module, folder: CheckpointFolder, index: int, **options: Any
+    ) -> Change:
+        """Read a model's state from a checkpoint folder, and return what gives it to the model, which stays as it is. All ranks.
 
-        Returns a state dict for the user's module; or a pair of what takes a state in its place, with ``parameters``,
-        ``buffers`` and ``load_state_dict``, and the state; or None where the weights are loaded already.
-
-        Collective: call on every rank.
+        `options` are `map_location`, `load_kwargs` of ``torch.load`` and `model_options` of the model's ``load_state_dict``.
         """
         inner = accelerator._strategy.unwrap_model(model, keep_torch_compile=False)
         return layouts.read_full_model(inner, folder, index, **options)
@@ -77,8 +78,10 @@ class StateIO:
         """Write an optimizer's state into a plan. Collective: call on every rank."""
         save.write_optimizer(plain_state(inner_optimizer(optimizer)), plan, index, **options)
 
-    def load_optimizer(self, accelerator: Run, optimizer: Any, folder: str, index: int, **options: Any) -> Any:
-        """Read an optimizer's state from a checkpoint folder. Collective: call on every rank."""
+    def load_optimizer(
+        self, accelerator: Run, optimizer: Any, folder: CheckpointFolder, index: int, **options: Any
+    ) -> Any:
+        """Return an optimizer's state in a checkpoint folder, for its ``load_state_dict``; None if its model's state has it. All ranks."""
         return optimizers.read_full_optimizer(optimizer, accelerator._models, folder, index, **options)
 
     def checkpointed_schedulers(self, accelerator: Run) -> list[Any]:

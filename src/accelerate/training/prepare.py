@@ -538,7 +538,7 @@ def restore_registry(accelerator: TrainingRun) -> None:
 
 def release(accelerator: TrainingRun, objects: tuple[Any, ...]) -> list[Any]:
     """Release everything prepared, so that the next ``prepare`` is a first one, and the objects that were given."""
-    from accelerate.checkpoint.save import HostBuffers  # not for a run that writes no checkpoint
+    from accelerate.checkpoint.background import HostBuffers  # not for a run that writes no checkpoint
 
     accelerator._strategy.release(accelerator)
     for released in accelerator.extensions.released:

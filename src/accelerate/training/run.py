@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from accelerate.checkpoint.save import Background
+    from accelerate.checkpoint.background import Background
     from accelerate.comm.base import Communicator
     from accelerate.config.enums import LoggerType, RNGType
     from accelerate.config.handlers import AutocastKwargs

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from accelerate.base._lazy import front
-from accelerate.checkpoint import layouts, load
+from accelerate.checkpoint import layouts
 from accelerate.checkpoint.fsdp import _get_model_state_dict, _set_model_state_dict
 from accelerate.checkpoint.model_io import io_of
 from accelerate.checkpoint.state import run_on_all_ranks
+from accelerate.checkpoint.verify import with_manifest
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.logging import get_logger
 from accelerate.modules.unwrap import is_compiled_module
@@ -111,11 +112,9 @@ def load_fsdp_model(
     getter = partial(_get_model_state_dict, adapter_only=adapter_only)
     setter = partial(_set_model_state_dict, adapter_only=adapter_only)
     prefer = layouts.layout_of(fsdp_plugin, use_dcp)
-    folder = load.with_manifest(input_dir)
-    state, local_state, _ = run_on_all_ranks(
-        lambda: layouts.read_for_model(model, folder, model_index, prefer, getter=getter)
-    )
-    return io_of(model).apply_model(model, state, local_state, setter)
+    folder = with_manifest(input_dir)
+    state, own = run_on_all_ranks(lambda: layouts.read_for_model(model, folder, model_index, prefer, getter=getter))
+    return io_of(model).apply_model(model, state, own, setter)
 
 
 def fsdp2_apply_ac(accelerator: Any, model: nn.Module) -> nn.Module:

@@ -15,8 +15,8 @@ from typing import Any
 from transformers import Trainer
 
 from accelerate.checkpoint import formats, manifest
-from accelerate.checkpoint.barrier import SaveBarrier, default_store
 from accelerate.checkpoint.manifest import Manifest
+from accelerate.checkpoint.ranks import Ranks, default_store
 from accelerate.checkpoint.save import Save
 from transformers_patch.checkpoints import capture
 from transformers_patch.symbols import shadowed
@@ -33,7 +33,7 @@ def expect(trainer: Any, save: Save, remove_older: Callable[[], None], leave: Ca
     Collective: call on every rank.
     """
     folder, handler = save.storage.location, trainer.callback_handler
-    vars(trainer)[_PUBLISHED] = _Published(folder, save.barrier.name, save.group.rank, save.leads, remove_older)
+    vars(trainer)[_PUBLISHED] = _Published(folder, save.ranks.name, save.group.rank, save.leads, remove_older)
     if not trainer.control.should_save:
         settle(trainer)
         leave()
@@ -46,15 +46,15 @@ def expect(trainer: Any, save: Save, remove_older: Callable[[], None], leave: Ca
             control = handler.on_save(args, state, control)
         except BaseException as error:  # the other ranks raise, too
             problem = error
-        barrier = SaveBarrier("on_save", folder, save.group, default_store())
+        ranks = Ranks(save.group, default_store())
         try:
-            barrier.begin()
-            barrier.any_of(False, problem)
+            ranks.agree("on_save", folder)
+            ranks.first_error(problem)
         except BaseException:
             vars(trainer).pop(_PUBLISHED, None)  # a half-edited file must not be accepted
             raise
         settle(trainer)
-        barrier.leave()
+        ranks.leave()
         leave()
         return control
 

@@ -49,7 +49,7 @@ def into(plan: SavePlan, waits: bool) -> Iterator[dict[str, Stamp]]:
             yield file
         stamps[name] = _stamp(file.status)
 
-    plan.create = create
+    plan.create, plan.sync = create, lambda names: None  # a durable file is on the disk
     save, save_file = torch.save, safetensors.torch.save_file
 
     def name_of(path: Any) -> str | None:

@@ -12,9 +12,9 @@ import sys
 from typing import Any
 
 from accelerate.checkpoint import manifest
-from accelerate.checkpoint.barrier import Group, SaveBarrier, default_store
 from accelerate.checkpoint.layouts import unreadable
 from accelerate.checkpoint.manifest import DamagedCheckpoint
+from accelerate.checkpoint.ranks import Group, Ranks, default_store
 from accelerate.checkpoint.storage import LocalStorage
 
 logger = logging.getLogger(__name__)
@@ -110,9 +110,9 @@ def resolved(trainer: Any, asked: Any) -> Any:
         return asked
     group = group_of(trainer.args)
     folder = os.fspath(trainer.args.output_dir if asked is True else asked)
-    barrier = SaveBarrier("train", os.path.realpath(folder), group, default_store())
-    barrier.begin()
-    leads, problem, number = barrier.leader() == group.rank, None, sys.maxsize
+    ranks = Ranks(group, default_store())
+    ranks.agree("train", os.path.realpath(folder))
+    leads, problem, number = ranks.leader() == group.rank, None, sys.maxsize
     try:
         if asked is True and leads:
             number = _newest_number(folder)
@@ -124,14 +124,14 @@ def resolved(trainer: Any, asked: Any) -> Any:
             )
     except BaseException as error:  # the others hear of it
         problem = error
-    barrier.any_of(False, problem)
+    ranks.first_error(problem)
     if asked is True:
-        folder = place_of(folder, barrier.smallest(number))
+        folder = place_of(folder, ranks.smallest(number))
     if not os.path.isdir(folder):
         place = f"rank {group.rank} does not see it. All ranks resume from one checkpoint, which each of them reads"
         problem = ValueError(f"There is no folder {folder!r}: {place}.")
-    barrier.any_of(False, problem)
-    barrier.leave()
+    ranks.first_error(problem)
+    ranks.leave()
     return folder
 
 

@@ -15,8 +15,9 @@ from typing import Any
 from transformers import Trainer, TrainerCallback
 
 import accelerate.comm
+from accelerate.checkpoint.background import Background, snapshot
 from accelerate.checkpoint.manifest import NAME, Manifest
-from accelerate.checkpoint.save import Background, Save, SavePlan, snapshot, unlisted
+from accelerate.checkpoint.save import Save, SavePlan, unlisted
 from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, prune
 from transformers_patch import preempt
 from transformers_patch.checkpoints import callbacks, capture, choose, ranks, sharded, streams
@@ -114,7 +115,7 @@ def save_checkpoint(trainer: Any, trial: Any, write: Callable[[], Any]) -> None:
             save.shards = accelerate.comm.side_group(beside=True)
         # A subclass may save elsewhere, or nothing.
         holds = save.plan.contents() or save.leads and os.listdir(staged)
-        exists = save.barrier.any_of(bool(holds), save.problem)
+        exists = save.ranks.any(bool(holds), save.problem)
         if exists and goes_on:
             save.prune_old = lambda new: _rotate(trainer, run_dir, new)
             flight.start(lambda: save.finish(writers=1), what=place)
@@ -122,7 +123,7 @@ def save_checkpoint(trainer: Any, trial: Any, write: Callable[[], Any]) -> None:
         if exists:
             save.finish()
         else:
-            save.barrier.leave()
+            save.ranks.leave()
     except BaseException:
         flight.pushes = ()
         flight.buffers.release()
@@ -163,23 +164,21 @@ _FLIGHT, _IN_BACKGROUND = "_flight_of_checkpoints", "_saves_in_background"
 def _goes_on(trainer: Any, save: Save) -> bool:
     """Say whether the training continues while a checkpoint is hashed and published: not after its last step."""
     asked = vars(trainer).get(_IN_BACKGROUND, False) and not trainer.control.should_training_stop
-    if asked and not save.barrier.in_background:
+    if asked and not save.ranks.in_background:
         capture.say_once("checkpoints='async' saves at once here: these ranks have no key-value store.")
     reader = capture.reader_among(trainer, TrainerCallback) if asked else None
     if reader is not None:
         capture.say_once(
             f"checkpoints='async' saves at once here: {reader!r} may read or change the files of a checkpoint."
         )
-    return bool(asked and save.barrier.in_background and reader is None)
+    return bool(asked and save.ranks.in_background and reader is None)
 
 
 def _save_of(trainer: Any, run_dir: str, place: str) -> Save:
     path = os.path.join(os.path.realpath(run_dir), os.path.basename(place))
     storage = LocalStorage(path)
     facts = {"world_size": trainer.args.world_size, "strategy": "trainer", "iteration": trainer.state.global_step}
-    save = Save(storage, choose.group_of(trainer.args), facts, _make_way)
-    save.barrier.kind = "save_checkpoint"
-    return save
+    return Save(storage, choose.group_of(trainer.args), facts, _make_way, kind="save_checkpoint")
 
 
 def _written(write: Callable[[], Any], plan: SavePlan, goes_on: bool) -> dict[str, capture.Stamp]:

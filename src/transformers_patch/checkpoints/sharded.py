@@ -9,9 +9,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from accelerate.checkpoint import layouts, load, manifest, state
+from accelerate.checkpoint import layouts, manifest, state
 from accelerate.checkpoint.model_io import io_of
+from accelerate.checkpoint.read import read_file
 from accelerate.checkpoint.save import SavePlan
+from accelerate.checkpoint.verify import with_manifest
 from accelerate.utils import fsdp_utils
 
 
@@ -64,7 +66,7 @@ def readers(trainer: Any, wait: Callable[[Any], Any]) -> dict[str, Callable[...,
         if folder is None or _reader_of(trainer, folder, "optimizer") == "trainer":
             return load_rest(folder)
         fsdp_utils.load_fsdp_optimizer(None, trainer.accelerator, trainer.optimizer, trainer.model, folder)
-        schedule, groups = load.read_file(folder, "scheduler.pt", "the scheduler"), len(trainer.optimizer.param_groups)
+        schedule, groups = read_file(folder, "scheduler.pt", "the scheduler"), len(trainer.optimizer.param_groups)
         # Experts that are spread have separate groups, with the rates of the others.
         for name, values in schedule.items():
             if isinstance(values, list) and all(value == values[0] for value in values):
@@ -86,16 +88,16 @@ def _reader_of(trainer: Any, folder: str, kind: layouts.Kind) -> str:
     in its Trainer.
     """
     model, leaves = trainer.model, trainer.is_deepspeed_enabled or not os.path.isdir(folder)
-    stored_model = None if leaves else layouts.find(load.with_manifest(folder), kind)
+    stored_model = None if leaves else layouts.find(with_manifest(folder), kind)
     if stored_model is not None and stored_model.layout == "zero":
         return "accelerate"
     if stored_model is None or trainer.is_fsdp_enabled:  # which calls accelerate's functions
         return "trainer"
     is_shards = stored_model.name.startswith(layouts.FSDP_MODEL_NAME)
     if kind == "model" and not is_shards and hasattr(model, "from_pretrained"):
-        _, values, aliases = stored_model.read()
+        stored = stored_model.open()
         _, missing, strange = layouts.matched(
-            model.state_dict(), values, partial(io_of(model).tied_names, model), aliases
+            model.state_dict(), layouts.model_values(stored), partial(io_of(model).tied_names, model), stored.aliases
         )
         if missing and strange:
             return "transformers"
@@ -118,7 +120,7 @@ def engines(trainer: Any) -> dict[str, Callable[..., None]]:
     def read(engine: Any, folder: str, load_module_strict: bool = True) -> None:
         from accelerate.extensions.deepspeed import checkpoint
 
-        path = load.with_manifest(folder)
-        state.run_on_all_ranks(lambda: checkpoint.read(engine, path, 0, 0, load_module_strict)).finish()
+        path = with_manifest(folder)
+        state.run_on_all_ranks(lambda: checkpoint.read(engine, path, 0, 0, load_module_strict)).apply()
 
     return {"deepspeed_load_checkpoint": read} if trainer.is_deepspeed_enabled else {}

@@ -11,7 +11,7 @@ from models import WIDTH, network
 from safetensors.torch import load_file
 from torch import nn
 
-from accelerate.checkpoint.barrier import CollectiveMisuse
+from accelerate.checkpoint.ranks import CollectiveMisuse
 from accelerate.utils import TorchDynamoPlugin
 
 USUAL = ("check_",)

@@ -14,8 +14,8 @@ from expect import logged, raised
 from harness import fresh_accelerator, shared_folder
 from torch import nn
 
-from accelerate.checkpoint import barrier
-from accelerate.checkpoint.barrier import CollectiveMisuse, Group, SaveBarrier, default_store
+from accelerate.checkpoint import ranks as checkpoint_ranks
+from accelerate.checkpoint.ranks import CollectiveMisuse, Group, Ranks, default_store
 from accelerate.extensions.hang import hang
 
 LIMIT_S = 15
@@ -37,13 +37,13 @@ class Run:
         assert next(self.model.parameters()).grad.sum().item() != 0
 
     def meet(self, location="/run/first", kind="save_state"):
-        """Begin a barrier."""
-        gathered = SaveBarrier(kind, location, Group(self.rank, self.size, 0, False, True), default_store())
-        gathered.begin()
+        """Make a call with all ranks."""
+        gathered = Ranks(Group(self.rank, self.size, 0, False, True), default_store())
+        gathered.agree(kind, location)
         return gathered
 
     def save(self):
-        """Hold a whole barrier."""
+        """Make a call from its beginning to its end."""
         gathered = self.meet()
         assert gathered.share(f"from {self.rank}", root=self.size - 1) == f"from {self.size - 1}"
         gathered.leave()
@@ -61,13 +61,13 @@ class Run:
 @contextlib.contextmanager
 def reporting(after_s=5.0):
     """Let waiting ranks report earlier; yields their lines, and whether some rank has reported."""
-    barrier.REPORT_AFTER_S = after_s
-    with shared_folder() as folder, logged(barrier.logger.name) as lines:
+    checkpoint_ranks.REPORT_AFTER_S = after_s
+    with shared_folder() as folder, logged(checkpoint_ranks.logger.name) as lines:
         flag, handler = Path(folder, "reported"), logging.Handler()
         handler.emit = lambda record: flag.touch()
-        barrier.logger.addHandler(handler)
+        checkpoint_ranks.logger.addHandler(handler)
         yield lines, flag
-        barrier.logger.removeHandler(handler)
+        checkpoint_ranks.logger.removeHandler(handler)
 
 
 def saves_on_main():
@@ -127,7 +127,7 @@ def waits_for_two_that_wait_for_each_other():
 
 def dies_while_saving():
     """A rank is killed while it writes; no launcher takes the others down."""
-    barrier.ASK_WRITERS_AFTER_S, barrier.ASK_WRITERS_AGAIN_S = 1, 1
+    checkpoint_ranks.ASK_WRITERS_AFTER_S, checkpoint_ranks.ASK_WRITERS_AGAIN_S = 1, 1
     run = Run()
     gathered = run.meet()
     if run.rank == 1:

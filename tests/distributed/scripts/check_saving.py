@@ -11,8 +11,8 @@ from expect import differing, raised
 from harness import everywhere, rank, shared_folder, world
 
 from accelerate.checkpoint import storage
-from accelerate.checkpoint.barrier import CollectiveMisuse
 from accelerate.checkpoint.manifest import PARTS_FOLDER, DamagedCheckpoint, Manifest, files_below
+from accelerate.checkpoint.ranks import CollectiveMisuse
 from accelerate.extensions.big_models.loading import load_checkpoint_in_model
 from accelerate.utils import ProjectConfiguration
 

@@ -26,7 +26,7 @@ from accelerate.extensions.checks.replicas import ReplicasDiffer
 from accelerate.extensions.reports import out_of_memory
 from accelerate.precision import master
 from accelerate.strategies import shard
-from accelerate.training import saving
+from accelerate.training import weights as saved_weights
 from accelerate.utils import (
     FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
@@ -399,7 +399,7 @@ def check_weights_are_written_where_they_are():
     """Each node was to have a file, and the second node got an empty one."""
     accelerator = fresh_accelerator(fsdp_plugin=sharding(2))
     model = accelerator.prepare(build()[0])
-    original, saving.writes = saving.writes, lambda each: True
+    original, saved_weights.writes = saved_weights.writes, lambda each: True
     try:
         with shared_folder() as folder, warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -407,7 +407,7 @@ def check_weights_are_written_where_they_are():
             assert os.path.exists(os.path.join(folder, str(rank()))) is (rank() == 0)
             assert any("first node only" in str(item.message) for item in caught) is (rank() == 1)
     finally:
-        saving.writes = original
+        saved_weights.writes = original
 
 
 def check_what_ranks_have_whole_is_written_as_the_first_has_it():

@@ -10,14 +10,15 @@ import torch.multiprocessing
 from torch import nn
 
 from accelerate import Accelerator
-from accelerate.checkpoint import barrier, formats
+from accelerate.checkpoint import formats
+from accelerate.checkpoint import ranks as checkpoint_ranks
 
 
 def train(rank, port, folder):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2")
     os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2")
     # Who waits looks soon whether the others are still there.
-    barrier.ASK_WRITERS_AFTER_S = barrier.ASK_WRITERS_AGAIN_S = 0.5
+    checkpoint_ranks.ASK_WRITERS_AFTER_S = checkpoint_ranks.ASK_WRITERS_AGAIN_S = 0.5
     real = formats.write_torch
 
     def slow(path, obj, *arguments, **options):

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from crash_points import PHASES, Board, Plan, Points, die_with_parent, mount_small_disk
 from crash_state import Chain, Run
 
-from accelerate.checkpoint import barrier
+from accelerate.checkpoint import ranks as checkpoint_ranks
 from accelerate.checkpoint.manifest import CHECKPOINTS_FOLDER, DamagedCheckpoint
 from accelerate.checkpoint.storage import storage_of
 from accelerate.state import AcceleratorState, GradientState
@@ -254,7 +254,7 @@ def _be_rank(rank: int, world: int, port: int, number: int) -> None:
     variables = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world}
     os.environ.update({name: str(value) for name, value in variables.items()})
     # Whoever is left alone finds out at once.
-    barrier.ASK_WRITERS_AFTER_S = barrier.ASK_WRITERS_AGAIN_S = barrier.ASK_AFTER_S = 0.2
+    checkpoint_ranks.ASK_WRITERS_AFTER_S = checkpoint_ranks.ASK_WRITERS_AGAIN_S = checkpoint_ranks.ASK_AFTER_S = 0.2
     # A store serves all runs, each under a prefix of its own.
     store = dist.PrefixStore(f"run {number}", dist.TCPStore("127.0.0.1", port, is_master=False))
     dist.init_process_group("gloo", rank=rank, world_size=world, store=store)

@@ -10,8 +10,8 @@ import torch
 
 from accelerate.checkpoint import layouts
 from accelerate.checkpoint.formats import describe
-from accelerate.checkpoint.load import CheckpointFolder
 from accelerate.checkpoint.manifest import DamagedCheckpoint, Manifest
+from accelerate.checkpoint.verify import CheckpointFolder
 from accelerate.extensions.deepspeed import zero
 
 RANKS = 4
@@ -125,8 +125,8 @@ def test_files_are_opened_by_those_that_need_them(tmp_path, deepspeed_record, ho
     folder = written(tmp_path, how)
     ruin(folder, RANKS - 1)
     model = zero.ZeroLayout().open(str(folder), "model")
-    assert torch.equal(model.read_flat(model.state["a"], 1, 2), WEIGHTS["a"].flatten()[1:3])
-    assert torch.equal(model.read_flat(model.state["a"], 5, 3), WEIGHTS["a"].flatten()[5:8])
+    assert torch.equal(model.elements(model.state["a"], 1, 3), WEIGHTS["a"].flatten()[1:3])
+    assert torch.equal(model.elements(model.state["a"], 5, 8), WEIGHTS["a"].flatten()[5:8])
     with pytest.raises(DamagedCheckpoint, match=f"rank_{RANKS - 1}_mp_rank_00_optim_states.pt could not be read"):
         model.read(model.state["c"])
 

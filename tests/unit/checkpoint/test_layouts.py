@@ -1,6 +1,5 @@
 """Files of sharded models in one process: layouts, what does not fit, and what is damaged or hostile."""
 
-import contextlib
 import os
 import pickle
 import random
@@ -121,7 +120,7 @@ def test_adapters(tmp_path):
     base = other.base_model.model.embedding.weight.clone()
     fsdp_utils.save_fsdp_model(plugin, None, model, str(tmp_path), adapter_only=True)
     fsdp_utils.load_fsdp_model(plugin, None, other, str(tmp_path), adapter_only=True)
-    specs = layouts.model_values(dcp.CheckpointReader.in_folder(tmp_path / "pytorch_model_fsdp_0"))
+    specs = layouts.model_values(dcp.ShardedFolder(tmp_path / "pytorch_model_fsdp_0"))
     assert all("lora" in name for name in specs) and len(specs) == 2
     mine, theirs = model.state_dict(), other.state_dict()
     assert all(torch.equal(mine[name], theirs[name]) for name in mine if "lora" in name)
@@ -356,7 +355,7 @@ def test_shards_that_are_shifted_are_refused(tmp_path, pieces, match, reader):
 )
 def test_shards_of_any_cut_are_read(tmp_path, pieces):
     folder = in_pieces(tmp_path / "c" / "pytorch_model_fsdp_0", pieces)
-    found = dcp.CheckpointReader.in_folder(folder / "pytorch_model_fsdp_0")
+    found = dcp.ShardedFolder(folder / "pytorch_model_fsdp_0")
     expected = torch.full((4, 3), -1.0)
     for number, ((row, column), (rows, columns)) in enumerate(pieces):
         expected[row : row + rows, column : column + columns] = number
@@ -414,31 +413,17 @@ def test_random_damage_changes_nothing(saved):
 
 
 def test_threads_that_read_at_a_time_get_their_own(tmp_path, monkeypatch):
-    """Torch writes several files in as many threads; one read along what another had asked for, which did not wait for it."""
-    both, returned, read_data = threading.Barrier(2), threading.Event(), torch_dcp.FileSystemReader.read_data
-
-    class Asking(dcp.CheckpointReader):
-        def allocate(self, value):
-            made = super().allocate(value)
-            with contextlib.suppress(threading.BrokenBarrierError):
-                both.wait(0.3)
-            return made
-
-    def slow(reader, plan, planner):
-        if len(plan.items) > 1:
-            returned.wait(1)
-        return read_data(reader, plan, planner)
-
+    """Torch writes several files in as many threads."""
+    both, read_data = threading.Barrier(2), torch_dcp.FileSystemReader.read_data
     expected = {name: torch.full((5,), value) for name, value in (("a", 1.0), ("b", 2.0))}
     dcp.save({"model": expected}, tmp_path)
-    stored = Asking.in_folder(tmp_path)
+    stored = dcp.ShardedFolder(tmp_path)
+
+    def slow(reader, plan, planner):
+        both.wait(10)
+        return read_data(reader, plan, planner)
+
     monkeypatch.setattr(torch_dcp.FileSystemReader, "read_data", slow)
-
-    def read(name):
-        value = stored.read(stored.state["model"][name]).clone()
-        returned.set()
-        return value
-
     with ThreadPoolExecutor(2) as pool:
-        found = dict(zip("ab", pool.map(read, "ab"), strict=True))
+        found = dict(zip("ab", pool.map(lambda name: stored.read(stored.state["model"][name]), "ab"), strict=True))
     assert all(torch.equal(found[name], value) for name, value in expected.items())

@@ -9,13 +9,16 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+import sharded_io
 from accelerate import checkpointing
-from accelerate.checkpoint import formats, layouts, load
+from accelerate.checkpoint import formats, layouts, optimizers
 from accelerate.checkpoint import torch_files as other
-from accelerate.checkpoint.load import CheckpointFolder, Contents, read_common
 from accelerate.checkpoint.manifest import DamagedCheckpoint, FileEntry, Manifest
+from accelerate.checkpoint.read import read_common, read_file
 from accelerate.checkpoint.save import plain_names, write_model, write_optimizer
 from accelerate.checkpoint.state import Common
+from accelerate.checkpoint.stored import LARGE, FullFiles, read_whole
+from accelerate.checkpoint.verify import CheckpointFolder, with_manifest
 from accelerate.data.loader import DataLoaderShard
 from accelerate.process import PartialState
 from accelerate.runtime import durable
@@ -32,9 +35,10 @@ def common(schedulers=(), loaders=(), custom=()):
 def test_names_of_wrappers_are_understood(tmp_path, prefix):
     net = nn.Linear(2, 2)
     write_model({prefix + name: value for name, value in net.state_dict().items()}, tmp_path)
-    assert same(layouts.read_full_model(nn.Linear(2, 2), tmp_path), net.state_dict())
     wrapped = torch.compile(nn.DataParallel(nn.Linear(2, 2)), backend="eager")
-    assert same(layouts.read_full_model(wrapped, tmp_path), net.state_dict())
+    for model in (nn.Linear(2, 2), wrapped):
+        layouts.read_full_model(model, tmp_path).apply()
+        assert all(map(torch.equal, model.state_dict().values(), net.state_dict().values()))
     assert plain_names(wrapped.state_dict())._metadata == wrapped._orig_mod.state_dict()._metadata
     assert plain_names({"_orig_mod.a._orig_mod.b": 1, "module.c": 2}) == {"a.b": 1, "module.c": 2}
 
@@ -46,8 +50,10 @@ def test_a_misfit_lists_what_differs(tmp_path):
     both = rf"model\.safetensors.*{shapes}\n.*missing"
     for width, strict, told in [(2, True, names), (3, True, both), (3, False, shapes)]:
         with pytest.raises(RuntimeError, match=f"(?s){told}"):
-            layouts.read_full_model(nn.Linear(width, 2), tmp_path, strict=strict)
-    assert len(layouts.read_full_model(nn.Linear(2, 2), tmp_path, strict=False)) == 13
+            layouts.read_full_model(nn.Linear(width, 2), tmp_path, model_options={"strict": strict})
+    net = nn.Linear(2, 2)
+    layouts.read_full_model(net, tmp_path, model_options={"strict": False}).apply()
+    assert net.weight.eq(1).all()
 
 
 class Object:
@@ -115,7 +121,7 @@ def test_arrays_whose_dtype_leads_elsewhere_are_refused(tmp_path, hostile):
     """The address would be read when the array is."""
     torch.save({"value": hostile}, tmp_path / "custom_checkpoint_0.pkl")
     with pytest.raises(pickle.UnpicklingError, match=r"custom_checkpoint_0.pkl could not be read"):
-        load.read_file(tmp_path, "custom_checkpoint_0.pkl")
+        read_file(tmp_path, "custom_checkpoint_0.pkl")
 
 
 def test_arrays_and_numbers_of_numpy_are_read_as_they_were(tmp_path):
@@ -152,17 +158,25 @@ def test_arrays_and_numbers_of_numpy_are_read_as_they_were(tmp_path):
     assert generator.rand() == numpy.random.RandomState(3).rand()
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
-@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.bin"])
-def test_a_small_file_may_become_shorter_once_it_was_read(tmp_path, file):
-    """A mapping would end the process."""
-    write_model({"weight": torch.ones(1000)}, tmp_path)
-    torch.save({"weight": torch.ones(1000)}, tmp_path / "optimizer.bin")
-    found = load.mapped_file(str(tmp_path / file))
-    os.truncate(tmp_path / file, 0)
-    if not (child := os.fork()):
-        os._exit(0 if bytes(found["weight"].untyped_storage()) == bytes(torch.ones(1000).untyped_storage()) else 1)
-    assert os.waitpid(child, 0)[1] == 0
+@pytest.mark.parametrize("rows", [3, LARGE // 4000])
+def test_tensors_of_a_pickle_are_read_as_they_were(tmp_path, rows):
+    """Those of a large file from where they are in it, or all at once if some of them are not plain memory there."""
+    weight = torch.randn(rows, 1000)
+    numbers = torch.complex(torch.arange(4.0), torch.arange(4.0, 8.0))
+    plain = {"weight": weight, "tied": weight, "rest": [weight[1:], {"empty": torch.empty(0), "step": torch.ones(())}]}
+    plain |= {"kinds": [weight.bfloat16(), nn.Parameter(weight[0]), weight > 0, numbers]}
+    odd = {"turned": weight.T, "every other": weight[:, ::2], "conj": numbers.conj(), "inside": (weight, {2})}
+    for number, state in enumerate([plain, plain | odd]):
+        path = str(tmp_path / f"{number}.bin")
+        torch.save(state, path)
+        reader = FullFiles(path)
+        stored = reader.open(path)
+        found = reader.read(stored)
+        assert same(found, torch.load(path, weights_only=True)) and reader.aliases == {"tied": "weight"}
+        part = torch.empty(2, 400)
+        reader.plan([(stored["weight"], part)])
+        assert torch.equal(reader.elements(stored["weight"], 1500, 1600), weight.flatten()[1500:1600])
+    assert same(read_whole(path), found)
 
 
 def test_what_is_missing_or_unreadable_is_named(tmp_path):
@@ -172,20 +186,20 @@ def test_what_is_missing_or_unreadable_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"has no model 1 \(Linear\): neither model_1.safetensors nor"):
         layouts.read_full_model(nn.Linear(1, 1), tmp_path, 1)
     with pytest.raises(FileNotFoundError, match="optimizer 2: optimizer_2.bin"):
-        load.read_optimizer(tmp_path, 2)
+        optimizers.read_full_optimizer(optimizer, [], tmp_path, 2)
     with pytest.raises(FileNotFoundError, match="scheduler 0: scheduler.bin"):
-        read_common(common([optimizer]), str(tmp_path))
+        read_common(common([optimizer]), with_manifest(tmp_path))
     torch.save(optimizer.state_dict(), tmp_path / "scheduler.bin")
     os.truncate(tmp_path / "scheduler.bin", 500)
     with pytest.raises(RuntimeError, match="scheduler.bin could not be read, so it is damaged"):
-        read_common(common([optimizer]), str(tmp_path))
+        read_common(common([optimizer]), with_manifest(tmp_path))
     torch.save([1], tmp_path / "random_states_0.pkl")
     with pytest.raises(RuntimeError, match="random_states_0.pkl is damaged: it holds a list"):
-        read_common(common(), str(tmp_path))
+        read_common(common(), with_manifest(tmp_path))
     torch.save({"value": Object(1)}, tmp_path / "custom_checkpoint_1.pkl")
     with pytest.raises(pickle.UnpicklingError, match="(?s)custom_checkpoint_1.pkl.*weights_only.: False"):
         checkpointing.load_custom_state(Object(), tmp_path, 1)
-    trusted = load.read_file(tmp_path, "custom_checkpoint_1.pkl", load_kwargs={"weights_only": False})
+    trusted = read_file(tmp_path, "custom_checkpoint_1.pkl", load_kwargs={"weights_only": False})
     assert trusted["value"].value == 1
 
 
@@ -216,16 +230,8 @@ def saved(folder, kind=torch.optim.AdamW):
     return model, optimizer
 
 
-def contents_of(folder, model, optimizer):
-    state = layouts.read_full_model(model, folder)
-    optimizers = [(optimizer, load.read_optimizer(folder), "optimizer.bin")]
-    return Contents(str(folder), common(), models=[(model, state)], optimizers=optimizers)
-
-
 def restore(folder, model, optimizer, **options):
-    contents = contents_of(folder, model, optimizer)
-    contents.begin(**options)
-    contents.complete()
+    checkpointing.load_accelerator_state(folder, [model], [optimizer], [], [], 0, **options)
 
 
 def tensors(model, optimizer):
@@ -242,19 +248,18 @@ def assert_own_memory(folder, *held):
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad, torch.optim.Adamax])
-def test_a_state_is_read_into_the_memory_that_is_there_after_all_else_is_done(tmp_path, kind):
+@pytest.mark.parametrize("layout", ["full", "sharded"])
+def test_a_model_keeps_its_memory_and_an_optimizer_gets_its_own(tmp_path, kind, layout):
     source, (model, optimizer) = saved(tmp_path, kind), run(kind)
-    held = tensors(model, optimizer)
-    before = [tensor.clone() for tensor in held]
-    contents = contents_of(tmp_path, model, optimizer)
-    contents.begin()
-    assert all(map(torch.equal, held, before))
-    contents.undo()
-    assert all(map(torch.equal, tensors(model, optimizer), before))
+    if layout == "sharded":
+        sharded_io.save_model(source[0], tmp_path)
+    held = [*model.state_dict().values()]
     restore(tmp_path, model, optimizer)
     assert all(map(torch.equal, tensors(model, optimizer), tensors(*source)))
-    assert [tensor.data_ptr() for tensor in tensors(model, optimizer)] == [tensor.data_ptr() for tensor in held]
-    assert_own_memory(tmp_path, *tensors(model, optimizer))
+    assert [tensor.data_ptr() for tensor in model.state_dict().values()] == [tensor.data_ptr() for tensor in held]
+    for path in filter(os.path.isfile, tmp_path.iterdir()):
+        path.write_bytes(bytes(path.stat().st_size))
+    assert all(map(torch.equal, tensors(model, optimizer), tensors(*source)))
 
 
 @pytest.mark.parametrize(("dtype", "options"), [(torch.float32, {}), (torch.half, {}), (torch.half, {"assign": True})])
@@ -293,8 +298,9 @@ def test_own_code_may_keep_what_it_gets(tmp_path):
     restore(tmp_path, model, own)
     restore(tmp_path, model, hooked)
     checkpointing.save_custom_state(Object(torch.ones(99)), tmp_path)
-    ((_, registered, _),) = read_common(common(custom=[Object()]), str(tmp_path)).objects
-    assert_own_memory(tmp_path, *tensors(model, own), *tensors(model, hooked), *kept, registered["value"])
+    registered = Object()
+    checkpointing.load_custom_state(registered, tmp_path)
+    assert_own_memory(tmp_path, *tensors(model, own), *tensors(model, hooked), *kept, registered.value)
     moment = trained.state[net[0].weight]["exp_avg"]
     assert all(map(torch.equal, kept, [moment, net[0].weight] * 2))
 
@@ -397,22 +403,3 @@ def test_what_is_read_is_compared_piece_by_piece_and_once(tmp_path):
     assert folder.differences({"shards": None}) == []  # each piece was hashed
     with pytest.raises(DamagedCheckpoint, match="shards could not be read"):
         CheckpointFolder(str(tmp_path), listing).check(["shards"])
-
-
-def test_tensors_of_any_layout_are_copied_over_others():
-    grid = torch.arange(24.0).view(1, 2, 3, 4)
-    turned = grid.to(memory_format=torch.channels_last)
-    numbers = torch.complex(torch.arange(4.0), torch.arange(4.0, 8.0))
-    row = grid[0, 0, 0]
-    values = [grid, turned, grid[..., ::2], grid.expand(2, 2, 3, 4), row[0], grid[:0]]
-    values += [numbers.conj(), numbers.conj().imag]
-    pairs = [(torch.zeros(value.shape, dtype=value.dtype), value) for value in values]
-    pairs += [(torch.zeros_like(turned), turned), (torch.zeros_like(turned), grid)]
-    pairs += [(torch.zeros(4).double(), row), (torch.zeros(8)[::2], row), (nn.Parameter(torch.zeros(4)).data, row)]
-    pairs += [(torch.zeros_like(numbers).conj(), numbers)]
-    # More than the system copies in one call.
-    pairs += [(torch.zeros(3), row) for row in torch.arange(3600.0).reshape(-1, 3)]
-    load.copy_over(pairs)
-    for target, value in pairs:
-        assert torch.equal(target, value.to(target.dtype))
-        assert torch.equal(load.own_copy(value), value)

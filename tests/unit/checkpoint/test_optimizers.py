@@ -136,6 +136,5 @@ def test_the_trainers_optimizer_is_found_and_read_by_names(tmp_path):
     model, optimizer = job()
     torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
     other, loaded = job(steps=0, seed=1)
-    deferred = optimizers.read_for_optimizer(loaded, other, tmp_path)
-    loaded.load_state_dict(deferred.state)
+    loaded.load_state_dict(optimizers.read_for_optimizer(loaded, other, tmp_path))
     assert same(moments(other, loaded), moments(model, optimizer))

@@ -11,10 +11,12 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from accelerate.checkpoint import barrier, formats
-from accelerate.checkpoint.barrier import CollectiveMisuse, Group
+from accelerate.checkpoint import formats
+from accelerate.checkpoint import ranks as checkpoint_ranks
+from accelerate.checkpoint.background import HostBuffers, snapshot
 from accelerate.checkpoint.manifest import Manifest
-from accelerate.checkpoint.save import HostBuffers, Save, SavePlan, snapshot
+from accelerate.checkpoint.ranks import CollectiveMisuse, Group
+from accelerate.checkpoint.save import Save, SavePlan
 from accelerate.checkpoint.storage import storage_of
 from accelerate.extensions.object_store.object_store import _Objects
 from sharded_samples import fake_group
@@ -130,8 +132,8 @@ def on_two_ranks(monkeypatch, play):
         play(rank)
 
     communicator = SimpleNamespace(gather_object=gather_object)
-    monkeypatch.setattr("accelerate.checkpoint.barrier.comm.current", lambda: communicator)
-    monkeypatch.setattr(barrier, "default_store", lambda: None)
+    monkeypatch.setattr("accelerate.checkpoint.ranks.comm.current", lambda: communicator)
+    monkeypatch.setattr(checkpoint_ranks, "default_store", lambda: None)
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
     [thread.start() for thread in threads]
     return threads
@@ -140,11 +142,11 @@ def on_two_ranks(monkeypatch, play):
 def save_to(location, rank, content=b"x" * 1000):
     storage = storage_of(location)
     save = Save(storage, Group(rank, 2, rank, False, storage.shared), {"world_size": 2})
-    assert not save.barrier.in_background
+    assert not save.ranks.in_background
     save.begin()
     save.plan.add_bytes(f"custom_checkpoint_{rank}.pkl", content)
     save.finish()
-    return save.barrier.name
+    return save.ranks.name
 
 
 @pytest.mark.parametrize("differ", [False, True])

@@ -294,7 +294,6 @@ def test_each_generator_is_restored_apart_and_a_failure_names_its_cause(caplog):
 SHORTENED = """
 import os, sys, torch
 from accelerate import Accelerator
-from accelerate.checkpoint import load
 
 folder, path = sys.argv[1], os.path.join(*sys.argv[1:])
 
@@ -312,18 +311,20 @@ model(torch.ones(1, 1100)).sum().backward()
 optimizer.step()
 accelerator.register_for_checkpointing(Shortens())
 accelerator.save_state(folder)
-assert os.path.getsize(path) > load.LARGE
 accelerator.load_state(folder)
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems end the process")
 @pytest.mark.parametrize("file", ["model.safetensors", "optimizer.bin"])
-def test_a_large_file_that_becomes_shorter_while_it_is_loaded_is_an_error(tmp_path, file):
-    """A registered object lets it happen during its own load; torch's own copy ends the process by SIGBUS."""
+def test_a_file_that_is_truncated_while_it_is_loaded_does_not_end_the_process(tmp_path, file):
+    """A registered object truncates it during its own load; a copy from a mapped file would end the process by SIGBUS."""
     command = [sys.executable, "-c", SHORTENED, str(tmp_path / "c"), file]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == 1 and re.search("changed while it was loaded: .* became shorter", done.stderr), done
+    if file == "optimizer.bin":  # which is in memory by then
+        assert done.returncode == 0, done
+    else:
+        assert done.returncode == 1 and re.search("changed while it was loaded: .* became shorter", done.stderr), done
 
 
 def test_load_before_prepare_is_an_error(saved):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from accelerate.checkpoint.barrier import Group, SaveBarrier, default_store
+from accelerate.checkpoint.ranks import Group, Ranks, default_store
 from accelerate.comm.torch_dist import operations_started
 from accelerate.config.enums import DistributedType
 from accelerate.config.strategies import traits_of
@@ -144,12 +144,12 @@ def _next_size(name: str, store: Any | None, failed: bool, reduced: Callable[[],
         return reduced() if failed else None
     local_rank = storage.process.current.get("local_process_index", 0)
     group = Group(dist.get_rank(), dist.get_world_size(), local_rank, False, False)
-    barrier = SaveBarrier("find_executable_batch_size", name, group, store)
-    barrier.begin()
-    size = barrier.smallest(reduced()) if barrier.any_of(failed) else None
+    ranks = Ranks(group, store)
+    ranks.agree("find_executable_batch_size", name)
+    size = ranks.smallest(reduced()) if ranks.any(failed) else None
     started = sum(operations_started().values())
-    same_size = size is None or barrier.smallest(started) == -barrier.smallest(-started)
-    barrier.leave()
+    same_size = size is None or ranks.smallest(started) == -ranks.smallest(-started)
+    ranks.leave()
     if not same_size:
         raise RuntimeError(
             f"`{name}` ran out of memory where the ranks had started different numbers of collectives (this one {started}), so the "

@@ -13,7 +13,7 @@ import os
 import shutil
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 
@@ -24,13 +24,11 @@ from accelerate.checkpoint.layouts import Found
 from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, FileEntry, Manifest, damaged, problems
 from accelerate.checkpoint.state import Kind
 from accelerate.checkpoint.storage import CheckpointStatus, CheckpointStorage, LocalStorage, storage_of
+from accelerate.checkpoint.stored import Reader, StoredTensor
 from accelerate.extensions.convert.inspect import all_files
 from accelerate.modules.unwrap import canonical_name
 from accelerate.process import PartialState
 from accelerate.runtime import durable
-
-if TYPE_CHECKING:
-    from accelerate.checkpoint.dcp import CheckpointReader
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +79,7 @@ def _refuse_links_out(folder: str, names: Collection[str] = ()) -> None:
 # -- a model's weights as safetensors ----------------------------------------------------------------------------------
 
 
-def _storable(stored: "CheckpointReader", dtype: torch.dtype | None = None) -> dict[str, Any]:
+def _storable(stored: Reader, dtype: torch.dtype | None = None) -> dict[str, Any]:
     """Return a model's tensors under the user's names, read when `formats.write_weights` writes them, cast to `dtype`.
 
     Raises ValueError if safetensors cannot hold a value.
@@ -92,8 +90,8 @@ def _storable(stored: "CheckpointReader", dtype: torch.dtype | None = None) -> d
         raise ValueError("Two tensors have one name without what wrappers put into it, such as `_orig_mod.`.")
     aliases = {canonical_name(name): canonical_name(kept) for name, kept in stored.aliases.items() if name in found}
 
-    def dtype_of(value: torch.Tensor) -> torch.dtype:
-        return dtype if dtype is not None and value.is_floating_point() else value.dtype
+    def dtype_of(value: StoredTensor | torch.Tensor) -> torch.dtype:
+        return dtype if dtype is not None and value.dtype.is_floating_point else value.dtype
 
     def read(name: str) -> torch.Tensor:
         value: torch.Tensor = stored.read(values[name])
@@ -106,11 +104,13 @@ def _storable(stored: "CheckpointReader", dtype: torch.dtype | None = None) -> d
             raise ValueError(f"{name!r} has values that {formats.DTYPE_NAMES[wanted]} cannot hold; use another dtype.")
         return made
 
+    from accelerate.checkpoint import dcp  # here: with torch's planner
+
     tensors = {}
     try:
         for name in (name for name in values if name not in aliases):
-            value = formats.check_storable(name, values[name])
-            tensors[name] = torch.empty(value.shape, dtype=dtype_of(value), device="meta")
+            value = formats.check_storable(name, dcp.on_meta(values[name]))
+            tensors[name] = value.to(dtype_of(value))
     except TypeError as error:
         problem = str(error).partition(". ")[0]
         raise ValueError(f"{stored.origin!r} cannot be exported: {problem}.") from None
@@ -210,6 +210,8 @@ def merge_fsdp_weights(
     source, target = Path(checkpoint_dir).absolute(), Path(output_path)
 
     def merge() -> None:
+        from accelerate.checkpoint import dcp  # here: with torch's planner
+
         _check_sharded(source)
         if remove_checkpoint_dir and source.resolve() in (target.resolve(), *target.resolve().parents):
             raise ValueError(
@@ -222,9 +224,10 @@ def merge_fsdp_weights(
         values = layouts.model_values(stored)
         try:
             if safe_serialization:
-                tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+                names = [name for name, value in values.items() if isinstance(value, StoredTensor)]
+                tensors = {name: dcp.on_meta(values[name]) for name in names}
                 entry = formats.write_safetensors(
-                    path, tensors, {"format": "pt"}, read=lambda n: stored.read(tensors[n])
+                    path, tensors, {"format": "pt"}, read=lambda name: stored.read(values[name])
                 )
             else:
                 entry = formats.write_torch(path, stored.read(values))
@@ -326,7 +329,7 @@ def _converted(parts: Collection[Found], staged: str, layout: str, shards: int) 
             if optimizers.is_named(values):
                 known_names[found.index] = [list(group["params"]) for group in values["param_groups"]]
             write(manifest.optimizer_file(found.index), formats.write_torch, stored.read(model_io.numbered(values)))
-        elif all(isinstance(value, torch.Tensor) for value in values.values()):
+        elif all(isinstance(value, StoredTensor) for value in values.values()):
             entries |= formats.write_weights(staged, pattern=_pattern(found.index), **_storable(stored))
         else:  # safetensors has no place for what is no tensor
             write(manifest.model_file(found.index, False), formats.write_torch, stored.read(values))
@@ -335,7 +338,7 @@ def _converted(parts: Collection[Found], staged: str, layout: str, shards: int) 
     return entries
 
 
-def _named_if_known(found: Found, stored: "CheckpointReader") -> dict[str, Any]:
+def _named_if_known(found: Found, stored: Reader) -> dict[str, Any]:
     """Return an optimizer's state, keyed by names where the checkpoint has them."""
     values = optimizers.optimizer_values(stored)
     if optimizers.is_named(values):
@@ -344,9 +347,7 @@ def _named_if_known(found: Found, stored: "CheckpointReader") -> dict[str, Any]:
     return values if order is None else optimizers.named(values, order)
 
 
-def _write_shards(
-    found: Found, stored: "CheckpointReader", values: dict[str, Any], staged: str, files: int
-) -> Entries:
+def _write_shards(found: Found, stored: Reader, values: dict[str, Any], staged: str, files: int) -> Entries:
     from accelerate.checkpoint import dcp
 
     if found.kind == "optimizer" and not optimizers.is_named(values):

@@ -12,22 +12,22 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from accelerate.base._warn import warn_user
 from accelerate.checkpoint import layouts, optimizers, torch_files
-from accelerate.checkpoint.load import CheckpointFolder, Deferred, copy_over, refuse_misfit
+from accelerate.checkpoint.apply import Change
+from accelerate.checkpoint.layouts import Path, refuse_misfit
 from accelerate.checkpoint.model_io import io_of, numbered, tied_again
 from accelerate.checkpoint.save import SavePlan
 from accelerate.checkpoint.state import Entries, Wanted
+from accelerate.checkpoint.stored import Reader, StoredTensor
+from accelerate.checkpoint.verify import with_manifest
 from accelerate.extensions.deepspeed import zero
 from accelerate.modules.unwrap import canonical_name
 from accelerate.runtime import torch_private
-
-if TYPE_CHECKING:
-    from accelerate.checkpoint.dcp import CheckpointReader
 
 _GATHER = "stage3_gather_16bit_weights_on_model_save"
 
@@ -81,14 +81,12 @@ class _Files:
 
 
 def read(
-    engine: Any, folder: str, index: int, optimizer: int, strict: bool = True, weights_only: bool = True
-) -> Deferred:
-    """Compare an engine with a checkpoint, and return the function that loads it, which is a collective.
-
-    Not a collective.
+    engine: Any, folder: Path, index: int, optimizer: int, strict: bool = True, weights_only: bool = True
+) -> Change:
+    """Compare an engine with what a checkpoint has for it, and return what loads that. Any rank, alone; all ranks load.
 
     Args:
-        engine: it is not changed until the returned function is called.
+        engine: it stays as it is until the change is applied.
         folder: a checkpoint of any strategy.
         index: of the model.
         optimizer: index of the engine's optimizer.
@@ -99,7 +97,7 @@ def read(
         FileNotFoundError: there is no such model, or no state for the engine's optimizer.
         RuntimeError: names, shapes or groups differ.
     """
-    return Deferred(None, _plan(engine, folder, index, optimizer, strict, weights_only))
+    return Change(_plan(engine, folder, index, optimizer, strict, weights_only))
 
 
 def _check_disk_optimizer(engine: Any) -> None:
@@ -111,19 +109,19 @@ def _check_disk_optimizer(engine: Any) -> None:
         )
 
 
-def _plan(engine: Any, folder: str, index: int, optimizer: int, strict: bool, weights_only: bool) -> Any:
-    """Return what loads a checkpoint into an engine, or raise. Not a collective."""
+def _plan(engine: Any, folder: Path, index: int, optimizer: int, strict: bool, weights_only: bool) -> Any:
+    """Return what loads a checkpoint into an engine, or raise. Any rank, alone."""
     _check_disk_optimizer(engine)
     stored_files = layouts.required(folder, "model", index, None)
     written = None
     if stored_files.layout == "zero":
         load = partial(_native, engine, folder, stored_files.name, weights_only)
-        manifest_folder = folder if isinstance(folder, CheckpointFolder) else None
+        checkpoint = with_manifest(folder)
         if engine.has_moe_layers:
-            if manifest_folder is not None:  # what DeepSpeed reads of it is not known here
-                manifest_folder.check(filter(stored_files.has, manifest_folder.listing.files), shared=True)
+            # What DeepSpeed reads of it is not known here.
+            checkpoint.check(filter(stored_files.has, checkpoint.listing.files), shared=True)
             return partial(load, strict)
-        written = zero.Folder(os.path.join(folder, stored_files.name), weights_only, manifest_folder)
+        written = zero.Folder(os.path.join(folder, stored_files.name), weights_only, checkpoint)
     model = stored_files.open() if written is None else written.model()
     values = _matched(engine, model, strict, written)
     is_same_layout = _same_layout(engine, written, os.path.join(folder, stored_files.name))
@@ -152,7 +150,7 @@ def _plan(engine: Any, folder: str, index: int, optimizer: int, strict: bool, we
     return partial(_put, engine, model, values, saved, written)
 
 
-def _matched(engine: Any, stored: "CheckpointReader", strict: bool, written: zero.Folder | None) -> dict[str, Any]:
+def _matched(engine: Any, stored: Reader, strict: bool, written: zero.Folder | None) -> dict[str, Any]:
     """Return the stored values by the engine's names, not read; refuse other names and shapes."""
     shapes = _shapes(engine)
     values, missing, others = layouts.matched(
@@ -200,10 +198,10 @@ def _same_layout(engine: Any, written: zero.Folder | None, place: str) -> bool:
     )
 
 
-def _native(engine: Any, folder: str, tag: str, weights_only: bool, strict: bool) -> None:
-    """Let an engine load its own files. Collective: call on every rank."""
+def _native(engine: Any, folder: Path, tag: str, weights_only: bool, strict: bool) -> None:
+    """Let an engine load what it has written. All ranks."""
     with _files_of(engine) if weights_only else contextlib.nullcontext():
-        engine.load_checkpoint(folder, tag, load_module_strict=strict)
+        engine.load_checkpoint(os.fspath(folder), tag, load_module_strict=strict)
 
 
 # -- putting another layout into an engine -----------------------------------------------------------------------------
@@ -213,7 +211,7 @@ def _native(engine: Any, folder: str, tag: str, weights_only: bool, strict: bool
 class _Optimizer:
     """A stored optimizer under the engine's names, in its groups, not read."""
 
-    stored: "CheckpointReader"
+    stored: Reader
     states: Mapping[str, Any]
     groups: list[dict[str, Any]]
 
@@ -283,7 +281,7 @@ def _part(engine: Any, parameter: Any) -> tuple[int, int, int]:
 @torch.no_grad()
 def _put(
     engine: Any,
-    model: "CheckpointReader",
+    model: Reader,
     values: dict[str, Any],
     optimizer: _Optimizer | None,
     written: zero.Folder | None,
@@ -306,9 +304,9 @@ def _put(
             continue
         if hasattr(parameter, "ds_tensor"):
             start, count, _ = _part(engine, parameter)
-            copy_over([(parameter.ds_tensor[:count], model.read_flat(value, start, count))])
+            parameter.ds_tensor[:count].copy_(model.elements(value, start, start + count))
         else:
-            copy_over([(state[name], model.read(value))])
+            state[name].copy_(model.read(value))
     if optimizer and not stage:
         stored = {"state": optimizer.states, "param_groups": optimizer.groups}
         inner.load_state_dict(numbered(optimizer.stored.read(stored)))
@@ -329,10 +327,10 @@ def _put(
         _put_counts(engine, written)
 
 
-def _fill(flat: _Flat, stored: "CheckpointReader", value: Callable[[str], Any], target: torch.Tensor) -> None:
+def _fill(flat: _Flat, stored: Reader, value: Callable[[str], Any], target: torch.Tensor) -> None:
     """Read this rank's parts of what has the value of each name."""
     for name, offset, start, count in flat.parts:
-        copy_over([(target[offset : offset + count], stored.read_flat(value(name), start, count))])
+        target[offset : offset + count].copy_(stored.elements(value(name), start, start + count))
 
 
 def _put_states(flat: _Flat, optimizer: _Optimizer, kept: dict[str, Any]) -> None:
@@ -340,8 +338,8 @@ def _put_states(flat: _Flat, optimizer: _Optimizer, kept: dict[str, Any]) -> Non
     names = [name for name, *_ in flat.parts] or optimizer.groups[flat.group]["params"]
     first: Mapping[str, Any] = next((optimizer.states[name] for name in names if name in optimizer.states), {})
     for key, value in first.items():
-        if not isinstance(value, torch.Tensor) or not value.dim():
-            kept[key] = optimizer.stored.read(value).clone() if isinstance(value, torch.Tensor) else value
+        if not isinstance(value, StoredTensor) or not value.shape:
+            kept[key] = optimizer.stored.read(value)
             continue
         if not isinstance(kept.get(key), torch.Tensor):
             kept[key] = torch.zeros_like(flat.tensor)
@@ -357,7 +355,7 @@ def _put_counts(engine: Any, written: zero.Folder) -> None:
     for name in ("global_steps", "global_samples", "skipped_steps"):
         setattr(engine, name, written.head[name])
     if engine.lr_scheduler is not None and written.head["lr_scheduler"] is not None:
-        engine.lr_scheduler.load_state_dict(written.head["lr_scheduler"])
+        engine.lr_scheduler.load_state_dict(written.model().read(written.head["lr_scheduler"]))
         _keep_length(engine.lr_scheduler, written.head, engine.dp_world_size)
     scaler = getattr(engine.optimizer, "loss_scaler", None)
     saved = written.shards[0].get("loss_scaler") if written.shards else None

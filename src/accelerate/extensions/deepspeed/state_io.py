@@ -4,9 +4,11 @@ from typing import Any
 
 from torch import nn
 
+from accelerate.checkpoint.apply import Change
 from accelerate.checkpoint.model_io import collected
 from accelerate.checkpoint.save import SavePlan
 from accelerate.checkpoint.state import Entries, Wanted
+from accelerate.checkpoint.verify import CheckpointFolder
 from accelerate.extensions.deepspeed import checkpoint
 from accelerate.extensions.deepspeed.wrappers import DeepSpeedSchedulerWrapper, is_engine
 from accelerate.runtime.run import Run
@@ -60,8 +62,10 @@ class DeepSpeedIO(StateIO):
             weights = weights or collected(self.whole_tensors(accelerator, model), model)
             super().save_model(accelerator, weights, plan, index, **options)
 
-    def load_model(self, accelerator: Run, model: nn.Module, folder: str, index: int, **options: Any) -> Any:
-        """Return what loads the engine's part, its optimizer included. Collective: call on every rank."""
+    def load_model(
+        self, accelerator: Run, model: nn.Module, folder: CheckpointFolder, index: int, **options: Any
+    ) -> Change:
+        """Return what loads the engine's part, its optimizer included. All ranks."""
         if not is_engine(model):
             return super().load_model(accelerator, model, folder, index, **options)
         trained = [wrapper.engine for wrapper in accelerator.prepared.engines]
@@ -70,14 +74,16 @@ class DeepSpeedIO(StateIO):
             folder,
             index,
             optimizer=trained.index(model) if model in trained else 0,
-            strict=options.get("strict", True),
+            strict=options.get("model_options", {}).get("strict", True),
             weights_only=(options.get("load_kwargs") or {}).get("weights_only", True),
         )
 
     def save_optimizer(self, accelerator: Run, optimizer: Any, plan: SavePlan, index: int, **options: Any) -> None:
         """Nothing: the engine's part has it."""
 
-    def load_optimizer(self, accelerator: Run, optimizer: Any, folder: str, index: int, **options: Any) -> Any:
+    def load_optimizer(
+        self, accelerator: Run, optimizer: Any, folder: CheckpointFolder, index: int, **options: Any
+    ) -> Any:
         """Nothing: the engine's part has it."""
 
     def checkpointed_schedulers(self, accelerator: Run) -> list[Any]:

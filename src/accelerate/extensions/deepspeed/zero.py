@@ -15,18 +15,16 @@ import itertools
 import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from accelerate.base.constants import MODEL_NAME
-from accelerate.checkpoint import load, manifest
-from accelerate.checkpoint.state import Kind, mapped_leaves
+from accelerate.checkpoint import manifest
+from accelerate.checkpoint.state import Kind
+from accelerate.checkpoint.stored import FullFiles, JoinedSource, Reader, StoredTensor
+from accelerate.checkpoint.verify import CheckpointFolder
 from accelerate.modules.unwrap import canonical_name
-from accelerate.runtime import durable
-
-if TYPE_CHECKING:
-    from accelerate.checkpoint.dcp import CheckpointReader
 
 # Files that DeepSpeed writes next to the folders of its engines.
 BESIDE = ("latest", "zero_to_fp32.py", "zero_to_torch.py")
@@ -52,17 +50,6 @@ class _Record:
 
     def __init__(self, *args: Any) -> None:
         self.args = args
-
-
-def read_file(path: str, weights_only: bool = True) -> dict[str, Any]:
-    """Read a file of DeepSpeed's, whose tensors' memory is the file's. UnpicklingError for objects of other classes."""
-    if not weights_only:
-        durable.require_file(path)
-        state: dict[str, Any] = torch.load(path, "cpu", weights_only=False, mmap=True)
-        return state
-    with torch.serialization.safe_globals([(_Record, name) for name in CLASSES]):
-        state = load.mapped_file(path)
-    return state
 
 
 def engine_folder(index: int) -> str:
@@ -114,11 +101,8 @@ class ZeroLayout:
             return name if (name := engine_folder(index)) in engine_folders else None
         return dict(enumerate(sorted(engine_folders, key=lambda name: (len(name), name)))).get(index)
 
-    def open(self, path: str, kind: Kind, checkpoint: load.CheckpointFolder | None = None) -> "CheckpointReader":
-        """Return the model or the optimizer in an engine's folder, which is in that of a checkpoint.
-
-        Not a collective.
-        """
+    def open(self, path: str, kind: Kind, checkpoint: CheckpointFolder | None = None) -> Reader:
+        """Return the model or the optimizer in an engine's folder, which is in that of a checkpoint. Not a collective."""
         engine = Folder(path, checkpoint=checkpoint)
         return engine.model() if kind == "model" else engine.optimizer()
 
@@ -148,17 +132,16 @@ class Folder:
         splits_weights: the files are of stage 3.
     """
 
-    def __init__(
-        self, folder: str, weights_only: bool = True, checkpoint: load.CheckpointFolder | None = None
-    ) -> None:
-        from accelerate.checkpoint.dcp import FullTensors
-
-        def opened(path: str) -> dict[str, Any]:
+    def __init__(self, folder: str, weights_only: bool = True, checkpoint: CheckpointFolder | None = None) -> None:
+        def opened(path: str) -> Any:
             if checkpoint is not None:
                 checkpoint.check([os.path.basename(path)], below=os.path.basename(folder))
-            return read_file(path, weights_only)
+            if not weights_only:
+                return self._files.open(path, {"weights_only": False})
+            with torch.serialization.safe_globals([(_Record, name) for name in CLASSES]):
+                return self._files.open(path)
 
-        self._folder, self._reader = folder, FullTensors()
+        self._folder, self._files = folder, FullFiles(folder)
         self._models = _Files(model_files(folder), opened)
         self.head = self._models[0]
         self.shards = _Files(shard_files(folder), lambda path: opened(path)["optimizer_state_dict"])
@@ -174,15 +157,12 @@ class Folder:
             for number in range(len(self.shards)) if elastic else [rank]:
                 self.shards[number]
 
-    def _stored(self, state: Any, aliases: Mapping[str, str]) -> "CheckpointReader":
-        from torch.distributed.checkpoint.metadata import Metadata
+    def _stored(self, state: Any, aliases: Mapping[str, str]) -> Reader:
+        reader = copy.copy(self._files)
+        reader.state, reader.aliases = state, aliases
+        return reader
 
-        from accelerate.checkpoint.dcp import CheckpointReader
-
-        state = mapped_leaves(state, self._reader.add)  # tensors that are stored in full are also read in parts
-        return CheckpointReader(self._folder, state, self._reader, Metadata(self._reader.specs), aliases)
-
-    def model(self) -> "CheckpointReader":
+    def model(self) -> Reader:
         """Return weights and buffers: float32 weights, where the ranks have such; a placeholder for each that they share."""
         head, values = self.head, dict(self.head["module"])
         if self.splits_weights:
@@ -199,7 +179,7 @@ class Folder:
         values = {canonical_name(name): value for name, value in values.items()}
         return self._stored(values | {alias: values[name] for alias, name in aliases.items()}, aliases)
 
-    def optimizer(self) -> "CheckpointReader":
+    def optimizer(self) -> Reader:
         """Return the optimizer's state: by names, and of stage 0 by the numbers that torch gives the parameters."""
         if not self.shards:
             raw = self.head["optimizer"]
@@ -215,7 +195,7 @@ class Folder:
         states: dict[str, Any] = {}
         for number, group in enumerate(self.groups):
             for key, first in base["state"].get(number, {}).items():
-                is_flat = isinstance(first, torch.Tensor) and first.dim() == 1
+                is_flat = isinstance(first, StoredTensor) and len(first.shape) == 1
                 flat = functools.partial(lambda number, key, rank: self._base(rank)["state"][number][key], number, key)
                 for name in group:
                     # A count of steps that parameters share would be counted up once for each of them.
@@ -230,24 +210,39 @@ class Folder:
     def _names(self, numbers: Sequence[int]) -> list[str]:
         return [canonical_name(name) for number in numbers for name in self.groups[number]]
 
-    def _frozen(self, name: str, shape: torch.Size) -> torch.Tensor:
-        """Return a placeholder for a parameter that does not train, with an even part on each rank."""
+    def _frozen(self, name: str, shape: torch.Size) -> StoredTensor:
+        """Return a parameter that does not train, of which each rank has an even part."""
 
-        def part(rank: int) -> torch.Tensor:
-            fragment: torch.Tensor = self._models[rank]["frozen_param_fragments"][name]
-            return fragment.flatten()
+        def part(rank: int) -> StoredTensor:
+            fragment: StoredTensor = self._models[rank]["frozen_param_fragments"][name]
+            return fragment
 
         size, ranks = shape.numel(), len(self._models)
         parts = [(rank, 0, *part_of(size, rank, ranks)[:2]) for rank in range(ranks)]
-        return self._reader.join(lambda start, stop: _cut(part, parts, start, stop), shape, part(0).dtype)
+        return self._join(lambda start, stop: self._cut(part, parts, start, stop), shape, part(0).dtype)
 
-    def _joined(self, flat: Callable[[int], torch.Tensor], number: int, name: str) -> torch.Tensor:
-        """Return a placeholder for a parameter, or one of its states, with a part in a flat tensor of each rank."""
+    def _joined(self, flat: Callable[[int], StoredTensor], number: int, name: str) -> StoredTensor:
+        """Return a parameter, or one of its states, of which each rank has a part in a flat tensor."""
 
         def read(start: int, stop: int) -> torch.Tensor:
-            return _cut(flat, self._parts(number, name, start, stop), start, stop)
+            return self._cut(flat, self._parts(number, name, start, stop), start, stop)
 
-        return self._reader.join(read, self.groups[number][name], flat(0).dtype)
+        return self._join(read, self.groups[number][name], flat(0).dtype)
+
+    def _join(
+        self, elements: Callable[[int, int], torch.Tensor], shape: Sequence[int], dtype: torch.dtype
+    ) -> StoredTensor:
+        stored: StoredTensor = self._files.add(JoinedSource(elements, shape, dtype))
+        return stored
+
+    def _cut(self, flat: Callable[[int], StoredTensor], parts: Sequence[Part], start: int, stop: int) -> torch.Tensor:
+        """Return the elements from `start` to `stop` out of the parts that ranks have in flat tensors."""
+        pieces = []
+        for rank, offset, begin, count in parts:
+            first, last = max(start, begin), min(stop, begin + count)
+            if first < last:
+                pieces.append(self._files.elements(flat(rank), offset + first - begin, offset + last - begin))
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces or [torch.empty(0, dtype=flat(0).dtype)])
 
     def _parts(self, number: int, name: str, start: int, stop: int) -> list[Part]:
         """Return the parts of a parameter in flat tensors of ranks, at least those with elements from `start` to `stop`."""
@@ -256,7 +251,7 @@ class Folder:
         if self.splits_weights:
             return [(rank, begin, *part_of(size, rank, len(ranks))[:2]) for rank in ranks]
         # Usually the ranks have the parameters in order, each as much as the first one.
-        length = self.shards[0]["single_partition_of_fp32_groups"][number].numel()
+        length = self.shards[0]["single_partition_of_fp32_groups"][number].shape.numel()
         usual: list[Part] = []
         for rank in ranks[(begin + start) // max(length, 1) : -(-(begin + stop) // max(length, 1))]:
             first, last = max(begin, rank * length), min(begin + size, (rank + 1) * length)
@@ -284,16 +279,6 @@ class Folder:
                 sizes = [part_of(size, 0, len(self.shards))[2] for size in sizes]
             begins.append(dict(zip(group, itertools.accumulate(sizes, initial=0), strict=False)))
         return begins
-
-
-def _cut(flat: Callable[[int], torch.Tensor], parts: Sequence[Part], start: int, stop: int) -> torch.Tensor:
-    """Return the elements from `start` to `stop` out of the parts that ranks have in flat tensors."""
-    pieces = []
-    for rank, offset, begin, count in parts:
-        first, last = max(start, begin), min(stop, begin + count)
-        if first < last:
-            pieces.append(flat(rank).detach().narrow(0, offset + first - begin, last - first))
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces or [flat(0).detach()[:0]])
 
 
 def part_of(size: int, rank: int, ranks: int) -> tuple[int, int, int]:

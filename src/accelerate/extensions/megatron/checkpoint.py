@@ -10,11 +10,13 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from accelerate.checkpoint import manifest
+from accelerate.checkpoint.apply import Change
 from accelerate.checkpoint.dcp import read_metadata
-from accelerate.checkpoint.load import CheckpointFolder, Deferred, refuse_misfit
+from accelerate.checkpoint.layouts import refuse_misfit
 from accelerate.checkpoint.model_io import collected
 from accelerate.checkpoint.save import SavePlan
 from accelerate.checkpoint.state import Entries, Wanted
+from accelerate.checkpoint.verify import CheckpointFolder
 from accelerate.extensions.megatron.engine import MegatronEngine
 from accelerate.extensions.megatron.steps import MegatronLMSchedulerWrapper
 from accelerate.runtime.run import Run
@@ -60,7 +62,7 @@ class MegatronIO(StateIO):
         states = {name: torch.as_tensor(value) for name, value in get_cuda_rng_tracker().get_states().items()}
         plan.add_object(f"{_folder(index)}/rng_{accelerator.process_index}_states.pt", states)
 
-    def load_model(self, accelerator: Run, model: Any, folder: str, index: int, **options: Any) -> Any:
+    def load_model(self, accelerator: Run, model: Any, folder: CheckpointFolder, index: int, **options: Any) -> Change:
         """Compare an engine with what core wrote, and return what loads that, its optimizer included. All ranks load."""
         from megatron.core.dist_checkpointing import load_common_state_dict
 
@@ -70,9 +72,7 @@ class MegatronIO(StateIO):
                 f"{folder!r} has no {_folder(index)}: Megatron-LM did not write it. Load it with the strategy that did, save_model, and load those "
                 "weights into the transformers model before prepare."
             )
-        if isinstance(folder, CheckpointFolder):
-            names = [name for name in folder.listing.files if name.startswith(f"{_folder(index)}/")]
-            folder.check(names, shared=True)
+        folder.check([name for name in folder.listing.files if name.startswith(f"{_folder(index)}/")], shared=True)
         _refuse_code(place)
         refuse_misfit(place, type(model.source).__name__, model.misfits(place))
         common, degrees = load_common_state_dict(place), [model.plugin.tp_degree, model.plugin.pp_degree]
@@ -84,12 +84,15 @@ class MegatronIO(StateIO):
                 f"{place} has a distributed optimizer of tp_degree, pp_degree = {divided}, and here they are {degrees}; nothing was loaded. Without Apex or "
                 "Transformer Engine, set no_load_optim=True, or save it with use_distributed_optimizer=False."
             )
-        return Deferred(None, partial(_load, model, place, accelerator.process_index, options.get("strict", True)))
+        strict = options.get("model_options", {}).get("strict", True)
+        return Change(partial(_load, model, place, accelerator.process_index, strict))
 
     def save_optimizer(self, accelerator: Run, optimizer: Any, plan: SavePlan, index: int, **options: Any) -> None:
         """Nothing: the engine's part has it."""
 
-    def load_optimizer(self, accelerator: Run, optimizer: Any, folder: str, index: int, **options: Any) -> Any:
+    def load_optimizer(
+        self, accelerator: Run, optimizer: Any, folder: CheckpointFolder, index: int, **options: Any
+    ) -> Any:
         """Nothing: the engine's part has it."""
 
     def checkpointed_schedulers(self, accelerator: Run) -> list[Any]:

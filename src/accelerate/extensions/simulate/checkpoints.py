@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from accelerate.checkpoint import formats
+from accelerate.checkpoint.choose import Search, refused
 from accelerate.checkpoint.save import WRITERS, Save, SavePlan
 from accelerate.checkpoint.storage import LocalStorage
 from accelerate.extensions.simulate import simulated
 from accelerate.runtime import torch_private
-from accelerate.training.restoring import Search, refused
+from accelerate.training.run import TrainingRun
 
 _NOTE = "save_state wrote nothing, and load_state read nothing: tensors keep the values that they have."
 
@@ -63,7 +64,12 @@ def _bytes_of(value: Any) -> int:
 
 
 def read(
-    search: Search, problem: Exception | None, options: Any, model_options: Any, missing_ok: bool
+    accelerator: TrainingRun,
+    search: Search,
+    problem: Exception | None,
+    options: Any,
+    model_options: Any,
+    missing_ok: bool,
 ) -> Path | str | None:
     """Find what would be loaded, also among what would have been saved; nothing changes."""
     run, location = simulated.current(), search.storage.location
@@ -77,5 +83,5 @@ def read(
     run.loads.append(answer["location"])
     run.notes[_NOTE] = None
     if answer["following"] is not None:
-        search.accelerator.project_configuration.iteration = answer["following"]
+        accelerator.project_configuration.iteration = answer["following"]
     return Path(answer["location"]) if isinstance(search.storage, LocalStorage) else answer["location"]

@@ -7,8 +7,8 @@ import torch.distributed as dist
 from accelerate.runtime import torch_private
 from accelerate.runtime.ranks import Ranks
 
-# The counters in the store by which ranks wait for each other; see `checkpoint.barrier` and `extensions.hang`.
-_COUNTERS = ("come", "left")
+# The counters in the store by which ranks wait for each other; see `checkpoint.ranks` and `extensions.hang`.
+_COUNTERS = ("arrived", "come", "left")
 
 
 @dataclass(frozen=True)
@@ -71,12 +71,12 @@ class OthersCame(dist.Store):
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter."""
-        if key.endswith(_COUNTERS) and not self._values.check([key]):
-            amount += self.come()
+        if key.endswith(_COUNTERS) and amount:
+            amount += self.others(key)
         return self._values.add(key, amount)
 
-    def come(self) -> int:
-        """Return the other ranks' additions to a counter."""
+    def others(self, key: str) -> int:
+        """Return what the others have added to a counter since this rank last did."""
         return self._others
 
 

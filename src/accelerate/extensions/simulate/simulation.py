@@ -170,7 +170,7 @@ def _answer_for_others(last: contextlib.ExitStack) -> None:
         (TorchCommunicator, "broadcast", lambda self, tensors, src=0: broadcast(self, tensors, self.rank)),
         (BatchScatter, "receive", _refuse_to_receive),
         (saving, "Save", checkpoints.MeasuredSave),
-        (restoring, "_load_found", checkpoints.read),
+        (restoring, "_load", checkpoints.read),
     ]
     last.enter_context(torch_private.replaced(*places))
 

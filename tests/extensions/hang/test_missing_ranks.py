@@ -1,4 +1,4 @@
-"""Barriers of saves and loads whose ranks look for each other."""
+"""Ranks of saves and loads that look for each other."""
 
 import json
 import threading
@@ -8,14 +8,14 @@ import types
 import pytest
 import torch.distributed as dist
 
-from accelerate.checkpoint import barrier
-from accelerate.checkpoint.barrier import CollectiveMisuse, SaveBarrier
+from accelerate.checkpoint import ranks as checkpoint_ranks
+from accelerate.checkpoint.ranks import CollectiveMisuse
 from accelerate.extensions.hang import status
 from accelerate.extensions.hang.hang import HangDiagnosis, Watcher
-from unit.checkpoint.test_barrier import LIMIT_S, Ranks
+from unit.checkpoint.test_ranks import LIMIT_S, Threads
 
 
-class WatchedRanks(Ranks):
+class WatchedRanks(Threads):
     """Threads that play ranks, each with a watcher as a process has it."""
 
     def __init__(self):
@@ -30,15 +30,15 @@ class WatchedRanks(Ranks):
         super()._run(function, rank)
 
 
-def save_here(gathered):
-    gathered.begin()
+def save_here(threads, rank):
+    threads.seen_by(rank).agree("save_state", "/run/folder")
 
 
 @pytest.fixture
 def asking(monkeypatch):
     for name in ("ASK_AFTER_S", "ASK_AGAIN_S", "ASK_WRITERS_AFTER_S", "ASK_WRITERS_AGAIN_S"):
-        monkeypatch.setattr(barrier, name, 0.05)
-    monkeypatch.setattr(barrier, "REPORT_AFTER_S", 0)
+        monkeypatch.setattr(checkpoint_ranks, name, 0.05)
+    monkeypatch.setattr(checkpoint_ranks, "REPORT_AFTER_S", 0)
     monkeypatch.setattr(status, "STILL_UNCOUNTED_S", 0.1)
     monkeypatch.setattr(
         HangDiagnosis, "joined", lambda *arguments: None
@@ -74,12 +74,11 @@ def test_ranks_do_not_wait_for_one_in_a_collective_and_meet_it_afterwards(asking
             stand_in_collective(closed_lock)
         else:
             with pytest.raises(CollectiveMisuse) as raised:
-                save_here(asking.barrier(rank))
+                save_here(asking, rank)
             text = str(raised.value)
         if rank == 0:
             closed_lock.release()
-        again = asking.barrier(rank, "/run/second")
-        again.begin()
+        again = asking.agreed(rank, "/run/second")
         return [again.share(text, root) for root in range(3)]
 
     asking.play(save)
@@ -91,27 +90,22 @@ def test_ranks_do_not_wait_for_one_in_a_collective_and_meet_it_afterwards(asking
     assert "made_up.wait_for_all, and waits for other ranks there" in first
 
 
-@pytest.mark.parametrize("left", [False, True])
-def test_a_rank_that_comes_while_its_barrier_closes_joins_the_next(asking, monkeypatch, left):
+def test_a_rank_that_comes_while_a_meeting_closes_joins_the_next(asking, monkeypatch):
     real, closed = json.dumps, threading.Event()
 
     def refused(rank):
         with pytest.raises(CollectiveMisuse, match="different paths"):
-            asking.barrier(rank, f"/run/{rank}").begin()
+            asking.agreed(rank, f"/run/{rank}")
 
     def dumps(note):
         if threading.current_thread() is asking.threads[0] and not closed.is_set():  # before it leaves its first note
-            with monkeypatch.context() as patch:
-                if not left:  # the keys of the others are still there
-                    patch.setattr(SaveBarrier, "leave", lambda self: None)
-                asking.start(refused, 1, 2)
-                asking.join(1, 2)
+            asking.start(refused, 1, 2)
+            asking.join(1, 2)
             closed.set()
         return real(note)
 
     def meet(rank):
-        gathered = asking.barrier(rank)
-        gathered.begin()
+        gathered = asking.agreed(rank)
         return [gathered.share(rank, root) for root in range(3)]
 
     monkeypatch.setattr("json.dumps", dumps)
@@ -125,12 +119,11 @@ def test_a_rank_that_comes_while_its_barrier_closes_joins_the_next(asking, monke
 @pytest.mark.parametrize("fails, waits", [(False, False), (True, False), (True, True)])
 def test_a_rank_that_ends_or_waits_for_one_that_failed_is_not_waited_for(asking, closed_lock, fails, waits):
     def save(rank):
-        gathered = asking.barrier(rank)
-        gathered.begin()
+        gathered = asking.agreed(rank)
         if rank == 1 and waits:
             stand_in_collective(closed_lock)
         elif rank != 1:
-            gathered.share(problem=OSError("disk full") if fails and rank == 0 else None)
+            gathered.first_error(OSError("disk full") if fails and rank == 0 else None)
 
     asking.start(save)
     if not waits:
@@ -154,10 +147,10 @@ def test_the_second_rank_asks_where_the_first_has_been_killed(asking, monkeypatc
     monkeypatch.setattr("time.sleep", sleep)
     asking.play(lambda rank: None, 2)
     asking.watchers[2].end()
-    asking.start(lambda rank: asking.barrier(rank).begin(), 0)
+    asking.start(lambda rank: asking.agreed(rank), 0)
     assert killed.wait(LIMIT_S)
     asking.watchers[0].end()
-    asking.start(lambda rank: asking.barrier(rank).begin(), 1)
+    asking.start(lambda rank: asking.agreed(rank), 1)
     asking.join()
     assert isinstance(asking.raised[1], CollectiveMisuse)
     assert "rank 2 did not call it: it has ended" in str(asking.raised[1])

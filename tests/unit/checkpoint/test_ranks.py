@@ -5,25 +5,31 @@ import threading
 import pytest
 import torch.distributed as dist
 
-from accelerate.checkpoint import barrier
-from accelerate.checkpoint.barrier import CollectiveMisuse, Group, SaveBarrier
+from accelerate.checkpoint import ranks as checkpoint_ranks
+from accelerate.checkpoint.ranks import CollectiveMisuse, Group, Ranks
 from accelerate.runtime import peers
 from cases import cases
 
 LIMIT_S = 30
 
 
-class Ranks:
+class Threads:
     """Threads that play the three ranks of a run."""
 
     def __init__(self):
         self.size, self.store = 3, dist.HashStore()
         self.results, self.raised, self.threads = {}, {}, {}
 
-    def barrier(self, rank, location="/run/folder", kind="save_state", local_rank=None):
-        """Return this rank's barrier; with a local rank, machines have checkpoints of their own."""
-        own = local_rank is not None
-        return SaveBarrier(kind, location, Group(rank, self.size, local_rank or 0, own, not own), self.store)
+    def seen_by(self, rank, local_rank=None):
+        """Return the ranks as one of them has them; with a local rank, machines have separate checkpoints."""
+        each_node = local_rank is not None
+        return Ranks(Group(rank, self.size, local_rank or 0, each_node, not each_node), self.store)
+
+    def agreed(self, rank, location="/run/folder", kind="save_state", local_rank=None):
+        """Return the ranks once all have made this call."""
+        ranks = self.seen_by(rank, local_rank)
+        ranks.agree(kind, location)
+        return ranks
 
     def start(self, function, *ranks):
         """Let ranks, by default all, run a function of their number; what it returns or raises is kept."""
@@ -50,29 +56,28 @@ class Ranks:
 @pytest.fixture
 def ranks(monkeypatch):
     for name in ("ASK_AFTER_S", "ASK_WRITERS_AFTER_S"):
-        monkeypatch.setattr(barrier, name, float("inf"))
+        monkeypatch.setattr(checkpoint_ranks, name, float("inf"))
     monkeypatch.setattr(peers, "_extensions", lambda: ())  # they serve processes, not threads
-    made = Ranks()
+    made = Threads()
     yield made
     made.join()
 
 
 def save_here(gathered):
-    gathered.begin()
+    gathered.agree("save_state", "/run/folder")
 
 
 def alone(store, rank=0):
-    return SaveBarrier("save_state", "/run/folder", Group(rank, 2, 0, False, True), store)
+    return Ranks(Group(rank, 2, 0, False, True), store)
 
 
 def test_saves_of_all_ranks_leave_nothing_that_piles_up(ranks):
     keys = []
 
     def save(rank):
-        gathered = ranks.barrier(rank)
-        gathered.begin()
+        gathered = ranks.agreed(rank)
         said = [gathered.share({"rank": rank}), gathered.share([rank] * rank, root=1), gathered.share(rank, root=rank)]
-        said += [gathered.share(), gathered.any_of(False), gathered.any_of(rank == 2), gathered.smallest(7 - rank)]
+        said += [gathered.share(), gathered.any(False), gathered.any(rank == 2), gathered.smallest(7 - rank)]
         gathered.leave()
         return said, gathered.name
 
@@ -90,12 +95,11 @@ def test_saves_of_all_ranks_leave_nothing_that_piles_up(ranks):
 @pytest.mark.parametrize("failing", [0, 1])
 def test_all_ranks_fail_together(ranks, failing):
     def save(rank):
-        gathered = ranks.barrier(rank)
-        gathered.begin()
+        gathered = ranks.agreed(rank)
         for refused, error in ((object(), TypeError), ("y" * (64 << 10), ValueError)):
             with pytest.raises(error, match="JSON|65536 bytes"):  # refused where it is left
                 gathered.share(refused, root=rank)
-        gathered.share("a note", problem=OSError("disk full") if rank == failing else None)
+        gathered.share("a note", error=OSError("disk full") if rank == failing else None)
 
     ranks.play(save)
     assert [type(ranks.raised[rank]) is OSError for rank in range(3)] == [rank == failing for rank in range(3)]
@@ -107,9 +111,8 @@ def test_of_many_problems_some_are_told(ranks):
     ranks.size = 45
 
     def save(rank):
-        gathered = ranks.barrier(rank)
-        gathered.begin()
-        gathered.any_of(True, OSError("\u00e4\n\x00" * 5000) if rank else None)
+        gathered = ranks.agreed(rank)
+        gathered.any(True, OSError("\u00e4\n\x00" * 5000) if rank else None)
 
     ranks.play(save)
     text = str(ranks.raised[0])
@@ -124,8 +127,7 @@ def test_machines_of_their_own_have_paths_and_leaders_of_their_own(ranks, monkey
 
     def save(rank):
         machine.name, local = places[rank]
-        gathered = ranks.barrier(rank, f"/scratch/{machine.name}", local_rank=local)
-        gathered.begin()
+        gathered = ranks.agreed(rank, f"/scratch/{machine.name}", local_rank=local)
         return gathered.leader()
 
     ranks.play(save)
@@ -142,7 +144,7 @@ def test_machines_of_their_own_have_paths_and_leaders_of_their_own(ranks, monkey
 def test_different_calls_are_an_error_on_all_ranks(ranks, kinds, places, text):
     ranks.size = len(places)
     kinds = kinds if isinstance(kinds, list) else [kinds] * ranks.size
-    ranks.play(lambda rank: ranks.barrier(rank, f"/run/{places[rank]}", f"{kinds[rank]}_state").begin())
+    ranks.play(lambda rank: ranks.agreed(rank, f"/run/{places[rank]}", f"{kinds[rank]}_state"))
     assert [type(ranks.raised.get(rank)) for rank in range(ranks.size)] == [CollectiveMisuse] * ranks.size
     assert len({str(error) for error in ranks.raised.values()}) == 1 and text in str(ranks.raised[0])
 
@@ -161,10 +163,10 @@ def test_a_lost_store_is_an_error_that_names_the_call(ranks):
 
 
 def test_ranks_give_up_one_that_does_not_come_within_the_limit(ranks, monkeypatch):
-    monkeypatch.setattr(barrier, "ASK_AFTER_S", 0.05)
-    monkeypatch.setattr(barrier, "ASK_AGAIN_S", 0.05)
-    monkeypatch.setattr(barrier, "_limit_s", lambda: 0.3)
-    ranks.play(lambda rank: ranks.barrier(rank).begin(), 0, 1)
+    monkeypatch.setattr(checkpoint_ranks, "ASK_AFTER_S", 0.05)
+    monkeypatch.setattr(checkpoint_ranks, "ASK_AGAIN_S", 0.05)
+    monkeypatch.setattr(checkpoint_ranks, "_limit_s", lambda: 0.3)
+    ranks.play(lambda rank: ranks.agreed(rank), 0, 1)
     for rank in (0, 1):
         assert isinstance(ranks.raised[rank], CollectiveMisuse)
         assert "rank 2 did not call it: it has not come (the limit is 0 s)" in str(ranks.raised[rank])

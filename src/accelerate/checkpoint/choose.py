@@ -1,0 +1,210 @@
+"""Choosing the checkpoint to load: the one at a location, or the newest that loads among those of a run.
+
+Rank 0 searches for all. Where machines have disks of their own, one rank of each machine looks at its copy.
+
+The four phases of a load, here and in `verify`, `read` and `apply`, end with an `Outcome`.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from accelerate.checkpoint import manifest
+from accelerate.checkpoint.manifest import DamagedCheckpoint, Manifest, damaged
+from accelerate.checkpoint.storage import CheckpointStatus, CheckpointStorage, storage_of
+from accelerate.checkpoint.verify import CheckpointFolder
+from accelerate.runtime.run import Run
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Ok(Generic[T]):
+    """A phase has done its work on this rank."""
+
+    value: T
+
+
+@dataclass(frozen=True)
+class TryNext:
+    """The checkpoint cannot be loaded, but another one may: it is damaged, or another save has taken its place."""
+
+    reasons: Sequence[str]
+    replaced: bool = False
+
+
+@dataclass(frozen=True)
+class Refuse:
+    """The load has failed, and changes nothing."""
+
+    error: BaseException
+
+
+Outcome = Ok[T] | TryNext | Refuse
+
+
+@dataclass
+class Search:
+    """Finds the checkpoint to load. Only rank 0 calls `answer`.
+
+    Attributes:
+        passed: Why checkpoints were passed over, by location.
+        damaged: Locations of those that some rank found damaged, with the names of their saves.
+        listing: The manifest of the checkpoint that `answer` names; None without one.
+    """
+
+    run: Run
+    storage: CheckpointStorage
+    latest: bool
+    passed: dict[str, str] = field(default_factory=dict)
+    damaged: dict[str, str | None] = field(default_factory=dict)
+    listing: Manifest | None = None
+
+    def answer(self) -> dict[str, Any]:
+        """Return which checkpoint all ranks load, or why there is none: small and plain data."""
+        try:
+            found = self._newest() if self.latest else (self.storage, self.storage.state())
+        except Exception as error:
+            return _no(OSError, f"{self.storage.location!r} could not be read. {type(error).__name__}: {error}")
+        if found is None:
+            passed = [f"{location}: {reason:.1000}" for location, reason in self.passed.items()]
+            more = "".join(f"\n  passed over {line}" for line in manifest.first_of(passed))
+            text = f"There is no complete checkpoint in {self.storage.location!r}. Save one first, or name one.{more}"
+            return _no(FileNotFoundError, text, nothing=not passed)
+        storage, state = found
+        if state.kind == "absent":
+            return _no(ValueError, f"load_state({storage.location!r}): {state.reason}.", nothing=True)
+        if not state.loads:
+            return _no(DamagedCheckpoint, str(damaged(storage.location, [state.reason])))
+        if state.manifest is None:
+            logger.warning("%s is loaded unverified: %s.", storage.location, state.reason)
+        self.listing = state.manifest
+        return {
+            "location": storage.location,
+            "save": _save_of(state),
+            "folder": storage.fetch() if storage.shared else "",
+            "following": self.following_number(storage),
+        }
+
+    def _newest(self) -> tuple[CheckpointStorage, CheckpointStatus] | None:
+        """Return the newest checkpoint that may be loaded; older ones are not looked at."""
+        listed = None
+        while (now := self.storage.checkpoints()) != listed:  # a run that prunes during this search has others by now
+            listed, absent = now, True
+            for _, storage in reversed(now):
+                state = storage.state()
+                if state.loads and self.damaged.get(storage.location) != _save_of(state):
+                    return storage, state
+                absent = absent and state.kind == "absent"
+                if state.kind == "incomplete":
+                    self._pass(storage.location, state.reason)
+            if absent:
+                state = self.storage.state()
+                if state.kind == "complete" and self.damaged.get(self.storage.location) != _save_of(state):
+                    return self.storage, state
+                if state.kind == "incomplete" and self.storage.files():
+                    self._pass(self.storage.location, state.reason)
+        return None
+
+    def _pass(self, location: str, reason: str) -> None:
+        if self.passed.get(location) != reason:
+            self.passed[location] = reason
+            logger.warning("Passed over %s: %s", location, reason)
+
+    def pass_over(self, choice: "Choice", reasons: Sequence[str]) -> None:
+        """Do not choose a checkpoint again that some rank has found damaged. All ranks."""
+        self.damaged[choice.storage.location] = choice.save
+        if self.run.process_index == 0:
+            self._pass(choice.storage.location, "; ".join(reasons))
+
+    def following_number(self, storage: CheckpointStorage) -> int | None:
+        """Return the number of the next automatic name, where that follows from the checkpoint that is loaded."""
+        project = self.run.project_configuration
+        number = manifest.number_of(storage.name)
+        if not project.automatic_checkpoint_naming or project.project_dir is None or number is None:
+            return None
+        checkpoints = storage_of(project.project_dir).child(manifest.CHECKPOINTS_FOLDER)
+        if storage.parent() != checkpoints:
+            return None
+        # After going back to an older one, the newer ones keep their numbers, and the next save is the newest. Damaged ones
+        # keep theirs, too: a user may want to look at them. An empty folder is of no use.
+        taken = [other for other, entry in checkpoints.checkpoints() if not entry.is_empty()]
+        return max(taken, default=number) + 1
+
+
+def _no(kind: type[Exception], text: str, nothing: bool = False) -> dict[str, Any]:
+    return {"error": kind.__name__, "text": text[:20_000], "nothing": nothing}
+
+
+def refused(answer: dict[str, Any]) -> Exception | None:
+    """Return the error for a search that found nothing that can be loaded; else None. Not a collective."""
+    kinds = {kind.__name__: kind for kind in (ValueError, FileNotFoundError, OSError, DamagedCheckpoint)}
+    return kinds[answer["error"]](answer["text"]) if "error" in answer else None
+
+
+def _save_of(state: CheckpointStatus) -> str:
+    """Return the name of the save that wrote a checkpoint; an empty one of another library's."""
+    return "" if state.manifest is None else state.manifest.save
+
+
+@dataclass
+class Choice:
+    """The checkpoint that all ranks load.
+
+    Attributes:
+        folder: This rank's local folder of it, with the manifest that was read.
+        save: The name of the save, None where it could not be read.
+        problems: What is wrong with this machine's copy, found by its leader.
+        following: The next automatic number.
+    """
+
+    storage: CheckpointStorage
+    folder: CheckpointFolder
+    save: str | None
+    problems: list[str]
+    following: int | None
+
+    def outcome(self, step: Callable[[], T]) -> Outcome[T]:
+        """Take a step, and return whether its result counts: the checkpoint must still be there, undamaged. Not a collective."""
+        outcome = attempt(step)
+        if isinstance(outcome, Refuse) and not isinstance(outcome.error, Exception):
+            return outcome
+        if self.replaced():
+            return TryNext(["another save took its place"], replaced=True)
+        wrong = [*self.problems, *self.folder.wrong]
+        return TryNext(wrong) if wrong else outcome
+
+    def replaced(self) -> bool:
+        """Say whether another save has taken its place, or it was removed, since it was chosen. Not a collective."""
+        if (self.problems or self.folder.wrong) and not self.storage.shared:  # a local copy of it stays as it was
+            return _save_of(self.storage.state()) != self.save
+        listing = self.folder.listing
+        return manifest.mark(self.folder) != listing.mark or self.save not in (None, listing.save)
+
+
+def attempt(step: Callable[[], T]) -> Ok[T] | Refuse:
+    """Take a step; return its result, or why it failed: the other ranks would wait for a rank that leaves before they know."""
+    try:
+        return Ok(step())
+    except BaseException as error:
+        return Refuse(error)
+
+
+def own_copy(storage: CheckpointStorage, save: str) -> tuple[str, str | None, list[str], Manifest | None]:
+    """Return the folder of a machine's own copy of a checkpoint, its save, what is wrong with it, and its manifest. The leader of the machine."""
+    try:
+        if not storage.shared:  # rank 0 has looked at it for all
+            folder, listing = storage.outline()
+            return folder, save, [], listing
+        state = storage.state()
+        if not state.loads:
+            return storage.location, _save_of(state), [state.reason], None
+        if _save_of(state) != save:
+            problem = "the machines have checkpoints of different saves: not all had published when the run ended"
+            return storage.location, _save_of(state), [problem], None
+        return storage.fetch(), save, [], state.manifest
+    except Exception as error:
+        return storage.location, None, [f"{type(error).__name__}: {error}"], None

@@ -1,0 +1,216 @@
+"""Reading a checkpoint: the state of every object is read and compared with the object. No object is changed.
+
+The result is `apply.Contents`: for each object what gives it its state.
+"""
+
+import contextlib
+import logging
+import os
+import re
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from accelerate.base.constants import SCALER_NAME
+from accelerate.checkpoint import apply, layouts, manifest, schedules
+from accelerate.checkpoint.apply import Contents
+from accelerate.checkpoint.state import LOADERS, POSITIONS, Common, Kind, keeps_state
+from accelerate.checkpoint.stored import read_whole
+from accelerate.checkpoint.verify import CheckpointFolder
+from accelerate.data import resume
+from accelerate.data.loader import PreparedLoader
+from accelerate.runtime import durable
+from accelerate.runtime.run import Run
+
+logger = logging.getLogger(__name__)
+
+
+def tensor_device(map_location: str | None, device: torch.device) -> Any:
+    """Return the device that tensors are read to: the CPU, from where loading copies, or that of the rank."""
+    if map_location not in (None, "cpu", "on_device"):
+        raise TypeError(f"map_location={map_location!r} is not supported; pass None, 'cpu' or 'on_device'.")
+    return device if map_location == "on_device" else "cpu"
+
+
+def read(run: Run, folder: CheckpointFolder, options: dict[str, Any], model_options: dict[str, Any]) -> Contents:
+    """Read all states. All ranks: a rank that fails continues, because models may be read by collectives, and raises at the end.
+
+    Args:
+        run: Has the objects.
+        folder: Verified, but for the shards that are read here.
+        options: ``map_location`` and ``load_kwargs``.
+        model_options: Of the models' `load_state_dict`.
+    """
+    state_io, problems = run._state_io, list[Exception]()
+    common = Common.of(run, state_io.checkpointed_schedulers(run))
+    contents = Contents(folder, common)
+
+    @contextlib.contextmanager
+    def noted() -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            problems.append(error)
+            if run.num_processes == 1:
+                raise
+
+    try:
+        with noted():
+            for extension_loads in run.extensions.loading:
+                extension_loads(os.fspath(folder))
+            _check_custom(folder, common)
+            contents = read_common(common, folder, options["load_kwargs"])
+            contents.unclaimed = _unclaimed_states(run, contents)
+        for index, optimizer in enumerate(run._optimizers):
+            with noted():
+                state = state_io.load_optimizer(run, optimizer, folder, index, **options)
+                if state is not None:
+                    contents.changes.append(apply.optimizer_change(optimizer, state, manifest.optimizer_file(index)))
+        with noted():
+            _read_models(run, contents, {**options, "model_options": model_options})
+        if problems:
+            raise problems[0]
+    except BaseException:
+        contents.undo()
+        raise
+    beyond = manifest.random_states_file(run.num_processes)
+    if run.process_index == 0 and os.path.exists(os.path.join(folder, beyond)):
+        # Ranks that are new warn themselves.
+        logger.warning(
+            f"{folder} was saved by more processes than the {run.num_processes} running now (it has {beyond}). Its "
+            "weights and positions in the data load, but the ranks draw other random numbers and other samples than before."
+        )
+    return contents
+
+
+def _read_models(run: Run, contents: Contents, options: dict[str, Any]) -> None:
+    """Let the hooks load what they want to load, and read the other models. Hooks come last, because they change models."""
+    state_io, folder = run._state_io, contents.folder
+    inner = [run._strategy.unwrap_model(model, keep_torch_compile=False) for model in run._models]
+    hooks = list(run._load_model_state_pre_hook.values())
+    pairs = list(zip(run._models, inner, strict=True))
+    # A hook removes from the list what it loaded itself.
+    left = [model for outer, model in pairs if not state_io.owns_state(outer)]
+    for model in left if hooks else []:
+        contents.undo_steps.append(apply.kept_tensors(model))
+    for hook in hooks:
+        hook(left, os.fspath(folder))
+    kept = {id(model) for model in left}
+    # Shards have the numbers of all models, whatever hooks of `save_state` did; full weights of those that they left.
+    places = [place for place, (outer, model) in enumerate(pairs) if id(model) in kept or state_io.owns_state(outer)]
+    for number, place in enumerate(places):
+        index = place if state_io.saves_shards else number
+        contents.changes.append(state_io.load_model(run, pairs[place][0], folder, index, **options))
+
+
+# -- what every strategy saves -----------------------------------------------------------------------------------------
+
+
+def read_file(
+    folder: durable.Path, file: str, what: str = "", map_location: Any = None, load_kwargs: Any = None
+) -> Any:
+    """Read safetensors, or torch's format without running code of the file. Not a collective.
+
+    A file that is missing is None if `what`, whose state it is, is empty.
+    """
+    if not os.path.lexists(os.path.join(folder, file)):
+        if not what:
+            return None
+        raise FileNotFoundError(
+            f"{os.fspath(folder)!r} has no state for {what}: {file} is missing. Prepare what was saved, in the same "
+            "order, or load another folder."
+        )
+    return read_whole(os.path.join(folder, file), map_location, load_kwargs)
+
+
+def read_common(common: Common, folder: CheckpointFolder, load_kwargs: dict[str, Any] | None = None) -> Contents:
+    """Read the states of what every strategy saves. Not a collective.
+
+    FileNotFoundError names a missing file; ValueError an interrupted epoch whose loader has other data now.
+    """
+    read_state = partial(read_file, folder, load_kwargs=load_kwargs)
+    file = manifest.random_states_file(common.process_index)
+    is_new = (random := read_state(file)) is None
+    random = read_state(manifest.random_states_file(0)) if is_new else random
+    if not isinstance(random, dict | None):
+        raise RuntimeError(f"{folder}/{file} is damaged: it holds a {type(random).__name__}, not a dict of states.")
+    contents = Contents(folder, common, random=random, is_new=is_new)
+    for obj, file, what in common.shared():
+        state = read_state(file, what)
+        if state is None and obj is common.scaler:
+            logger.warning("%s has no %s: the scale of gradients starts again.", folder, file)
+        else:
+            contents.changes.append(apply.object_change(obj, state, file))
+    # A rank that did not exist when the checkpoint was saved must draw the same epoch as the others.
+    random = random or {}
+    positions, states = random.pop(POSITIONS, None) or [], random.pop(LOADERS, None) or {}
+    contents.saved_loaders, contents.schedule_units = len(positions), random.pop(schedules.KEY, None)
+    for index, loader in enumerate(common.loaders()):
+        state, position = None, None
+        if keeps_state(loader):
+            file = manifest.dataloader_file(index)
+            # Former formats have a file of each rank.
+            former = f"rank{common.process_index}_{file}"
+            state = states[index] if index in states else read_state(former) or read_state(file)
+        if index < len(positions) and isinstance(loader, PreparedLoader):
+            position = positions[index]
+        if position is not None and loader.continue_after_load:
+            resume.check(loader, dict(position), f"Data loader {index} (in the order of prepare)")
+        contents.changes.append(apply.loader_change(loader, state, position))
+    return contents
+
+
+# -- states that no object takes ---------------------------------------------------------------------------------------
+
+
+def _check_custom(folder: CheckpointFolder, common: Common) -> None:
+    names = "\n".join(folder.files())
+    saved = len(re.findall(rf"^{manifest.CUSTOM_NAME}_{manifest.NUMBER}\.pkl$", names, re.MULTILINE))
+    if saved != len(common.custom):
+        raise RuntimeError(
+            f"{folder!r} has the states of {saved} registered objects, but {len(common.custom)} are registered. Register the "
+            "same objects in the same order with `accelerator.register_for_checkpointing` before loading."
+        )
+
+
+def _unclaimed_states(run: Run, contents: Contents) -> list[str]:
+    """Return a name for each state in the checkpoint that no prepared object takes.
+
+    Raises:
+        RuntimeError: Nothing is prepared or registered, and the checkpoint holds states.
+    """
+    folder, common = contents.folder, contents.common
+    files = folder.files()
+    unclaimed = [*_beyond(folder, "model", len(run._models)), *_beyond(folder, "optimizer", len(run._optimizers))]
+    number = len(common.schedulers)
+    while (file := manifest.scheduler_file(number)) in files:
+        unclaimed.append(f"scheduler {number} ({file})")
+        number += 1
+    if common.scaler is None and SCALER_NAME in files:
+        unclaimed.append(f"the gradient scaler ({SCALER_NAME})")
+    unclaimed += [
+        f"the position of data loader {number}" for number in range(len(common.dataloaders), contents.saved_loaders)
+    ]
+    objects = run._models, run._optimizers, run._schedulers, run._dataloaders, common.custom
+    if unclaimed and not any(objects) and not run._load_model_state_pre_hook:
+        raise RuntimeError(
+            f"load_state({folder!r}): nothing is prepared or registered, so the checkpoint's states cannot be restored: "
+            f"{', '.join(unclaimed)}. Call `accelerator.prepare` before `load_state`."
+        )
+    return unclaimed
+
+
+def _beyond(folder: CheckpointFolder, kind: Kind, number: int) -> list[str]:
+    """Return a name for each saved model or optimizer from `number` on."""
+    names: list[str] = []
+    while True:
+        try:
+            found = layouts.find(folder, kind, number)
+        except ValueError:  # files of single ranks, which only their own version reads
+            return [*names, f"{kind} {number}"]
+        if found is None:
+            return names
+        names.append(f"{kind} {number} ({found.name})")
+        number += 1

@@ -1,0 +1,353 @@
+"""Stored states before their tensors are read: which tensors there are, and a plan that reads them into memory.
+
+A `Reader` gives a stored state with a `StoredTensor` in the place of each tensor. ``reader.plan([(stored, target), ...]).read()`` reads
+tensors into targets: plain tensors, or this rank's shards of a DTensor or ShardedTensor. There are two readers: `FullFiles` here, for files of
+full tensors, and `dcp.ShardedFolder`. Engines' layouts return a `FullFiles` of tensors that they join.
+
+Tensors in files are read with preadv and are not mapped: a process dies of a mapped page whose file was truncated. An open file stays the
+same when another save replaces it.
+"""
+
+import contextlib
+import errno
+import json
+import math
+import os
+import pickle
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from accelerate.checkpoint import formats, torch_files
+from accelerate.checkpoint.manifest import DamagedCheckpoint
+from accelerate.checkpoint.state import is_dtensor, is_sharded_tensor, mapped_leaves
+from accelerate.modules.unwrap import same_tensors
+from accelerate.runtime import durable, torch_private
+
+# Smaller files of torch's format are read at once, in one go.
+LARGE = 4 << 20
+# Threads share the work of reading from this many bytes on.
+_SHARED = 16 << 20
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a stored state that has not been read; `key` is its name among the tensors of its reader."""
+
+    key: str
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Tensors to read into memory, whose files are open and verified; `read` raises OSError or DamagedCheckpoint."""
+
+    read: Callable[[], None]
+
+
+Pairs = Iterable[tuple[StoredTensor, torch.Tensor]]
+
+
+class Reader(ABC):
+    """A stored state. No method is a collective.
+
+    Attributes:
+        origin: Its file or folder, for messages.
+        state: The state, nested, with a `StoredTensor` in the place of each tensor.
+        aliases: Names of tensors that are stored under another name, to that name.
+        holds_files: The files of a plan stay open, so that it may be read after other saves.
+    """
+
+    origin: str
+    state: Any
+    aliases: Mapping[str, str]
+    holds_files = False
+
+    @abstractmethod
+    def plan(self, pairs: Pairs) -> Plan:
+        """Return what reads stored tensors into targets of their shapes."""
+
+    def elements(self, stored: StoredTensor, start: int, stop: int) -> torch.Tensor:
+        """Return the elements of a tensor from one number to another, flat."""
+        tensor: torch.Tensor = self.read(stored)
+        return tensor.flatten()[start:stop]
+
+    def read(self, value: Any) -> Any:
+        """Return a part of the state with its tensors in new host memory."""
+        memory: dict[str, torch.Tensor] = {}
+        pairs: list[tuple[StoredTensor, torch.Tensor]] = []
+
+        def allocate(leaf: Any) -> Any:
+            if not isinstance(leaf, StoredTensor):
+                return leaf
+            if (
+                leaf.key in memory and leaf.shape
+            ):  # a step count that parameters shared would be incremented for each of them
+                return memory[leaf.key]
+            memory[leaf.key] = torch.empty(leaf.shape, dtype=leaf.dtype)
+            pairs.append((leaf, memory[leaf.key]))
+            return memory[leaf.key]
+
+        value = mapped_leaves(value, allocate)
+        self.plan(pairs).read()
+        return value
+
+
+# -- files of full tensors ---------------------------------------------------------------------------------------------
+
+
+class Source(ABC):
+    """Where the elements of a full tensor are."""
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype) -> None:
+        self.shape, self.dtype = torch.Size(shape), dtype
+
+    @abstractmethod
+    def elements(self, start: int, stop: int) -> torch.Tensor:
+        """Return the elements from one number to another, flat."""
+
+    def read_into(self, target: torch.Tensor, offsets: Sequence[int]) -> None:
+        """Read the part that begins at `offsets` and has the shape of a target into it."""
+        if target.shape[1:] == self.shape[1:]:  # full rows
+            start = offsets[0] * math.prod(self.shape[1:]) if self.shape else 0
+            part = self.elements(start, start + target.numel()).view(target.shape)
+        else:
+            part = self.elements(0, self.shape.numel()).view(self.shape)
+            for dim, (start, length) in enumerate(zip(offsets, target.shape, strict=True)):
+                part = part.narrow(dim, start, length)
+        target.copy_(part)
+
+
+class MemorySource(Source):
+    """A tensor in memory."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__(tensor.shape, tensor.dtype)
+        self._tensor = tensor.detach()
+
+    def elements(self, start: int, stop: int) -> torch.Tensor:
+        return self._tensor.flatten()[start:stop]
+
+    def read_into(self, target: torch.Tensor, offsets: Sequence[int]) -> None:
+        part = self._tensor
+        for dim, (start, length) in enumerate(zip(offsets, target.shape, strict=True)):
+            part = part.narrow(dim, start, length)
+        target.copy_(part)
+
+
+class JoinedSource(Source):
+    """A tensor whose elements a function returns: of parts that ranks wrote, for one."""
+
+    def __init__(self, elements: Callable[[int, int], torch.Tensor], shape: Sequence[int], dtype: torch.dtype) -> None:
+        super().__init__(shape, dtype)
+        self._elements = elements
+
+    def elements(self, start: int, stop: int) -> torch.Tensor:
+        try:
+            return self._elements(start, stop)
+        except pickle.UnpicklingError as error:  # of a file that is opened now
+            raise DamagedCheckpoint(str(error)) from error
+
+
+class FileSource(Source):
+    """A contiguous tensor in a file."""
+
+    def __init__(self, file: "OpenFile", offset: int, shape: Sequence[int], dtype: torch.dtype) -> None:
+        super().__init__(shape, dtype)
+        self._file, self._offset = file, offset
+        self.place = offset, self.shape, dtype
+
+    def elements(self, start: int, stop: int) -> torch.Tensor:
+        memory = torch.empty(stop - start, dtype=self.dtype)
+        self._file.read_into(memory, self._offset + start * self.dtype.itemsize)
+        return memory
+
+    def read_into(self, target: torch.Tensor, offsets: Sequence[int]) -> None:
+        plain = type(target) is torch.Tensor and target.device.type == "cpu" and target.is_contiguous()
+        if not plain or target.dtype is not self.dtype or target.shape[1:] != self.shape[1:] or target.is_conj():
+            return super().read_into(target, offsets)
+        start = offsets[0] * math.prod(self.shape[1:]) if self.shape else 0
+        return self._file.read_into(target, self._offset + start * self.dtype.itemsize)
+
+
+class OpenFile:
+    """A file that is open until this object is released."""
+
+    def __init__(self, path: str) -> None:
+        self._descriptor = -1
+        durable.require_file(path)
+        self._path, self._descriptor = path, os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+
+    def __del__(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+
+    def read_into(self, memory: torch.Tensor, start: int) -> None:
+        """Fill a contiguous tensor in host memory with the bytes from `start` on."""
+        if not memory.numel():
+            return
+        view = memory.detach().reshape(-1).view(torch.uint8).numpy().data
+        while len(view):
+            if not (size := os.preadv(self._descriptor, [view], start)):
+                raise OSError(errno.EIO, "the file became shorter while it was read", self._path)
+            view, start = view[size:], start + size
+
+
+class FullFiles(Reader):
+    """Full tensors by key, each with its source."""
+
+    holds_files = True
+
+    def __init__(self, origin: str, state: Any = None, aliases: Mapping[str, str] | None = None) -> None:
+        self.origin, self.aliases = origin, aliases or {}
+        self._sources: dict[str, Source] = {}
+        self.state = mapped_leaves(state, self.add)
+
+    def add(self, value: Any) -> Any:
+        """Return the `StoredTensor` of plain memory, or of a source, and any other value as it is."""
+        if (
+            type(value) in (torch.Tensor, torch.nn.Parameter)
+            and value.layout is torch.strided
+            and not value.is_quantized
+        ):
+            value = MemorySource(value)
+        if not isinstance(value, Source):
+            return value
+        stored = StoredTensor(str(len(self._sources)), value.shape, value.dtype)
+        self._sources[stored.key] = value
+        return stored
+
+    def elements(self, stored: StoredTensor, start: int, stop: int) -> torch.Tensor:
+        return self._sources[stored.key].elements(start, stop)
+
+    def plan(self, pairs: Pairs) -> Plan:
+        parts = [
+            (self._sources[stored.key], memory, offsets)
+            for stored, target in pairs
+            for memory, offsets in _parts_of(target)
+        ]
+        size = sum(memory.nbytes for _, memory, _ in parts)
+        return Plan(partial(_read_parts, parts, durable.threads() if size >= _SHARED else 1))
+
+    def open(self, path: str, load_kwargs: Mapping[str, Any] | None = None) -> Any:
+        """Return the state in a file, whose tensors are read by plans of this reader. Errors are those of `read_whole`."""
+        with _naming(path):
+            if path.endswith(".safetensors"):
+                sources: Any = _safetensors(path)
+            elif load_kwargs:
+                sources = torch_files.load(path, "cpu", **load_kwargs)
+            else:
+                sources = _torch_file(path)
+            if isinstance(sources, Mapping) and not path.endswith(".safetensors"):  # which has each tensor once
+                self.aliases = {**self.aliases, **_aliases(sources)}
+            return mapped_leaves(sources, self.add)
+
+
+def read_whole(path: str, map_location: Any = None, load_kwargs: Mapping[str, Any] | None = None) -> Any:
+    """Return the state in a file of safetensors or torch's format, in memory.
+
+    UnpicklingError if it holds more than plain data, of which no code ran; DamagedCheckpoint if it is damaged.
+    """
+    device = str(map_location or "cpu")
+    durable.require_file(path)
+    with _naming(path):
+        if path.endswith(".safetensors"):
+            reader = FullFiles(path)
+            tensors = reader.read(reader.open(path))
+            return {name: tensor.to(device) for name, tensor in tensors.items()}
+        return torch_files.load(path, device, **(load_kwargs or {}))
+
+
+@contextlib.contextmanager
+def _naming(path: str) -> Iterator[None]:
+    """Name the file in the error of a library that cannot read it."""
+    try:
+        yield
+    except pickle.UnpicklingError as error:
+        if path in str(error):
+            raise
+        raise pickle.UnpicklingError(
+            f"{path} could not be read: {error}\nIf it holds objects of your own and you trust its author, pass "
+            "load_kwargs={'weights_only': False} to load_state; that runs code from the file."
+        ) from error
+    except Exception as error:
+        if path in str(error):
+            raise
+        raise DamagedCheckpoint(f"{path} could not be read, so it is damaged: {error!r}") from error
+
+
+def _aliases(state: Mapping[str, Any]) -> dict[str, str]:
+    """Return the names of tensors that a file has under an earlier name, to that name."""
+    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    aliases, first = same_tensors(tensors), dict[Any, str]()
+    for name, value in state.items():
+        if isinstance(value, FileSource) and first.setdefault(value.place, name) != name:
+            aliases[name] = first[value.place]
+    return aliases
+
+
+def _parts_of(tensor: torch.Tensor) -> list[tuple[torch.Tensor, Sequence[int]]]:
+    """Return what this rank has of a tensor: pieces of memory, and where each begins in the tensor."""
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        return [(tensor.detach(), (0,) * tensor.dim())]
+    if is_sharded_tensor(tensor):
+        shards: Any = tensor
+        return [(shard.tensor.detach(), shard.metadata.shard_offsets) for shard in shards.local_shards()]
+    if is_dtensor(tensor):
+        shard: Any = tensor
+        _, offsets = torch_private.compute_local_shape_and_global_offset(
+            shard.shape, shard.device_mesh, shard.placements
+        )
+        return [(shard.to_local().detach(), offsets)]
+    return [(tensor.detach(), (0,) * tensor.dim())]
+
+
+@torch.no_grad()
+def _read_parts(parts: Sequence[tuple[Source, torch.Tensor, Sequence[int]]], threads: int) -> None:
+    def read(part: tuple[Source, torch.Tensor, Sequence[int]]) -> None:
+        source, memory, offsets = part
+        with torch.no_grad():  # which is a thread's own
+            source.read_into(memory, offsets)
+
+    durable.each(read, [part for part in parts if part[1].numel()], threads)
+
+
+_DTYPES = {name: dtype for dtype, name in formats.DTYPE_NAMES.items()}
+
+
+def _safetensors(path: str) -> dict[str, Source]:
+    """Return the tensors of a safetensors file by name."""
+    from safetensors import safe_open
+
+    file = OpenFile(path)
+    with safe_open(path, framework="pt"):  # which refuses a header that is not true
+        pass
+    with open(path, "rb") as header_file:
+        length = int.from_bytes(header_file.read(8), "little")
+        header = json.loads(header_file.read(length))
+    header.pop("__metadata__", None)
+    return {
+        name: FileSource(file, 8 + length + entry["data_offsets"][0], entry["shape"], _DTYPES[entry["dtype"]])
+        for name, entry in header.items()
+    }
+
+
+def _torch_file(path: str) -> Any:
+    """Return the state in a file of torch's format, whose tensors have sources in the file if it is large and torch tells their offsets."""
+    file = OpenFile(path)
+    outline = torch_files.outline(path) if os.path.getsize(path) >= LARGE else None
+    if outline is None:
+        return torch_files.load(path, "cpu")
+
+    def source(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        start = torch_private.checkpoint_offset(value) + value.storage_offset() * value.dtype.itemsize
+        return FileSource(file, start, value.shape, value.dtype)
+
+    return mapped_leaves(outline, source)
