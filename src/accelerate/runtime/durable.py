@@ -493,7 +493,7 @@ def sync_file(path: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        raise OSError(error.errno, error.strerror, os.fspath(path)) from None
+        raise OSError(error.errno or errno.EIO, error.strerror or str(error), os.fspath(path)) from None
     finally:
         os.close(descriptor)
 
