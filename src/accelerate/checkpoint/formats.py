@@ -200,6 +200,10 @@ def replace_weights(
     return entries
 
 
+# Pickles of longer integers have an instruction that torch's careful reader does not know.
+_LONG_INT = 2000
+_LARGE_INT = 1 << (_LONG_INT - 1)
+
 # -- states -----------------------------------------------------------------------------------------------------------
 
 
@@ -221,7 +225,11 @@ def rebuilt(state: Any, change: Callable[[Any], Any], known: dict[int, Any] | No
         made = known[id(state)] = []
         made.extend([rebuilt(value, change, known) for value in state])
         return made
-    return tuple([rebuilt(value, change, known) for value in state]) if type(state) is tuple else change(state)
+    if type(state) is not tuple:
+        return change(state)
+    if {*map(type, state)} == {int} and min(state) > -_LARGE_INT and max(state) < _LARGE_INT:
+        return state  # Python's random state has 625 integers, which no change concerns
+    return tuple([rebuilt(value, change, known) for value in state])
 
 
 class _Call:
@@ -246,8 +254,6 @@ _CALLS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
     slice: lambda value: (value.start, value.stop, value.step),
     uuid.UUID: lambda value: (value.hex,),
 }
-# Pickles of longer integers have an instruction that torch's careful reader does not know.
-_LONG_INT = 2000
 
 
 def plain(state: Any) -> Any:

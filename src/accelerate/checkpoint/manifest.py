@@ -317,12 +317,19 @@ def _text(values: Mapping[str, Any], files: Mapping[str, FileEntry]) -> str:
     return "{\n" + "".join(lines) + ' "files": {\n' + ",\n".join(listed) + "\n }\n}\n"
 
 
-def write_part(folder: Path, rank: int, entries: Mapping[str, FileEntry]) -> FileEntry:
-    """Write a rank's part of the manifest into a staged folder, durably; return the entry of it."""
+def save_name() -> str:
+    """Return a name for a save that no other one has; names sort by time."""
+    now = datetime.now(timezone.utc)
+    # The microseconds let names of one second sort by time, too.
+    return f"{now:%Y%m%dT%H%M%SZ}-{now.microsecond:05x}{os.urandom(8).hex()[5:]}"
+
+
+def write_part(folder: Path, rank: int, entries: Mapping[str, FileEntry], create: Any = None) -> FileEntry:
+    """Write a rank's part of the manifest into a staged folder; return its entry. `create` gives the file of a name."""
     os.makedirs(os.path.join(folder, PARTS_FOLDER), exist_ok=True)
-    with durable.staged(os.path.join(folder, part_file(rank))) as file:
+    name = part_file(rank)
+    with create(name) if create else durable.staged(os.path.join(folder, name)) as file:
         file.write(_text({}, entries).encode())
-    durable.sync_file(os.path.join(folder, part_file(rank)))
     return FileEntry.of(file, rank)
 
 

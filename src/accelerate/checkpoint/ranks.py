@@ -34,7 +34,7 @@ import torch.distributed as dist
 
 from accelerate import comm
 from accelerate.base._warn import printable
-from accelerate.checkpoint.manifest import first_of
+from accelerate.checkpoint.manifest import first_of, save_name
 from accelerate.runtime import peers, torch_private
 from accelerate.runtime.call_site import call_site
 from accelerate.runtime.peers import MissingRanks
@@ -147,7 +147,7 @@ class Ranks:
             "site": self._site,
             "scope": machine if group.each_node else "",
         }
-        call |= {"machine": machine, "leads": group.local_rank == 0, "name": os.urandom(8).hex()}
+        call |= {"machine": machine, "leads": group.local_rank == 0, "name": save_name()}
         text = json.dumps(call)
         try:
             outcome = self._outcome(text, self._origin is not None and self._arrive(call))

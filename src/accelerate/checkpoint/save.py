@@ -285,7 +285,7 @@ class Save:
         try:
             yield
         except BaseException:
-            if self.leads:
+            if self._publishes:
                 self.storage.discard()
             raise
 
@@ -306,15 +306,13 @@ class Save:
         with self._discarding():
             staged = self.attempt(self._stage) if self.leads else None
             folder = ranks.share(staged, leader, self.problem)
-            if not group.shared and not group.each_node:  # machines stage parts of what one of them publishes
-                self.storage.generation = ranks.share(self.storage.generation)
         first = (group.local_rank if group.each_node else group.rank) == 0
         self.plan = SavePlan(folder, group.rank, first, self.storage)
 
     def _stage(self) -> str:
         self.check_target(self.storage)
         formats.refuse_unreadable(self.storage.location)
-        return self.storage.stage()
+        return self.storage.stage(self.ranks.name)
 
     def check_collected(self) -> None:
         """Learn whether all ranks could collect their state, before the rest is done in the background.
@@ -332,58 +330,68 @@ class Save:
         Raises:
             BaseException: The problem of this rank, as it is; that of another rank as a RuntimeError.
         """
-        ranks, group, rank = self.ranks, self.group, self.group.rank
+        ranks, group, shared = self.ranks, self.group, self.storage.shared
         with self._discarding():
-            # Write. The ranks that lead know what they wrote; each of the others leaves a list, its part of the manifest.
-            files = self.attempt(lambda: self.plan.write(writers, self.shards)) or {}
-            leaves_part = bool(files) and not self.leads
+            # Write. A rank that does not publish lists its files in its part of the manifest.
+            files = {**(self.attempt(lambda: self.plan.write(writers, self.shards)) or {})}
+            if not shared:
+                # Until here the hooks of other ranks may write into the folder of their machine.
+                ranks.first_error(self.problem)
+                if self.leads:
+                    files |= self.attempt(lambda: self._of_hooks(files, writers)) or {}
+            leaves_part = bool(files) and not self._publishes
             if leaves_part:
-                self.attempt(lambda: manifest.write_part(self.plan.folder, rank, files))
+                self.attempt(lambda: self._leave_part(files))
             parts = ranks.count(leaves_part, self.problem)
 
-            # List. Who leads reads the parts in its folder, and hashes the files there that no rank has listed.
-            listed: dict[str, FileEntry] = {}
-            if self.leads:
+            # List. The rank that publishes reads the parts, and hashes what hooks have written.
+            if self._publishes:
                 listed = self.attempt(lambda: self._listed(parts)) or {}
-                known = {*files, *listed}
-                files |= self.attempt(lambda: unlisted(self.plan.folder, known, rank, writers)) or {}
-            if not group.shared:  # several ranks lead, and none publishes if one of them has failed
-                leaves_part = bool(files) and self.leads and not self._publishes
-                if leaves_part:
-                    self.attempt(lambda: manifest.write_part(self.plan.folder, rank, files))
-                if self.leads:
-                    self.attempt(lambda: self.storage.upload(self.plan.folder))
-                parts += ranks.count(leaves_part, self.problem)
+                files |= listed
+                if shared:
+                    files |= self.attempt(lambda: self._of_hooks(files, writers)) or {}
+            if group.each_node:
+                ranks.first_error(self.problem)  # several ranks publish, and none does so if another one has failed
 
             # Publish.
             if self._publishes:
-                self.attempt(lambda: self._publish(files, listed, parts))
+                self.attempt(lambda: self._publish(files))
             ranks.first_error(self.problem)
         ranks.leave()
         # The checkpoint is saved on all ranks, whatever becomes of older ones: none waits for their removal, and none fails with it.
-        if self.leads:
-            self.storage.discard()
         if self._publishes:
+            self.storage.discard()
             self.prune_old(self.storage)
 
+    def _of_hooks(self, files: Iterable[str], threads: int) -> dict[str, FileEntry]:
+        """Return entries of the files in the folder that no rank has listed, once the storage has them."""
+        entries = unlisted(self.plan.folder, files, self.group.rank, threads)
+        if not self.storage.shared:
+            self.storage.sync(self.plan.folder, entries)
+        return entries
+
+    def _leave_part(self, files: dict[str, FileEntry]) -> None:
+        folder, rank = self.plan.folder, self.group.rank
+        manifest.write_part(folder, rank, files, partial(self.storage.create, folder))
+        self.storage.sync(folder, [manifest.part_file(rank)])
+
     def _listed(self, parts: int) -> dict[str, FileEntry]:
-        """Return what the parts of other ranks in this rank's folder list."""
-        if self.group.shared and not parts:
+        """Return what the parts of other ranks list, of which there are so many."""
+        if not parts:
             return {}
-        # Where several ranks lead, each has the parts of its machine in the folder, which are not counted.
-        texts = manifest.parts(self.plan.folder, range(self.group.world_size), parts if self.group.shared else 0)
+        # Machines with separate checkpoints have only their own parts, which are not counted.
+        texts = self.storage.parts(
+            self.plan.folder, range(self.group.world_size), 0 if self.group.each_node else parts
+        )
+        if not self.group.each_node and len(texts) != parts:
+            raise OSError(
+                f"Of the {parts} parts of its manifest {len(texts)} can be seen in {self.plan.folder!r}: the file system does not "
+                "show what other nodes have written there. Save to another one."
+            )
         return manifest.gathered(texts)
 
-    def _publish(self, files: dict[str, FileEntry], listed: dict[str, FileEntry], parts: int) -> None:
-        if not self.storage.shared:  # other nodes have uploaded theirs
-            listed = manifest.gathered(self.storage.parts(range(self.group.world_size)))
-        seen = sum(name.startswith(f"{manifest.PARTS_FOLDER}/") for name in listed)
-        if not self.group.each_node and seen != parts:
-            raise OSError(
-                f"Of the {parts} parts of its manifest {seen} can be seen in {self.plan.folder!r}: the file system does not show "
-                "what other nodes have written there. Save to another one."
-            )
-        Manifest({**files, **listed}, save=self.ranks.name, **self.manifest_fields).write(self.plan.folder)
+    def _publish(self, files: dict[str, FileEntry]) -> None:
+        Manifest(files, save=self.ranks.name, **self.manifest_fields).write(self.plan.folder)
         self.storage.publish()
 
 

@@ -85,14 +85,12 @@ class CheckpointStorage(ABC):
 
     Attributes:
         shared: whether every process that reaches the location sees what one of them stages.
-        generation: the name of what is being staged, where several ranks stage: that of the rank that publishes.
         fetched: the local folder that `fetch` made on this node, and the generation of what is in it; other ranks of the node
             take it over, so that they `bring` files of the same checkpoint.
     """
 
     location: str
     shared: ClassVar[bool] = True
-    generation: str | None = field(default=None, init=False, compare=False, repr=False)
     fetched: tuple[str, str] | None = field(default=None, init=False, compare=False, repr=False)
 
     @property
@@ -108,20 +106,16 @@ class CheckpointStorage(ABC):
         return staged(os.path.join(folder, name))
 
     def sync(self, folder: str, names: Iterable[str]) -> None:
-        """Bring files to the disk that this rank has written by `create`.
+        """Bring files of a staged folder to the disk, or to the store.
 
         Not a collective.
         """
         for name in names:
             sync_file(os.path.join(folder, name))
 
-    def upload(self, staged: str) -> None:
-        """Bring what else was written into a staged folder to the location, unseen; where staging is not shared, before the publishing."""
-        return
-
-    def parts(self, ranks: Iterable[int]) -> dict[int, bytes]:
-        """Return the parts of the manifest that nodes have uploaded, by rank; where staging is not shared."""
-        return {}
+    def parts(self, folder: str, ranks: Iterable[int], written: int) -> dict[int, bytes]:
+        """Return the parts of the manifest that ranks have left for a staged folder, by rank; there are `written` so many."""
+        return manifest.parts(folder, ranks, written)
 
     def child(self: Storage, name: str) -> Storage:
         """Return the storage of that name inside this one."""
@@ -167,8 +161,12 @@ class CheckpointStorage(ABC):
         """Return the files that lie directly here, hidden ones too, by name; nothing if there is no such location."""
 
     @abstractmethod
-    def stage(self) -> str:
-        """Make the empty local folder in which the next checkpoint is written. One process per file system."""
+    def stage(self, save: str = "") -> str:
+        """Make the empty local folder in which the next checkpoint is written. One process per file system.
+
+        Args:
+            save: A name of `manifest.save_name`, the same on all processes that stage parts of one checkpoint.
+        """
 
     @abstractmethod
     def publish(self) -> None:
@@ -383,7 +381,7 @@ class LocalStorage(CheckpointStorage):
 
     # -- publishing ----------------------------------------------------------------------------------------------------
 
-    def stage(self) -> str:
+    def stage(self, save: str = "") -> str:
         """Make the hidden, empty folder; OSError if no checkpoint can take the location, Busy if one is saved."""
         with contextlib.suppress(FileNotFoundError):
             if not stat.S_ISDIR(os.stat(self.location).st_mode):  # which raises for a name that is too long

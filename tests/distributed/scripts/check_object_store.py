@@ -56,7 +56,7 @@ def check_checkpoints_are_numbered_and_old_ones_removed():
         newer = folder.child("checkpoint_3")
         staged = newer.stage()
         formats.write_bytes(os.path.join(staged, "model.safetensors"), b"of a killed save")
-        newer.upload(staged)
+        newer.sync(staged, ["model.safetensors"])
     job.accelerator.wait_for_everyone()
     resumed = Job(seed=2, project_config=ProjectConfiguration(project, **naming))
     assert resumed.accelerator.load_state() == folder.child("checkpoint_2").location

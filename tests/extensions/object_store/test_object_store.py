@@ -19,6 +19,7 @@ from accelerate.checkpoint.manifest import (
     files_below,
     part_file,
     problems,
+    save_name,
     write_part,
 )
 from accelerate.checkpoint.storage import prune, storage_of
@@ -184,8 +185,9 @@ def test_a_first_save_that_is_killed_is_incomplete_until_it_is_swept(memory, mon
 def test_a_run_removes_nothing_that_another_one_is_saving_beside_it(memory, replaces):
     """Both save under one URL, and prune there: the one that publishes first took the files of the other for those of a killed run."""
     other, folder = save(URL, step=1) if replaces else storage_of(URL), storage_of("memory://run")
-    write(other.stage(), step=2)
-    with other.create("", "streamed.bin") as file:
+    staged = other.stage()
+    write(staged, step=2)
+    with other.create(staged, "streamed.bin") as file:
         file.write(b"bytes")
     put(f"{URL}/{FORMER}/model.safetensors")  # of a run that was killed years ago
     save("memory://run/checkpoint_1")
@@ -232,7 +234,7 @@ def test_a_node_whose_files_did_not_arrive(memory):
     for folder in folders:
         write(folder, {"model.safetensors": b"1", "rank_1.bin": b"1"})
     os.unlink(os.path.join(folders[0], "rank_1.bin"))
-    nodes[1].upload(folders[1])  # into its own generation
+    nodes[1].sync(folders[1], ["model.safetensors", "rank_1.bin"])  # into its own generation
     with pytest.raises(DamagedCheckpoint, match=r"not published.*rank_1.bin is missing"):
         nodes[0].publish()
     assert nodes[0].state().kind == "incomplete"
@@ -394,8 +396,8 @@ def test_a_bucket_is_never_made_and_never_removed(s3):
 def created(url, content, rank=0, **facts):
     """Save a checkpoint as the ranks of two nodes do: each creates its files, one publishes."""
     nodes = [storage_of(url) for _ in range(2)]
-    folders = [node.stage() for node in nodes]
-    nodes[1].generation = nodes[0].generation
+    name = save_name()
+    folders = [node.stage(name) for node in nodes]
     entries = {}
     for number, (name, data) in enumerate(content.items()):
         with nodes[number % 2].create(folders[number % 2], name) as file:
@@ -410,8 +412,8 @@ def test_ranks_create_their_files_in_the_store(base):
     assert files_below(folders[1]) == set() and files_below(folders[0]) == {NAME}, "nothing is on a disk"
     Path(folders[1], "hook.json").write_text("of a hook, which writes by path")
     part = write_part(folders[1], 1, {})
-    nodes[1].upload(folders[1])
-    parts = nodes[0].parts(range(3))
+    nodes[1].sync(folders[1], files_below(folders[1]))
+    parts = nodes[0].parts(folders[0], range(3), 1)
     assert parts.keys() == {1} and len(parts[1]) == part.size
     listing = Manifest.read(folders[0])
     hook = FileEntry(31, listing.files["empty.bin"].checksum)

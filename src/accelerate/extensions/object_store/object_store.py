@@ -58,9 +58,8 @@ class ObjectStore(CheckpointStorage):
     """A checkpoint in an object store, or wherever else fsspec reaches.
 
     A save on one node is the same as for a local folder: `stage`, write, `publish`. On several nodes, one rank of each
-    stages for the ranks of its node (`shared` is False). Then all ranks take the `generation` of the rank that publishes,
-    `create` their files in it, and those that staged `upload` what else was written into their folders. When all have
-    come so far, that one rank calls `publish`. A rank uses the same object from beginning to end.
+    stages for the ranks of its node (`shared` is False), all by the same name. All ranks `create` their files, and those that
+    staged `sync` what else was written into their folders. When all have done so, one rank calls `publish`.
 
     The credentials and the address of the store come from the environment or from fsspec's configuration.
     ImportError names a package that a URL needs; ValueError says that no checkpoint can lie there.
@@ -80,8 +79,8 @@ class ObjectStore(CheckpointStorage):
             raise ValueError(f"A checkpoint cannot lie behind a chained URL: {location!r}. Give its last part alone.")
         super().__init__(location)
         self._objects = _Objects(location)
-        self._staged: TemporaryDirectory[str] | None = None
-        self._own: str | None = None  # the generation of what this process staged
+        self._scratch: TemporaryDirectory[str] | None = None
+        self._staged = ""  # the folder in it
         self._listing: Manifest | None = None  # of what `fetch` has fetched
 
     # -- looking ---------------------------------------------------------------------------------------------------
@@ -228,73 +227,68 @@ class ObjectStore(CheckpointStorage):
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
-    def stage(self) -> str:
+    def stage(self, save: str = "") -> str:
         """Make an empty folder in ``$TMPDIR``, for files that are not written by `create`. One process a node.
 
-        The folder is removed by `discard`, or with this object.
+        Its last part is the name of the generation. `discard`, or the end of this object, removes it.
         """
         self.discard()
-        self._staged = _folder()
-        now = datetime.now(timezone.utc)
-        # The microseconds let names of one second sort by time, too.
-        self.generation = self._own = f"{_generation_at(now)}-{now.microsecond:05x}{os.urandom(8).hex()[5:]}"
-        return self._staged.name
+        self._scratch = _folder()
+        self._staged = os.path.join(self._scratch.name, f"g-{save or manifest.save_name()}")
+        os.mkdir(self._staged)
+        return self._staged
 
     def create(self, folder: str, name: str) -> contextlib.AbstractContextManager[HashedFile]:
         """Stream a file into the store, in parts where it is large: no local disk has it. Any rank."""
-        return hashed(_Upload(self._objects, f"{self.generation}/{name}"))
+        return hashed(_Upload(self._objects, f"{os.path.basename(folder)}/{name}"))
 
     def sync(self, folder: str, names: Iterable[str]) -> None:
-        """Do nothing: an object that was written is in the store."""
-
-    def upload(self, staged: str) -> None:
-        """Move what hooks and other code have written into a local folder to the store, but for the manifest."""
-        sizes = {name: os.path.getsize(os.path.join(staged, name)) for name in files_below(staged) - {NAME}}
+        """Move files of a staged folder, which hooks and other code have written, to the store; those of `create` are there."""
+        paths = {name: os.path.join(folder, name) for name in names}
+        sizes = {name: os.path.getsize(path) for name, path in paths.items() if os.path.exists(path)}
 
         def put(name: str) -> None:
-            file = os.path.join(staged, name)
-            with self._objects.at(f"{self.generation}/{name}", "uploaded") as (system, path):
-                system.put_file(file, path)
-            os.unlink(file)
+            with self._objects.at(f"{os.path.basename(folder)}/{name}", "uploaded") as (system, path):
+                system.put_file(paths[name], path)
+            os.unlink(paths[name])
 
         each(put, [name for name in sizes if sizes[name] > _LARGE], _LARGE_AT_ONCE)
         each(put, [name for name in sizes if sizes[name] <= _LARGE], _AT_ONCE)
 
-    def parts(self, ranks: Iterable[int]) -> dict[int, bytes]:
-        """Return the parts of the manifest that nodes have uploaded, by rank, read together."""
-        there = self._objects.below(f"{self.generation}/{manifest.PARTS_FOLDER}")
-        found = [rank for rank in ranks if os.path.basename(manifest.part_file(rank)) in there]
-        with self._objects.at(str(self.generation), "read") as (system, base):
-            paths = [f"{base}/{manifest.part_file(rank)}" for rank in found]
-            return dict(zip(found, system.cat_ranges(paths, None, None, on_error="raise"), strict=True))
+    def parts(self, folder: str, ranks: Iterable[int], written: int) -> dict[int, bytes]:
+        """Return the parts of the manifest in the store, by rank, read together."""
+        generation = os.path.basename(folder)
+        names = self._objects.below(f"{generation}/{manifest.PARTS_FOLDER}")
+        stored = [rank for rank in ranks if os.path.basename(manifest.part_file(rank)) in names]
+        with self._objects.at(generation, "read") as (system, base):
+            paths = [f"{base}/{manifest.part_file(rank)}" for rank in stored]
+            return dict(zip(stored, system.cat_ranges(paths, None, None, on_error="raise"), strict=True))
 
     def publish(self) -> None:
         """Upload the rest, and let it be the checkpoint. The process with the manifest; all others have uploaded.
 
-        If it raises OSError, or DamagedCheckpoint for objects that are not whole, what was here before stays.
+        If it raises OSError, or DamagedCheckpoint for objects that are not complete, what was here before stays.
         """
-        if self._staged is None:
+        if not self._staged:
             raise RuntimeError(f"Nothing is staged for {self.location!r}: call stage first.")
-        listing = Manifest.read(self._staged.name)
-        self.upload(self._staged.name)
-        found = _differences(listing, self._objects.below(str(self.generation)))
-        if found:
+        listing, generation = Manifest.read(self._staged), os.path.basename(self._staged)
+        self.sync(self._staged, files_below(self._staged) - {NAME})
+        differences = _differences(listing, self._objects.below(generation))
+        if differences:
             raise DamagedCheckpoint(
-                f"The checkpoint was not published at {self.location}: {'; '.join(found[:10])}. Each node must call upload() "
+                f"The checkpoint was not published at {self.location}: {'; '.join(differences[:10])}. Each node must call sync() "
                 "first, and only one run at a time may save there."
             )
-        self._objects.write(NAME, listing.to_json(generation=self.generation).encode())
+        self._objects.write(NAME, listing.to_json(generation=generation).encode())
 
     def discard(self) -> None:
-        """Remove the staged folder, and the generations that do not count. The process that staged calls this."""
-        if self._staged is None:
+        """Remove the staged folder, and the generations that do not count. The process that publishes calls this."""
+        if self._scratch is None:
             return
-        self._staged.cleanup()
-        publishes = self.generation == self._own
-        self._staged = self.generation = self._own = None
-        if publishes:  # for all nodes
-            with warned(f"What does not count any more at {self.location} could not be removed"):
-                self._clear()
+        self._scratch.cleanup()
+        self._scratch, self._staged = None, ""
+        with warned(f"What does not count any more at {self.location} could not be removed"):
+            self._clear()
 
     # -- removing --------------------------------------------------------------------------------------------------
 
