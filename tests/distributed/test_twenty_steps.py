@@ -4,14 +4,9 @@ import re
 
 import pytest
 
-# Those that need no library, and take the fewest seconds; all of them are in the slow test.
-QUICK = ("conditional, FSDP2", "Muon")
-ALL = (
-    *("conditional, DDP", "LoRA, FSDP2", "LoRA, tensor parallelism", "8-bit AdamW", "module_precision"),
-    *("packed rows, context parallelism", "packed rows, sequence parallelism", "TokenBudgetSampler"),
-    *("EMA", "contrastive loss"),
-    *QUICK,
-)
+# It needs no library; all of them are in the slow test.
+QUICK = ("Muon",)
+ALL = (*QUICK, "LoRA, FSDP2", "LoRA, tensor parallelism", "8-bit AdamW", "TokenBudgetSampler", "EMA")
 SCRIPT = "twenty_steps.py"
 
 

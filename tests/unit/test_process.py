@@ -5,8 +5,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from accelerate import process
+from accelerate import Accelerator, process
 from accelerate.config.enums import DistributedType
+from accelerate.config.handlers import InitProcessGroupKwargs
 from accelerate.process import PartialState, do_nothing
 from accelerate.runtime import storage, torch_private
 
@@ -88,8 +89,13 @@ def test_a_live_group_is_adopted(pair):
 
 
 def test_settings_that_cannot_take_effect_name_both_values(pair):
-    with pytest.raises(ValueError, match=r"timeout=.*seconds=7.*1800"):
-        PartialState(timeout=timedelta(seconds=7))
+    handler = InitProcessGroupKwargs(timeout=timedelta(seconds=7))
+    for build in (
+        lambda: PartialState(timeout=handler.timeout),
+        lambda: Accelerator(cpu=True, kwargs_handlers=[handler]),
+    ):
+        with pytest.raises(ValueError, match=r"timeout=.*seconds=7.*1800"):
+            build()
     with pytest.raises(ValueError, match=r"backend='mpi'.*'gloo'"):
         PartialState(backend="mpi")
     PartialState(timeout=timedelta(minutes=30), backend="gloo")

@@ -7,7 +7,7 @@ from collections import Counter
 
 import torch
 from harness import CPU, everywhere, fresh_accelerator, rank, world
-from torch import nn
+from models import Blocks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accelerate import FullyShardedDataParallelPlugin, ParallelismConfig
@@ -18,37 +18,13 @@ from accelerate.utils import TorchTensorParallelConfig, shift_labels
 PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 
 
-class Block(nn.Module):
-    """Two layers that tensor parallelism cuts; rows do not divide evenly by four."""
-
-    def __init__(self):
-        super().__init__()
-        self.up = nn.Linear(16, 24)
-        self.down = nn.Linear(24, 16)
-        self.norm = nn.LayerNorm(16)
-
-    def forward(self, x):
-        return self.norm(x + self.down(torch.relu(self.up(x))))
-
-
-class Net(nn.Module):
-    """Blocks between layers of their own, with a buffer."""
-
+class Net(Blocks):
     _no_split_modules = ("Block",)
     tp_plan = PLAN
 
     def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(6, 16)
-        self.blocks = nn.ModuleList([Block() for _ in range(4)])
-        self.last = nn.Linear(16, 6)
+        super().__init__(6, 16, 6, [24] * 4)
         self.register_buffer("scale", torch.ones(3))
-
-    def forward(self, x):
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.last(x) * self.scale[0]
 
 
 class Exchanges(TorchDispatchMode):

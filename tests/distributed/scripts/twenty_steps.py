@@ -9,21 +9,17 @@ import importlib.util
 import itertools
 import sys
 import time
-from contextlib import nullcontext
-from types import SimpleNamespace
 
 import torch
 from expect import full
 from harness import fresh_accelerator, say, world
-from models import tiny
+from models import Blocks, tiny
 from torch import nn
-from torch.nn.functional import cross_entropy
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 
 from accelerate import ParallelismConfig
-from accelerate.data_loader import PackingCollator, TokenBudgetSampler
-from accelerate.extensions.sequence.sequence import aggregate_loss, shift_labels
+from accelerate.data_loader import TokenBudgetSampler
 from accelerate.utils import DataLoaderConfiguration, FullyShardedDataParallelPlugin
 
 STEPS, HALF, DECAY = 20, 10, 0.8
@@ -43,27 +39,8 @@ def sharding(**options):
     return FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap", **options)
 
 
-class Block(nn.Module):
-    def __init__(self, biased=True):
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH, elementwise_affine=biased)
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH, bias=biased), nn.Linear(2 * WIDTH, WIDTH, bias=biased)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-
-class Net(nn.Module):
-    def __init__(self, biased=True):
-        super().__init__()
-        self.first, self.last = nn.Linear(WIDTH, WIDTH, bias=biased), nn.Linear(WIDTH, WIDTH, bias=biased)
-        self.blocks = nn.ModuleList(Block(biased) for _ in range(2))
-
-    def forward(self, x):
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.last(x)
+def net(biased=True):
+    return Blocks(WIDTH, WIDTH, WIDTH, [2 * WIDTH] * 2, biased)
 
 
 class Feature:
@@ -83,7 +60,7 @@ class Feature:
         return world()
 
     def model(self):
-        return Net()
+        return net()
 
     def optimizer(self, parameters):
         return torch.optim.AdamW(
@@ -93,18 +70,11 @@ class Feature:
     def loader(self):
         return DataLoader(drawn(STEPS * self.batches * ROWS, WIDTH), batch_size=ROWS)
 
-    def loss(self, model, batch, accelerator=None):
+    def loss(self, model, batch):
         return (model(batch) - batch.roll(1, dims=1)).square().mean()
 
     def items(self, batch):
         """Return of how many items the loss is the mean, if batches have different numbers of them."""
-
-    def declare(self, accelerator, model):
-        """Say of a model what is said before it is prepared."""
-
-    def region(self, accelerator, batch):
-        """Return the context of a batch."""
-        return nullcontext()
 
     def watched(self, accelerator, model):
         """Return a function that gives what was trained, by name; accelerator is None in plain torch."""
@@ -112,10 +82,6 @@ class Feature:
 
     def stepped(self):
         """Follow a step of plain torch."""
-
-    def alone(self, model):
-        """Return how plain torch calls the model."""
-        return model
 
 
 def weights(model):
@@ -126,47 +92,6 @@ def weights(model):
 
 def trained(model):
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
-
-
-class TwoWays(Net):
-    """Has a part for pictures, that some rows come with."""
-
-    def __init__(self):
-        super().__init__()
-        self.pictures = Block()
-
-    def forward(self, x, at, pictures=None):
-        x = self.first(x)
-        if pictures is not None and len(pictures):
-            x = x.index_add(0, at, self.pictures(pictures))
-        for block in self.blocks:
-            x = block(x)
-        return self.last(x)
-
-
-class Conditional(Feature):
-    """Of each rank's rows some have pictures, or none: both halves, one, none in turn."""
-
-    def loader(self):
-        rows = super().loader().dataset
-        batch, row = torch.arange(len(rows)) // ROWS, torch.arange(len(rows)) % ROWS
-        has = (batch >> (2 * row // ROWS)) % 2 == 0
-        return DataLoader(list(zip(rows, has & (row % 2 == 0), strict=True)), batch_size=ROWS)
-
-    def model(self):
-        return TwoWays()
-
-    def declare(self, accelerator, model):
-        accelerator.conditional(model.pictures, given="pictures", inputs=torch.zeros(1, WIDTH))
-
-    def loss(self, model, batch, accelerator=None):
-        rows, has = batch
-        return (model(rows, has.nonzero().flatten(), rows[has] * 2) - rows.roll(1, dims=1)).square().mean()
-
-
-class ConditionalReplicas(Conditional):
-    def options(self):
-        return {}
 
 
 class Language(Feature):
@@ -185,7 +110,7 @@ class Language(Feature):
         tokens = torch.randint(1, WORDS, (STEPS * 2 * 4, 8), generator=torch.Generator().manual_seed(3))
         return DataLoader(tokens, batch_size=4)
 
-    def loss(self, model, batch, accelerator=None):
+    def loss(self, model, batch):
         return model(input_ids=batch, labels=batch, use_cache=False).loss
 
 
@@ -212,62 +137,6 @@ class SplitAdapters(Adapters):
         return max(1, world() // 2)
 
 
-class Packed(Language):
-    """Documents in rows that two ranks share; four read two rows at a time."""
-
-    axis, whole_batches = {"cp_size": 2}, True
-
-    def options(self):
-        if world() == 1:
-            return super().options()
-        return {**super().options(), "parallelism_config": ParallelismConfig(dp_shard_size=world() // 2, **self.axis)}
-
-    def readers(self):
-        return max(1, world() // 2)
-
-    def loader(self):
-        maker = torch.Generator().manual_seed(3)
-        documents, batches = [], STEPS * self.batches
-        lengths = [length for _ in range(batches) for length in (9, 12, 11)]  # they fill each row, parts begin within
-        for length in lengths:
-            documents.append({"input_ids": torch.randint(1, WORDS, (length,), generator=maker)})
-        sampler = TokenBudgetSampler(lengths, LENGTH, ranks=self.batches, seed=1, packed=True)
-        assert len(sampler) >= batches, len(sampler)
-        return DataLoader(documents, batch_sampler=sampler, collate_fn=pack)
-
-    def region(self, accelerator, batch):
-        return accelerator.maybe_context_parallel(list(batch.values()), [1] * len(batch))
-
-    def loss(self, model, batch, accelerator=None):
-        shifted = batch["labels"]
-        # With a cache transformers does not look for documents.
-        logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
-        loss = cross_entropy(logits.flatten(0, 1), shifted.flatten())
-        if accelerator is None or world() == 1:
-            return loss
-        mesh = accelerator.torch_device_mesh[next(iter(self.axis)).removesuffix("_size")]
-        return aggregate_loss(loss, (shifted != -100).sum(), group=mesh)
-
-    def alone(self, model):
-        """Each document by itself."""
-
-        def call(input_ids, position_ids, use_cache):
-            starts = (position_ids[0] == 0).nonzero().flatten().tolist()
-            documents = input_ids.tensor_split(starts[1:], dim=1)
-            return SimpleNamespace(logits=torch.cat([model(input_ids=one).logits for one in documents], dim=1))
-
-        return call
-
-
-class PackedHeads(Packed):
-    axis = {"sp_size": 2, "sp_backend": "torch"}
-
-
-def pack(documents):
-    row = PackingCollator(LENGTH)(documents)
-    return {**row, "labels": shift_labels(row["labels"])}
-
-
 class Muon(Feature):
     """Torch computes in bfloat16, where a bit of a gradient more or less rounds to another step: up to some hundredths of its length."""
 
@@ -275,7 +144,7 @@ class Muon(Feature):
     loss_bound, norm_bound, weight_bound = 5e-3, 5e-3, 0.05 * lr * sum(map(rate, range(STEPS)))
 
     def model(self):
-        return Net(biased=False)
+        return net(biased=False)
 
     def optimizer(self, parameters):
         return torch.optim.Muon(parameters, lr=self.lr)
@@ -303,35 +172,6 @@ class EightBits(Feature):
         return AdamW8bit(parameters, lr=self.lr, eps=1e-3)
 
 
-class Precision(Feature):
-    """Norms in float32, all else in bfloat16; plain torch computes each rank's batch by itself, too.
-
-    Another last bit of a weight may be another bfloat16; norms in bfloat16 would be 6e-4 away.
-    """
-
-    batches, whole_batches = 4, True
-    loss_bound = norm_bound = weight_bound = 1e-4
-    rules = {"*norm": "fp32"}
-
-    def options(self):
-        policy = {"param_dtype": "bf16", "reduce_dtype": "fp32"}
-        names = {"transformer_cls_names_to_wrap": ["Block"], "mixed_precision_policy": policy}
-        return {"fsdp_plugin": sharding(module_precision=self.rules, **names)}
-
-    def loss(self, model, batch, accelerator=None):
-        return (model(batch).float() - batch.roll(1, dims=1)).square().mean()
-
-    def alone(self, model):
-        def call(batch):
-            low = {name: value.bfloat16() for name, value in model.named_parameters() if "norm" not in name}
-            return torch.func.functional_call(model, low, batch.bfloat16())
-
-        for block in model.blocks:
-            block.norm.register_forward_pre_hook(lambda _, inputs: inputs[0].float())
-            block.norm.register_forward_hook(lambda *of: of[-1].bfloat16())
-        return call
-
-
 class Average(Feature):
     """A moving average beside the weights."""
 
@@ -351,20 +191,6 @@ class Average(Feature):
         return both
 
 
-class Contrast(Feature):
-    """Each row against the rows of all ranks."""
-
-    def options(self):
-        return {}
-
-    def loss(self, model, batch, accelerator=None):
-        found = nn.functional.normalize(model(batch), dim=1)
-        if accelerator is not None:
-            found, batch = accelerator.gather((found, batch), differentiable=True)
-        other = nn.functional.normalize(batch.roll(1, dims=1), dim=1)
-        return cross_entropy(found @ other.T / 0.2, torch.arange(len(found)))
-
-
 class Budget(Language):
     """Batches of other numbers of rows and tokens, padded; the loss is the mean over the tokens of a step."""
 
@@ -382,23 +208,17 @@ class Budget(Language):
     def items(self, batch):
         return int((batch[:, 1:] != 0).sum())
 
-    def loss(self, model, batch, accelerator=None):
+    def loss(self, model, batch):
         labels = batch.masked_fill(batch == 0, -100)
         return model(input_ids=batch, attention_mask=(batch != 0).long(), labels=labels, use_cache=False).loss
 
 
 FEATURES = {
-    "conditional, DDP": ConditionalReplicas(),
-    "conditional, FSDP2": Conditional(),
     "LoRA, FSDP2": Adapters(),
     "LoRA, tensor parallelism": SplitAdapters(),
-    "packed rows, context parallelism": Packed(),
-    "packed rows, sequence parallelism": PackedHeads(),
     "Muon": Muon(),
     "8-bit AdamW": EightBits(),
-    "module_precision": Precision(),
     "EMA": Average(),
-    "contrastive loss": Contrast(),
     "TokenBudgetSampler": Budget(),
 }
 
@@ -413,14 +233,14 @@ def built(feature):
 def by_plain_torch(feature):
     """Return the loss and the norm of gradients of each step, and what was trained, of one process that takes the batches of all ranks."""
     model, optimizer, scheduler = built(feature)
-    watched, call, batches = feature.watched(None, model), feature.alone(model), iter(feature.loader())
+    watched, batches = feature.watched(None, model), iter(feature.loader())
     losses, norms = [], []
     for _ in range(STEPS):
         mine = list(itertools.islice(batches, feature.batches))
         counts = [feature.items(batch) or 1 for batch in mine]
         parts = []
         for batch, count in zip(mine, counts, strict=True):
-            parts.append(feature.loss(call, batch) * count / sum(counts))
+            parts.append(feature.loss(model, batch) * count / sum(counts))
             parts[-1].backward()
         losses.append(sum(parts).item())
         norms.append(nn.utils.clip_grad_norm_(trained(model), feature.clip).item())
@@ -441,7 +261,6 @@ def by_ranks(feature, start, save_to=None, load_from=None):
         **feature.options(),
     )
     model, *tools = built(feature)
-    feature.declare(accelerator, model)
     model, optimizer, scheduler, loader = accelerator.prepare(model, *tools, feature.loader())
     watched, step, seen = feature.watched(accelerator, model), start, torch.zeros(2)
     losses, norms = [], []
@@ -449,8 +268,8 @@ def by_ranks(feature, start, save_to=None, load_from=None):
         accelerator.load_state(load_from)
     for batch in loader:
         items = feature.items(batch)
-        with accelerator.accumulate(model, num_items=items), feature.region(accelerator, batch):
-            loss = feature.loss(model, batch, accelerator)
+        with accelerator.accumulate(model, num_items=items):
+            loss = feature.loss(model, batch)
             accelerator.backward(loss)
             if accelerator.sync_gradients:
                 norms.append(float(accelerator.clip_grad_norm_(model.parameters(), feature.clip)))

@@ -4,7 +4,6 @@ import pytest
 import torch
 from transformers import Trainer, TrainerControl, TrainerState
 
-import transformers_patch
 from accelerate import Accelerator
 from transformers_patch import ThroughputCallback
 from transformers_patch.arguments import TrainingArguments
@@ -87,8 +86,3 @@ def test_a_training_that_has_failed_leaves_nothing_behind(build, monkeypatch):
     monkeypatch.undo()
     # Counted once: a second counter around the first would give twice as many in the same time.
     assert samples_of_a_step(entries_of(trainer)[-1]) == pytest.approx(trainer.args.train_batch_size)
-
-
-def test_it_is_offered_by_the_package():
-    assert transformers_patch.ThroughputCallback is ThroughputCallback
-    assert "ThroughputCallback" in dir(transformers_patch)
