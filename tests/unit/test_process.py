@@ -69,9 +69,6 @@ def test_sagemaker_needs_its_package():
         PartialState(_use_sagemaker_dp=True)
 
 
-# A live process group
-
-
 @pytest.fixture
 def pair(process_group, monkeypatch):
     """A state that believes to be rank 1 of 2, with a live group."""
@@ -121,9 +118,6 @@ def test_state_of_a_destroyed_group_answers_until_one_asks_anew(pair, monkeypatc
         pair.wait_for_everyone()
     assert PartialState(cpu=True).num_processes == 1
     assert pair.num_processes == 2
-
-
-# Decorators and splitting
 
 
 @pytest.mark.parametrize(("rank", "runs"), [(0, True), (1, False)])

@@ -53,7 +53,6 @@ def expect(accelerator, loader, is_last, batch, want):
 
 
 def walk(accelerator, loader, want, stop=None):
-    """Go through a loop, up to a step where it is left."""
     for number, batch in enumerate(loader):
         expect(accelerator, loader, number == len(want) - 1, batch, want[number])
         if number == stop:

@@ -40,7 +40,6 @@ class Job:
         self.accelerator.register_for_checkpointing(self.counter)
 
     def step(self, batch):
-        """Train on one batch and return the loss of this rank."""
         batch = batch + 0.1 * random.random() + 0.1 * np.random.rand()
         with self.accelerator.accumulate(self.model):
             loss = learn(self.accelerator, self.model(batch).pow(2).mean(), self.optimizer, self.scheduler)
@@ -49,7 +48,6 @@ class Job:
         return loss
 
     def steps(self, number):
-        """Train on some batches."""
         for _, batch in zip(range(number), self.loader, strict=False):
             self.step(batch)
 
@@ -58,7 +56,6 @@ class Job:
         return [self.step(batch) for batch in self.accelerator.skip_first_batches(self.loader, behind)]
 
     def saved(self, folder):
-        """Save, and return what was saved."""
         self.accelerator.save_state(folder)
         return self.everything()
 
@@ -162,7 +159,6 @@ def facts(job):
 
 
 def write(folder):
-    """Leave a checkpoint, with what it holds beside it."""
     job = Job()
     job.epoch()
     job.accelerator.save_state(folder)
@@ -173,7 +169,6 @@ def write(folder):
 
 
 def read(folder):
-    """Load a checkpoint and compare it with what is beside it."""
     told = torch.load(os.path.join(folder, "facts.pt"))
     job = Job(seed=9)
     rank = job.accelerator.process_index

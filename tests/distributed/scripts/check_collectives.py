@@ -19,7 +19,6 @@ SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "n
 
 
 def main(folder: str, *experts: str) -> None:
-    """Train, and save and load where there is a folder."""
     with CollectiveRecorder() as recorder:
         spread = {"parallelism_config": ParallelismConfig(dp_shard_size=2, ep_size=2)} if experts else {}
         accelerator = Accelerator(**spread)

@@ -259,7 +259,6 @@ def check_save_model_in_16_bits():
 
 
 def saved_here():
-    """Save with so many ranks."""
     for stage in (0, 1, 3):
         trained(stage, f"saved_{stage}")
 

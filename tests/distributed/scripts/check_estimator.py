@@ -71,7 +71,6 @@ def counted(accelerator, windows=1, build=Net, loss_of=None):
 
 
 def foretold(build=Net, inputs=lambda batch, length: {"x": torch.ones(batch, length, 6)}, length=5, **sizes):
-    """Return what the estimator says of the same step."""
     layout = Layout(micro_batch=2, **sizes)
     profile = measure(build, inputs, layout, length)
     found = Counter()
@@ -128,8 +127,6 @@ def four_bytes_of_hsdp():
         found, said = counted(accelerator), foretold(dp_replicate=2, dp_shard=2, fsdp=True)
         assert found == said, (found, said)
 
-
-# -- models of transformers, whose sequences or experts are shared -----------------------------------------------------
 
 LENGTH, WORDS = 32, 64
 

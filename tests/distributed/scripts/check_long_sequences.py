@@ -30,7 +30,6 @@ def layout_of(axis, size):
 
 
 def ready(axis, *models):
-    """Return an Accelerator whose sequences are shared by all ranks."""
     accelerator = fresh_accelerator(parallelism_config=layout_of(axis, world()))
     accelerator._prepare_device_mesh()
     assert sequence.prepare(accelerator, axis, models) == models
@@ -192,7 +191,6 @@ def mean_loss(logits, shifted):
 
 
 def trained_whole(model, forward):
-    """Train in one process."""
     model, losses = copy.deepcopy(model), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for ids, mask, labels in batches():
@@ -267,7 +265,6 @@ PACKS = [  # lengths of documents in rows of 32 tokens, for each step; parts beg
 
 
 def packed_rows():
-    """Yield rows of packed documents, and the documents."""
     for step, lengths in enumerate(PACKS):
         generator = torch.Generator().manual_seed(step)
         documents = [
@@ -281,7 +278,6 @@ def packed_rows():
 
 
 def trained_padded(model, attention):
-    """Train in one process on the same documents, padded."""
     model, losses = copy.deepcopy(model), []
     model.config._attn_implementation = attention
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

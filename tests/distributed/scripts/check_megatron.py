@@ -189,8 +189,6 @@ def check_plain_descent():
 
 
 class Doubled(GPTTrainStep):
-    """A step of one's own."""
-
     def __init__(self, accelerator, args, factor):
         super().__init__(accelerator, args)
         self.factor = factor
@@ -383,7 +381,6 @@ def check_another_division_goes_on():
 
 
 def rows_of(count):
-    """Return one batch, the same on all ranks."""
     return torch.utils.data.default_collate(rows()[:count])
 
 

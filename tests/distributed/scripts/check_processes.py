@@ -20,12 +20,10 @@ from accelerate.utils import InitProcessGroupKwargs, set_seed, synchronize_rng_s
 
 
 def draws():
-    """Return a number from each generator."""
     return torch.tensor([random.random(), np.random.rand(), torch.rand(()).item()], dtype=torch.float64)
 
 
 def ranks_of(accelerator):
-    """Which ranks an Accelerator gathers from."""
     return accelerator.gather(torch.tensor([accelerator.process_index], device=accelerator.device)).tolist()
 
 

@@ -46,7 +46,6 @@ def growth(work):
 
 
 def streamed(accelerator, model, keep):
-    """Take all buckets, and keep the weights or let go of them."""
     kept = {}
     for bucket in accelerator.stream_weights(model, bucket_bytes=BUCKET):
         assert sum(value.nbytes for value in bucket.values()) <= BUCKET, list(bucket)

@@ -84,13 +84,11 @@ def learn(accelerator: Accelerator, loss: torch.Tensor, *steppers) -> float:
 
 
 def everywhere(value) -> list:
-    """Return the value that each rank has, in the order of the ranks."""
     return gather_object([value])
 
 
 @contextmanager
 def shared_folder() -> Iterator[str]:
-    """Give all ranks one temporary folder."""
     state = PartialState()
     names = broadcast_object_list([tempfile.mkdtemp() if state.is_main_process else None])
     # After an error the ranks do not meet again, so nobody waits then and the folder stays.

@@ -12,7 +12,6 @@ def network(seed=3):
 
 
 def prepared(accelerator, lr=0.1):
-    """A network under an Accelerator, and its optimizer."""
     model = network()
     return accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=lr))
 
@@ -51,8 +50,6 @@ class Block(nn.Module):
 
 
 class Blocks(nn.Module):
-    """Blocks between two layers of their own."""
-
     def __init__(self, inputs, width, outputs, hidden, biased=True):
         super().__init__()
         self.first, self.last = nn.Linear(inputs, width, bias=biased), nn.Linear(width, outputs, bias=biased)
@@ -66,7 +63,6 @@ class Blocks(nn.Module):
 
 
 def tiny(family, **changes):
-    """A causal language model of transformers."""
     import transformers
 
     sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 4}

@@ -85,7 +85,6 @@ class Feature:
 
 
 def weights(model):
-    """Return what is trained of a model, whole, by name."""
     named = ((name, value) for name, value in model.named_parameters() if value.requires_grad)
     return {name.removeprefix("module."): full(value.detach()).clone() for name, value in named}
 
@@ -173,8 +172,6 @@ class EightBits(Feature):
 
 
 class Average(Feature):
-    """A moving average beside the weights."""
-
     def watched(self, accelerator, model):
         if accelerator is None:
             self.average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))

@@ -148,7 +148,6 @@ def test_mxfp8_asks_transformer_engine(machine, monkeypatch):
 
 
 def vendor(available=True, fault=None):
-    """A vendor's module on torch."""
     return Mock(is_available=lambda: available, device_count=Mock(side_effect=fault, return_value=1))
 
 

@@ -26,9 +26,6 @@ def test_arguments_reach_the_function_and_other_types_can_be_refused():
         nested.outline([torch.ones(1), None], [], "reduce")
 
 
-# -- pieces
-
-
 @given(length=st.integers(0, 50), world_size=st.integers(1, 9))
 def test_bounds_cover_everything_once_and_differ_by_at_most_one(length, world_size):
     pieces = [nested.bounds(length, rank, world_size) for rank in range(world_size)]

@@ -17,9 +17,6 @@ def chosen(model, is_unit):
     return [names[module] for module in shard.units(model, is_unit)]
 
 
-# -- units ---------------------------------------------------------------------------------------------------------------
-
-
 def twice(*classes):
     part = nn.Linear(2, 2)
     return nn.Sequential(*(make(part) for make in classes))
@@ -58,9 +55,6 @@ def test_no_unit_at_all_is_said(process_group, caplog):
     assert shard.is_sharded(model) and not shard.is_sharded(model.blocks[0])
 
 
-# -- meshes --------------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def sixteen():
     with fake_group(5, 16):
@@ -85,9 +79,6 @@ def test_the_mesh_of_shards(sixteen, sizes, names, shape):
         mesh = shard.mesh_of(Machine(**sizes))
     assert mesh.mesh_dim_names == names
     assert tuple(mesh.mesh.shape) == shape
-
-
-# -- sharding ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("resharded", [True, False])
@@ -119,9 +110,6 @@ def test_ignored_modules_stay_whole(process_group, ignored, efficient):
     assert whole == {"blocks.0.b.weight", "blocks.0.b.bias"}
     loss(model, batch()).backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
-
-
-# -- the meta device -----------------------------------------------------------------------------------------------------
 
 
 def on_meta(**options):

@@ -11,7 +11,6 @@ HEADINGS = ("Problem", "Evidence", "Semantics", "Alternatives considered", "Comp
 
 
 def export(tree: Path, out: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run the exporter on a tree."""
     command = [sys.executable, str(ROOT / "tools/upstream_patches"), "--source", str(tree), "--out", str(out)]
     return subprocess.run([*command, *words], env={**os.environ, **variables}, capture_output=True, text=True)
 

@@ -50,7 +50,6 @@ NO_TEACHERS = {"differences", "architecture", "support", "benchmarks", "scale", 
 
 
 def blocks(page, language):
-    """The blocks of one language, without their indentation inside content tabs."""
     text = (ROOT / page).read_text("utf-8")
     return [textwrap.dedent(body) for _, kind, body in FENCE.findall(text) if kind == language]
 

@@ -161,7 +161,6 @@ from .utils.prepared import PreparedObjects, find_prepared, remember
 
 
 def git(folder: Path, *arguments: str) -> str:
-    """Run git on a repository of a test."""
     identity = ["-c", "user.name=x", "-c", "user.email=x@example.org", "-c", "commit.gpgsign=false"]
     done = subprocess.run(["git", *identity, *arguments], cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -215,7 +214,6 @@ def patched(make_tree: Callable[..., Path], tmp_path: Path) -> Callable[..., tup
 
 
 def methods(text: str, name: str) -> dict[str, ast.FunctionDef]:
-    """Return the methods of a class by name."""
     (cls,) = [node for node in ast.parse(text).body if getattr(node, "name", "") == name]
     return {node.name: node for node in cls.body if isinstance(node, ast.FunctionDef)}
 

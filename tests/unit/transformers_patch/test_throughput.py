@@ -24,7 +24,6 @@ def trainer_of(build, rows, kind=Trainer, collate=None, **options):
 
 
 def entries_of(trainer):
-    """Train, and return what was logged of losses."""
     trainer.train()
     assert not {"log", "training_step"} & vars(trainer).keys()
     return [entry for entry in trainer.state.log_history if "loss" in entry]
