@@ -59,10 +59,7 @@ def reset_elsewhere(self):
 @cases(
     "changed, found",
     ({"setup": 3}, "_setup_devices is int, not a cached property"),
-    (
-        {"setup": lambda self, device: AcceleratorState._reset_state("use_configured_state")},
-        "takes (self, device)",
-    ),
+    ({"setup": lambda self, device: AcceleratorState._reset_state("use_configured_state")}, "takes (self, device)"),
     ({"setup": lambda self: AcceleratorState._reset_state()}, "does not read 'use_configured_state'"),
     ({"setup": lambda self: None, "prepare": reset_elsewhere}, "the state is reset in prepare"),
     ({"drop": ["use_cpu", "bf16"]}, "no field use_cpu, bf16"),
