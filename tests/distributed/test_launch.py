@@ -68,9 +68,7 @@ def test_two_jobs_run_at_once(start, script):
     for job in jobs:
         out, err = job.communicate(timeout=120)
         assert job.returncode == 0, err
-        lines = sorted(
-            line for line in out.splitlines() if line and not line.startswith("[Gloo]")
-        )  # as torch 2.9 prints
+        lines = sorted(line for line in out.splitlines() if line and not line.startswith("[Gloo]"))  # of torch 2.9
         assert [line[:21] for line in lines] == ["rank 0 of 2 sum 2 thr", "rank 1 of 2 sum 2 thr"]
         assert "OMP_NUM_THREADS=" in err
 

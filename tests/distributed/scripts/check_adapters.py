@@ -219,9 +219,8 @@ def check_modules_that_fsdp_ignores_train_as_on_one_process():
 def check_ignored_modules_that_differ_stay_each_ranks_own():
     """A program may keep experts of its own in them."""
     for version in (1, 2):
-        accelerator = fresh_accelerator(
-            fsdp_plugin=sharding(version, ignored_modules="last", cpu_ram_efficient_loading=False)
-        )
+        plugin = sharding(version, ignored_modules="last", cpu_ram_efficient_loading=False)
+        accelerator = fresh_accelerator(fsdp_plugin=plugin)
         model, _ = build()
         with torch.no_grad():
             model.last.weight += rank()

@@ -33,9 +33,8 @@ class Job:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50)
         loader = DataLoader(rows, batch_size=3, shuffle=True)
-        self.model, self.optimizer, self.scheduler, self.loader = self.accelerator.prepare(
-            model, optimizer, scheduler, loader
-        )
+        prepared = self.accelerator.prepare(model, optimizer, scheduler, loader)
+        self.model, self.optimizer, self.scheduler, self.loader = prepared
         self.counter = Kept(count=0, history=torch.zeros(3))
         self.accelerator.register_for_checkpointing(self.counter)
 
@@ -63,9 +62,8 @@ class Job:
         """Return copies of all that a checkpoint is to bring back, as nested lists, dicts and tensors."""
         scaler = self.accelerator.scaler
         # The statistics of a batch are the main process's: it sends them to the others with the next batch.
-        shared = [
-            name for name in self.model.state_dict() if self.accelerator.is_main_process or "running" not in name
-        ]
+        main = self.accelerator.is_main_process
+        shared = [name for name in self.model.state_dict() if main or "running" not in name]
         return {
             "model": {name: self.model.state_dict()[name].clone() for name in shared},
             "optimizer": json.loads(json.dumps(self.optimizer.state_dict(), default=lambda t: t.tolist())),

@@ -49,10 +49,8 @@ def main(folder: str, *experts: str) -> None:
             accelerator.load_state(folder)
     if accelerator.process_index == 1:
         shapes = [list(getattr(each, "_local_tensor", each).shape) for each in model.parameters()]
-        print(
-            "FOUND",
-            json.dumps({"calls": calls, "shapes": shapes, "batches": plan.own.batches, "read": plan.own.samples}),
-        )
+        found = {"calls": calls, "shapes": shapes, "batches": plan.own.batches, "read": plan.own.samples}
+        print("FOUND", json.dumps(found))
 
 
 main(*sys.argv[1:])

@@ -185,9 +185,8 @@ def check_a_schedule_of_the_configuration_ends_with_the_training():
         told = accelerator.deepspeed_config["scheduler"]["params"]
         assert (told["total_num_steps"], told["warmup_num_steps"]) == (total, 2), told
         train(accelerator, model, optimizer, scheduler, updates=range(total))
-        near(
-            scheduler.get_last_lr(), [5e-3 / (total - 2)]
-        )  # one step before nought, because DeepSpeed's first has rate 0
+        # One step before nought, because DeepSpeed's first has rate 0.
+        near(scheduler.get_last_lr(), [5e-3 / (total - 2)])
         accelerator.free_memory()
 
 
@@ -341,9 +340,8 @@ def check_what_does_not_fit_is_refused_on_every_rank():
         accelerator.clip_grad_norm_(model.parameters(), 0.5)
     assert len(lines) == 1 and "gradient_clipping=1.0" in lines[0]
     accelerator.free_memory()
-    accelerator.deepspeed_plugin.deepspeed_config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = (
-        False
-    )
+    zero = accelerator.deepspeed_plugin.deepspeed_config["zero_optimization"]
+    zero["stage3_gather_16bit_weights_on_model_save"] = False
     model = prepared(accelerator)[0]
     with raised(ValueError, "stage3_gather_16bit_weights_on_model_save"):
         accelerator.get_state_dict(model)

@@ -180,9 +180,7 @@ def compare_shared_sequences(axis, size, windows=1):
 
     found = counted(accelerator, windows, language_model, loss_of)
     sizes = {"dp_shard": replicas, axis: size}
-    checked = {
-        "all_reduce": 2 * 8 * windows
-    }  # at each entry a rank on a CPU compares its batch with those of the others
+    checked = {"all_reduce": 2 * 8 * windows}  # at each entry a rank on a CPU compares its batch with the others'
     compare(found, checked, language_model, tokens, LENGTH, fsdp=True, accumulation=windows, **sizes)
 
 

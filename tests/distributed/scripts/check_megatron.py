@@ -247,9 +247,8 @@ def check_fp16():
     near(train(accelerator, *objects), losses, 0.02)
     assert not accelerator.optimizer_step_was_skipped
     accelerator.free_memory()
-    accelerator, *objects = prepared(
-        llama(), mixed_precision="fp16", tp_degree=2, other_megatron_args={"hysteresis": 1}
-    )
+    scaling = {"mixed_precision": "fp16", "other_megatron_args": {"hysteresis": 1}}
+    accelerator, *objects = prepared(llama(), tp_degree=2, **scaling)
     before = accelerator.get_state_dict(objects[0])
     train(accelerator, *objects, steps=1)
     assert accelerator.optimizer_step_was_skipped
@@ -358,9 +357,8 @@ def check_another_division_goes_on():
             ((False, {"pp_degree": 2}), (True, {"tp_degree": 2}), (False, {}))
         ):
             place = f"{folder}/{number}"
-            accelerator, *objects = prepared(
-                llama(), tp_degree=1 if distributed else 2, use_distributed_optimizer=distributed
-            )
+            plugin = {"tp_degree": 1 if distributed else 2, "use_distributed_optimizer": distributed}
+            accelerator, *objects = prepared(llama(), **plugin)
             train(accelerator, *objects, steps=2)
             accelerator.save_state(place)
             wanted, batch = accelerator.get_state_dict(objects[0]), rows_of(4)
@@ -425,10 +423,10 @@ def check_what_is_refused():
         engine(input_ids=torch.zeros(2, LENGTH, dtype=torch.long))
     accelerator.free_memory()
     with raised(ValueError, "num_micro_batches"):
-        prepared_with_steps = fresh_accelerator(
+        accelerator = fresh_accelerator(
             megatron_lm_plugin=MegatronLMPlugin(tp_degree=2), gradient_accumulation_steps=2
         )
-        prepared_with_steps.prepare(llama())
+        accelerator.prepare(llama())
     with raised(ValueError, "tp_degree=3"):
         fresh_accelerator(megatron_lm_plugin=MegatronLMPlugin(tp_degree=3))
     engine = fresh_accelerator(megatron_lm_plugin=MegatronLMPlugin(tp_degree=2)).prepare(llama())

@@ -149,9 +149,8 @@ def check_models_that_differ_are_refused_by_all_ranks():
 
 def check_whole_and_sharded_gradients_are_weighed_together():
     plugin = GradientAccumulationPlugin(num_steps=2)
-    accelerator = fresh_accelerator(
-        fsdp_plugin=sharding(2, ignored_modules="last"), gradient_accumulation_plugin=plugin
-    )
+    options = {"fsdp_plugin": sharding(2, ignored_modules="last"), "gradient_accumulation_plugin": plugin}
+    accelerator = fresh_accelerator(**options)
     model, optimizer = build()
     whole, mine = batch()
     expected = build()[0]
@@ -260,7 +259,7 @@ def check_nothing_is_left_behind():
         with shared_folder() as folder:
             left_behind(
                 fresh_accelerator(**options), folder
-            )  # a device mesh has its ranks, for the life of the process
+            )  # a device mesh has its ranks as long as the process lives
             assert everywhere(left_behind(fresh_accelerator(**options), folder)) == [[]] * world(), options
 
 

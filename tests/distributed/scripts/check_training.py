@@ -153,10 +153,8 @@ def check_joined_models_share_a_loss():
     """Rank 0 has two batches, the others one: a rank that has ended adds zeros. The order of the models is of no account."""
     accelerator = fresh_accelerator(gradient_accumulation_steps=1)
     world, rank = accelerator.num_processes, accelerator.process_index
-    models = [
-        nn.Linear(WIDTH, WIDTH, bias=False),
-        nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 1, bias=False)),
-    ]
+    second = nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 1, bias=False))
+    models = [nn.Linear(WIDTH, WIDTH, bias=False), second]
     plain = [copy.deepcopy(model) for model in models]
     models = [accelerator.prepare(model) for model in models]
     optimizers = [accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1)) for model in models]
@@ -176,9 +174,8 @@ def check_joined_models_share_a_loss():
                 parameter -= 0.1 * parameter.grad
                 parameter.grad = None
     for model, expected in zip(models, plain, strict=True):
-        assert_all_close(
-            [p.detach().cpu() for p in model.parameters()], list(expected.parameters()), rtol=1e-4, atol=1e-5
-        )
+        trained = [parameter.detach().cpu() for parameter in model.parameters()]
+        assert_all_close(trained, list(expected.parameters()), rtol=1e-4, atol=1e-5)
         assert_same_everywhere([*model.parameters(), *(b.float() for b in model.buffers())])
 
     if world > 1:

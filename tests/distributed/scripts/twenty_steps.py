@@ -63,9 +63,8 @@ class Feature:
         return net()
 
     def optimizer(self, parameters):
-        return torch.optim.AdamW(
-            parameters, lr=0.02, eps=1e-3, weight_decay=0.1
-        )  # smaller gradients than that are noise
+        # Smaller gradients than `eps` are noise.
+        return torch.optim.AdamW(parameters, lr=0.02, eps=1e-3, weight_decay=0.1)
 
     def loader(self):
         return DataLoader(drawn(STEPS * self.batches * ROWS, WIDTH), batch_size=ROWS)
@@ -296,9 +295,8 @@ def distances(feature, start, found, wanted):
     of_norms = max(abs(one - two) / max(two, 1) for one, two in zip(norms, all_norms[start:], strict=True))
     of_weights = max((value - expected[name]).abs().max().item() for name, value in values.items())
     bounds = feature.loss_bound, feature.norm_bound, feature.weight_bound
-    return dict(
-        zip(("losses", "norms", "weights"), zip((of_losses, of_norms, of_weights), bounds, strict=True), strict=True)
-    )
+    ways = zip((of_losses, of_norms, of_weights), bounds, strict=True)
+    return dict(zip(("losses", "norms", "weights"), ways, strict=True))
 
 
 def main():
@@ -312,9 +310,8 @@ def main():
         begun, wanted, place = time.monotonic(), by_plain_torch(feature), name.replace(" ", "_").replace(",", "")
         for phase in phases.split(","):
             start = 0 if phase == "train" else HALF
-            paths = (
-                {"load_from": f"{folder}/{source}/{place}"} if start else {"save_to": f"{folder}/{world()}/{place}"}
-            )
+            key, ranks = ("load_from", source) if start else ("save_to", world())
+            paths = {key: f"{folder}/{ranks}/{place}"}
             away = distances(feature, start, by_ranks(feature, start, **paths), wanted)
             bad = not all(far <= bound for far, bound in away.values())  # not a number is bad, too
             failed += [f"{phase} {name}: {away}"] * bad

@@ -121,9 +121,8 @@ def test_a_hook_of_the_program_prints_in_its_own_way(run, error_file):
     chained = "import sys\nformer = sys.excepthook\nsys.excepthook = lambda *given: (print('mine'), former(*given))\n"
     done = run(f"{WATCH}{chained}raise ValueError('x')")
     assert (done.stdout, done.stderr) == ("mine\n", "") and not told(error_file)["shown"]
-    done = run(
-        f"{WATCH}{chained}failure.watch(lambda error: 'more')\nraise ValueError('x')"
-    )  # calls itself no second time
+    again = "failure.watch(lambda error: 'more')\nraise ValueError('x')"
+    done = run(f"{WATCH}{chained}{again}")  # calls itself no second time
     assert done.stdout == "mine\n" and told(error_file)["traceback"].endswith("ValueError: x\nmore")
 
 

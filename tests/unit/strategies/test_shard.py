@@ -85,10 +85,8 @@ def test_the_mesh_of_shards(sixteen, sizes, names, shape):
 def test_the_plugins_options_reach_torch(process_group, monkeypatch, resharded):
     from torch.distributed import fsdp
 
-    seen, shard_ = [], fsdp.fully_shard
-    monkeypatch.setattr(
-        fsdp, "fully_shard", lambda module, **options: seen.append(options) or shard_(module, **options)
-    )
+    seen, original = [], fsdp.fully_shard
+    monkeypatch.setattr(fsdp, "fully_shard", lambda module, **given: seen.append(given) or original(module, **given))
     policy = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     accelerator = sharding(2, reshard_after_forward=resharded, mixed_precision_policy=policy)
     accelerator.prepare(net())

@@ -77,9 +77,8 @@ def test_a_checkpoint_has_the_scale_of_the_next_step(tmp_path):
 def test_accumulating_optimizers_share_a_scaler(clip, overflow, fused):
     # Both clip in every micro-batch, and the scale changes with every update. Losses without a model are exact.
     handler = GradScalerKwargs(init_scale=256.0, growth_interval=1)
-    accelerator = Accelerator(
-        cpu=True, mixed_precision="fp16", gradient_accumulation_steps=2, kwargs_handlers=[handler]
-    )
+    options = {"gradient_accumulation_steps": 2, "kwargs_handlers": [handler]}
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16", **options)
     weights, plain = ([nn.Parameter(torch.zeros(2)) for _ in range(2)] for _ in range(2))
     optimizers = [accelerator.prepare(torch.optim.SGD([weight], lr=1.0, fused=fused)) for weight in weights]
     references = [torch.optim.SGD([weight], lr=1.0) for weight in plain]
