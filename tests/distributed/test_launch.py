@@ -142,11 +142,6 @@ def test_a_launch_from_a_program_raises(run, script):
     assert err.count("ValueError: what went wrong") == 1
 
 
-def test_a_script_that_is_not_there_is_named(run):
-    status, out, err = run("--num_processes", "2", "no_such_script.py")
-    assert status != 0 and "no_such_script.py" in out + err
-
-
 @pytest.mark.parametrize("options", [[], pytest.param(["--tee", "3"], marks=pytest.mark.slow)], ids=str)
 def test_all_ranks_fail_alike_and_start_again(run, script, options):
     text = """

@@ -206,7 +206,6 @@ def check_an_optimizer_made_before_follows_into_another_accelerator():
     for version in (1, 2):
         first = fresh_accelerator(fsdp_plugin=sharding(version))
         model, optimizer = build()
-        left = torch.optim.SGD(model.parameters())
         model = first.prepare(model)
         second = Accelerator(cpu=True)
         model, optimizer = second.prepare(model, optimizer)
@@ -214,10 +213,6 @@ def check_an_optimizer_made_before_follows_into_another_accelerator():
         learn(second, model(batch()[1]).sum(), optimizer)
         after = weights(second, model)
         assert not any(torch.equal(value, before[name]) for name, value in after.items() if "." in name)
-        first.free_memory()
-        second.free_memory()
-        with raised(ValueError, "a step would change nothing"):
-            first.prepare(left)
 
 
 def check_no_sync_may_be_nested():

@@ -152,7 +152,6 @@ def test_a_fault_leaves_where_it_stood(run, error_file):
     assert "Segmentation fault" in text and "in deep" in text
 
 
-def test_importing_the_package_watches_and_costs_no_torch(run, error_file):
+def test_importing_the_package_watches(run, error_file):
     done = run("from accelerate import PartialState\nraise ValueError('early')")
     assert done.stderr == "" and told(error_file)["summary"] == "ValueError: early"
-    assert run("import sys\nfrom accelerate.runtime import failure\nassert 'torch' not in sys.modules").returncode == 0
