@@ -7,7 +7,7 @@ import warnings
 import cuda_on_cpu  # noqa: F401  first: core asks for its device when it is imported
 import torch
 from expect import raised
-from harness import everywhere, fresh_accelerator, rank, shared_folder, world
+from harness import everywhere, fresh_engine, rank, shared_folder, world
 from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
@@ -96,7 +96,7 @@ def plain(model, steps=STEPS, *, replicas, rate=lambda step: 1.0, count=2, make_
 
 def prepared(model, schedule=None, mixed_precision="no", make_optimizer=adamw, handlers=(), **plugin):
     settings = {"gradient_clipping": 1.0, "num_micro_batches": 2, **plugin}
-    accelerator = fresh_accelerator(
+    accelerator = fresh_engine(
         megatron_lm_plugin=MegatronLMPlugin(**settings), mixed_precision=mixed_precision, kwargs_handlers=[*handlers]
     )
     optimizer = make_optimizer(model)
@@ -138,7 +138,6 @@ def equal_to_plain(build, replicas=1, make_optimizer=adamw, loss_of=whole_loss, 
     near(state, weights)
     assert everywhere([round(one, 6) for one in found]) == [[round(one, 6) for one in found]] * world()
     assert accelerator.unwrap_model(objects[0]) is model
-    accelerator.free_memory()
 
 
 def check_tensor_parallel_llama():
@@ -236,7 +235,6 @@ def check_evaluation():
         engine.train()
         with torch.no_grad():
             near(engine(**next(iter(loader))).loss.item(), wanted[0])
-        accelerator.free_memory()
 
 
 def check_fp16():
@@ -246,14 +244,12 @@ def check_fp16():
     accelerator, *objects = prepared(llama(), mixed_precision="fp16", handlers=[handler], tp_degree=2)
     near(train(accelerator, *objects), losses, 0.02)
     assert not accelerator.optimizer_step_was_skipped
-    accelerator.free_memory()
     scaling = {"mixed_precision": "fp16", "other_megatron_args": {"hysteresis": 1}}
     accelerator, *objects = prepared(llama(), tp_degree=2, **scaling)
     before = accelerator.get_state_dict(objects[0])
     train(accelerator, *objects, steps=1)
     assert accelerator.optimizer_step_was_skipped
     near(accelerator.get_state_dict(objects[0]), before, 0)
-    accelerator.free_memory()
 
 
 def check_schedules():
@@ -267,7 +263,6 @@ def check_schedules():
         accelerator, *objects = prepared(llama(), schedule, tp_degree=2)
         near(train(accelerator, *objects), losses)
         assert all(one == 0.005 * rate(STEPS) for one in objects[-1].get_last_lr()), objects[-1].get_last_lr()
-        accelerator.free_memory()
 
 
 def rising(optimizer):
@@ -288,12 +283,10 @@ def resumes(schedule=rising, steps=STEPS, **plugin):
         accelerator.save_state(place)
         losses.append(objects[0](**batch).loss.item())
         wanted = accelerator.get_state_dict(objects[0])
-        accelerator.free_memory()
         accelerator, *objects = prepared(llama(initializer_range=0.5), schedule, **plugin)
         accelerator.load_state(place)
         near(objects[0](**batch).loss.item(), losses[-1], 0)
         near(accelerator.get_state_dict(objects[0]), wanted, 0)
-        accelerator.free_memory()
 
 
 def check_groups_that_are_alike_go_on():
@@ -314,7 +307,6 @@ def check_the_ranks_of_a_layer_drop_the_same():
     train(accelerator, *objects)
     whole = [float(value.sum()) for name, value in accelerator.get_state_dict(objects[0]).items() if "norm" in name]
     assert everywhere(whole) == [whole] * world()
-    accelerator.free_memory()
 
 
 def check_it_goes_on_from_its_beginning():
@@ -336,19 +328,16 @@ def check_weights_alone():
         train(accelerator, *objects, steps=2)
         wanted, place = accelerator.get_state_dict(objects[0]), f"{folder}/checkpoint"
         accelerator.save_state(place)
-        accelerator.free_memory()
         accelerator, *objects = prepared(llama(), tp_degree=2)
         with raised(RuntimeError, "no_load_optim=True"):
             accelerator.load_state(place)
         objects[0].plugin.no_load_optim = True
         accelerator.load_state(place)
         near(accelerator.get_state_dict(objects[0]), wanted, 0)
-        accelerator.free_memory()
-        accelerator = fresh_accelerator(megatron_lm_plugin=MegatronLMPlugin(pp_degree=2))
+        accelerator = fresh_engine(megatron_lm_plugin=MegatronLMPlugin(pp_degree=2))
         engine = accelerator.prepare(llama())
         accelerator.load_state(place)
         near(accelerator.get_state_dict(engine), wanted, 0)
-        accelerator.free_memory()
 
 
 def check_another_division_goes_on():
@@ -364,7 +353,6 @@ def check_another_division_goes_on():
             wanted, batch = accelerator.get_state_dict(objects[0]), rows_of(4)
             loss = objects[0](**batch).loss.item()
             after = accelerator.get_state_dict(objects[0])
-            accelerator.free_memory()
             accelerator, *objects = prepared(llama(), **other)
             if distributed:
                 with raised(RuntimeError, "no_load_optim=True"):
@@ -375,7 +363,6 @@ def check_another_division_goes_on():
             if not distributed:
                 near(objects[0](**batch).loss.item(), loss)
                 near(accelerator.get_state_dict(objects[0]), after)
-            accelerator.free_memory()
 
 
 def rows_of(count):
@@ -403,7 +390,6 @@ def check_weights_come_back_bit_for_bit():
             accelerator.wait_for_everyone()
             loaded = type(bare).from_pretrained(folder).state_dict()
             assert all(torch.equal(loaded[name], before[name]) for name in before)
-        accelerator.free_memory()
 
 
 def check_bf16_is_near():
@@ -412,7 +398,6 @@ def check_bf16_is_near():
         accelerator, *objects = prepared(llama(), mixed_precision="bf16", **{"tp_degree": 2, **plugin})
         assert accelerator.scaler is None
         near(train(accelerator, *objects), losses, 0.02)
-        accelerator.free_memory()
 
 
 def check_what_is_refused():
@@ -421,14 +406,11 @@ def check_what_is_refused():
         engine.megatron_generate()
     with raised(ValueError, "labels"):
         engine(input_ids=torch.zeros(2, LENGTH, dtype=torch.long))
-    accelerator.free_memory()
     with raised(ValueError, "num_micro_batches"):
-        accelerator = fresh_accelerator(
-            megatron_lm_plugin=MegatronLMPlugin(tp_degree=2), gradient_accumulation_steps=2
-        )
+        accelerator = fresh_engine(megatron_lm_plugin=MegatronLMPlugin(tp_degree=2), gradient_accumulation_steps=2)
         accelerator.prepare(llama())
     with raised(ValueError, "tp_degree=3"):
-        fresh_accelerator(megatron_lm_plugin=MegatronLMPlugin(tp_degree=3))
-    engine = fresh_accelerator(megatron_lm_plugin=MegatronLMPlugin(tp_degree=2)).prepare(llama())
+        fresh_engine(megatron_lm_plugin=MegatronLMPlugin(tp_degree=3))
+    engine = fresh_engine(megatron_lm_plugin=MegatronLMPlugin(tp_degree=2)).prepare(llama())
     whole = plain(llama(), steps=1, replicas=1, count=2)[0][0]
     near(engine.eval()(**rows_of(2 * MICRO)).loss.item(), whole)

@@ -27,6 +27,8 @@ CPU = not (DEVICE or torch.cuda.is_available())
 # Ranks that share a GPU meet over gloo, which has to be asked for.
 ASKED = {"backend": os.environ["BACKEND"]} if "BACKEND" in os.environ else {}
 
+BUILT: list[Accelerator] = []  # by `fresh_engine`
+
 
 class Stream(IterableDataset):
     """The rows that a function returns, or those of a list; its length is not known."""
@@ -63,6 +65,14 @@ def fresh_accelerator(**options) -> Accelerator:
     GradientState._reset_state()
     AcceleratorState._reset_state()
     return Accelerator(cpu=CPU, **options)
+
+
+def fresh_engine(**options) -> Accelerator:
+    """Build an Accelerator as `fresh_accelerator` does, after the one that this function built before is freed."""
+    while BUILT:
+        BUILT.pop().free_memory()
+    BUILT.append(fresh_accelerator(**options))
+    return BUILT[-1]
 
 
 def rank() -> int:
