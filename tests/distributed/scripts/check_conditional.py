@@ -97,20 +97,15 @@ def equals_one_process(micro_batches: int = 1, atol: float = 1e-5, **settings) -
     assert_all_close(values, [value.detach() for value in reference.parameters()], rtol=atol, atol=atol)
 
 
-def check_under_fsdp2() -> None:
-    equals_one_process(fsdp_plugin=plugin())
-
-
-def check_accumulated_kept_whole_and_recomputed() -> None:
-    equals_one_process(2, fsdp_plugin=plugin(reshard_after_forward=False, activation_checkpointing=True))
-
-
-def check_in_mixed_precision() -> None:
-    equals_one_process(atol=5e-2, mixed_precision="bf16", fsdp_plugin=plugin())
-
-
-def check_under_ddp() -> None:
-    equals_one_process(2)
+def check_it_trains_as_one_process() -> None:
+    recomputed = plugin(reshard_after_forward=False, activation_checkpointing=True)
+    for options in (
+        {"fsdp_plugin": plugin()},
+        {"micro_batches": 2, "fsdp_plugin": recomputed},
+        {"atol": 5e-2, "mixed_precision": "bf16", "fsdp_plugin": plugin()},
+        {"micro_batches": 2},
+    ):
+        equals_one_process(**options)
 
 
 def check_evaluation() -> None:

@@ -2,6 +2,7 @@
 
 import atexit
 import functools
+import itertools
 import multiprocessing
 from collections import Counter
 
@@ -184,14 +185,9 @@ def compare_shared_sequences(axis, size, windows=1):
     compare(found, checked, language_model, tokens, LENGTH, fsdp=True, accumulation=windows, **sizes)
 
 
-def slow_bytes_of_context_parallelism():
-    for windows in (1, 2) if CPU else ():
-        compare_shared_sequences("cp", world(), windows)
-
-
-def slow_bytes_of_sequence_parallelism():
-    for windows in (1, 2) if CPU else ():
-        compare_shared_sequences("sp", world(), windows)
+def slow_bytes_of_shared_sequences():
+    for axis, windows in itertools.product(("cp", "sp"), (1, 2)) if CPU else ():
+        compare_shared_sequences(axis, world(), windows)
 
 
 def four_bytes_of_shared_sequences_and_shards():

@@ -7,7 +7,7 @@ import warnings
 import cuda_on_cpu  # noqa: F401  first: core asks for its device when it is imported
 import torch
 from expect import raised
-from harness import everywhere, fresh_engine, rank, shared_folder, world
+from harness import everywhere, fresh_engine, rank, say, shared_folder, world
 from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
@@ -140,51 +140,35 @@ def equal_to_plain(build, replicas=1, make_optimizer=adamw, loss_of=whole_loss, 
     assert accelerator.unwrap_model(objects[0]) is model
 
 
-def check_tensor_parallel_llama():
-    equal_to_plain(llama, tp_degree=2)
-    equal_to_plain(lambda: llama(tie_word_embeddings=True), tp_degree=2, sequence_parallelism=True)
+# Core starts reductions and gathers while it computes; what is read afterwards is whole.
+OVERLAP = {"use_distributed_optimizer": True}
+OVERLAP |= {"other_megatron_args": {"overlap_grad_reduce": True, "overlap_param_gather": True}}
+ROPE = {"rope_type": "llama3", "rope_theta": 100.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
-def check_tensor_parallel_gpt2():
-    equal_to_plain(gpt2, tp_degree=2, use_distributed_optimizer=True)
-
-
-def check_pipeline():
-    equal_to_plain(llama, pp_degree=2, num_micro_batches=4)
-    equal_to_plain(gpt2, pp_degree=2)  # its embeddings are on the first stage and on the last
-
-
-def check_data_parallel():
-    equal_to_plain(llama, replicas=2)
-    equal_to_plain(llama, replicas=2, use_distributed_optimizer=True, recompute_activations=True)
+def check_it_trains_as_plain_torch():
+    for build, options in (
+        (llama, {"tp_degree": 2}),
+        (lambda: llama(tie_word_embeddings=True), {"tp_degree": 2, "sequence_parallelism": True}),
+        (lambda: llama(rope_parameters=ROPE | {"original_max_position_embeddings": 8192}), {"tp_degree": 2}),
+        (llama, {"tp_degree": 2, "sequence_parallelism": True, "recompute_granularity": "full"}),
+        (llama, {"tp_degree": 2, "make_optimizer": sgd}),
+        (gpt2, {"tp_degree": 2, "use_distributed_optimizer": True}),
+        (llama, {"pp_degree": 2, "num_micro_batches": 4}),
+        (gpt2, {"pp_degree": 2}),  # its embeddings are on the first stage and on the last
+        (gpt2, {"pp_degree": 2, "recompute_granularity": "full", "recompute_method": "block"}),
+        (llama, {"replicas": 2}),
+        (llama, {"replicas": 2, "use_distributed_optimizer": True, "recompute_activations": True}),
+        (llama, {"replicas": 2, **OVERLAP}),
+    ):
+        say(f"{build.__name__}, {options}")
+        equal_to_plain(build, **options)
 
 
 def four_ranks():
     equal_to_plain(llama, tp_degree=2, pp_degree=2, sequence_parallelism=True)
     equal_to_plain(llama, replicas=2, pp_degree=2, use_distributed_optimizer=True)
     resumes(tp_degree=2, pp_degree=2, use_distributed_optimizer=True)
-
-
-def check_recomputation_in_full():
-    equal_to_plain(llama, tp_degree=2, sequence_parallelism=True, recompute_granularity="full")
-    equal_to_plain(gpt2, pp_degree=2, recompute_granularity="full", recompute_method="block")
-
-
-def check_what_overlaps():
-    """Core starts reductions and gathers while it computes; what is read afterwards is whole."""
-    overlap = {"overlap_grad_reduce": True, "overlap_param_gather": True}
-    equal_to_plain(llama, replicas=2, use_distributed_optimizer=True, other_megatron_args=overlap)
-    resumes(use_distributed_optimizer=True, other_megatron_args=overlap)
-
-
-def check_positions_of_llama3():
-    told = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    rope = {"rope_type": "llama3", "rope_theta": 100.0, "factor": 4.0, **told}
-    equal_to_plain(lambda: llama(rope_parameters=rope), tp_degree=2)
-
-
-def check_plain_descent():
-    equal_to_plain(llama, tp_degree=2, make_optimizer=sgd)
 
 
 class Doubled(GPTTrainStep):
@@ -289,16 +273,24 @@ def resumes(schedule=rising, steps=STEPS, **plugin):
         near(accelerator.get_state_dict(objects[0]), wanted, 0)
 
 
-def check_groups_that_are_alike_go_on():
-    for plugin in ({"tp_degree": 2}, {"pp_degree": 2}, {"use_distributed_optimizer": True}):
-        resumes(make_optimizer=alike, **plugin)
-    resumes(make_optimizer=sgd, schedule=falling, tp_degree=2)
-    resumes(make_optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1), pp_degree=2)
-
-
-def check_dropout_goes_on():
-    resumes(tp_degree=2, hidden_dropout=0.2, attention_dropout=0.2)
-    resumes(pp_degree=2, hidden_dropout=0.2, recompute_granularity="full")
+def check_it_goes_on_from_a_checkpoint():
+    for options in (
+        {"tp_degree": 2},
+        {"schedule": falling, "pp_degree": 2},
+        {"use_distributed_optimizer": True},
+        OVERLAP,
+        # What has no step behind it is saved, too.
+        {"steps": 0, "tp_degree": 2},
+        {"steps": 0, "use_distributed_optimizer": True},
+        *({"make_optimizer": alike, **kind} for kind in ({"tp_degree": 2}, {"pp_degree": 2})),
+        {"make_optimizer": alike, "use_distributed_optimizer": True},
+        {"make_optimizer": sgd, "schedule": falling, "tp_degree": 2},
+        {"make_optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=0.1), "pp_degree": 2},
+        {"tp_degree": 2, "hidden_dropout": 0.2, "attention_dropout": 0.2},
+        {"pp_degree": 2, "hidden_dropout": 0.2, "recompute_granularity": "full"},
+    ):
+        say(str(options))
+        resumes(**options)
 
 
 def check_the_ranks_of_a_layer_drop_the_same():
@@ -307,18 +299,6 @@ def check_the_ranks_of_a_layer_drop_the_same():
     train(accelerator, *objects)
     whole = [float(value.sum()) for name, value in accelerator.get_state_dict(objects[0]).items() if "norm" in name]
     assert everywhere(whole) == [whole] * world()
-
-
-def check_it_goes_on_from_its_beginning():
-    """What has no step behind it is saved, too."""
-    resumes(steps=0, tp_degree=2)
-    resumes(steps=0, use_distributed_optimizer=True)
-
-
-def check_it_goes_on_from_a_checkpoint():
-    resumes(tp_degree=2)
-    resumes(falling, pp_degree=2)
-    resumes(use_distributed_optimizer=True)
 
 
 def check_weights_alone():
