@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import Trainer, TrainerControl, TrainerState
 
+import transformers_patch
 from accelerate import Accelerator
 from transformers_patch import ThroughputCallback
 from transformers_patch.arguments import TrainingArguments
@@ -85,3 +86,7 @@ def test_a_training_that_has_failed_leaves_nothing_behind(build, monkeypatch):
     monkeypatch.undo()
     # Counted once: a second counter around the first would give twice as many in the same time.
     assert samples_of_a_step(entries_of(trainer)[-1]) == pytest.approx(trainer.args.train_batch_size)
+
+
+def test_the_package_lists_it():
+    assert "ThroughputCallback" in dir(transformers_patch)
