@@ -70,16 +70,11 @@ def data(batches, rows=ROWS):
     return TensorDataset(tokens, (tokens * 5 + 1) % WORDS)
 
 
-def groups(model):
-    named = list(model.named_parameters())
-    return [
-        {"params": [p for _, p in named if p.ndim > 1], "weight_decay": 0.1},
-        {"params": [p for _, p in named if p.ndim < 2], "weight_decay": 0.0},
-    ]
-
-
 def tools(model):
-    optimizer = torch.optim.AdamW(groups(model), lr=0.02, eps=1e-3)  # smaller gradients than that are noise
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=0.02, eps=1e-3)  # smaller gradients than that are noise
     return optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
 
 

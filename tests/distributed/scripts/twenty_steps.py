@@ -26,10 +26,6 @@ STEPS, HALF, DECAY = 20, 10, 0.8
 WIDTH, WORDS, ROWS, LENGTH = 8, 40, 8, 32
 
 
-def drawn(*shape, seed=3):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
 def rate(step):
     """The factor of the learning rate, which rises and falls."""
     return min(1, (step + 1) / 5) * (1 - step / 40)
@@ -67,7 +63,8 @@ class Feature:
         return torch.optim.AdamW(parameters, lr=0.02, eps=1e-3, weight_decay=0.1)
 
     def loader(self):
-        return DataLoader(drawn(STEPS * self.batches * ROWS, WIDTH), batch_size=ROWS)
+        rows = STEPS * self.batches * ROWS
+        return DataLoader(torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(3)), batch_size=ROWS)
 
     def loss(self, model, batch):
         return (model(batch) - batch.roll(1, dims=1)).square().mean()
