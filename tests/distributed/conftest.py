@@ -38,7 +38,6 @@ def plain_environment(home: Path, **more: str) -> dict[str, str]:
 
 
 def until(question: Callable[[], object], what: str, seconds: float = 60) -> None:
-    """Ask until the answer is yes."""
     deadline = time.monotonic() + seconds
     while not question():
         assert time.monotonic() < deadline, f"{what}: not within {seconds} s"
@@ -54,7 +53,6 @@ def has_ended(process: psutil.Process) -> bool:
 
 
 def gone(processes: Iterable[psutil.Process]) -> None:
-    """Require that processes end."""
     processes = list(processes)
     try:
         until(lambda: all(map(has_ended, processes)), "all processes are gone")
@@ -76,12 +74,10 @@ def stop(programs: Iterable[subprocess.Popen]) -> None:
 
 
 def begun(command: Iterable[str], **options: Any) -> subprocess.Popen:
-    """Begin a command, whose output and errors are read later."""
     return subprocess.Popen(command, **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options})
 
 
 def done(command: Iterable[str], **options: Any) -> subprocess.CompletedProcess:
-    """Run a command to its end."""
     return subprocess.run(command, **{"capture_output": True, "text": True, "timeout": LIMIT_S, **options})
 
 

@@ -31,10 +31,6 @@ NETWORK = [
 ]
 
 
-def connect(host, port):
-    return TCPStore(host, port, None, False, timedelta(seconds=20), wait_for_workers=False)
-
-
 def test_a_stranger_reaches_no_store_and_ends_no_rank(tmp_path):
     (tmp_path / "ranks.py").write_text(RANKS)
     done, environment = tmp_path / "done", plain_environment(tmp_path)
@@ -42,16 +38,13 @@ def test_a_stranger_reaches_no_store_and_ends_no_rank(tmp_path):
     job = begun(command, env=environment)
     try:
         port, launcher = next([*map(int, line.split()[1:])] for line in job.stdout if line.startswith("port"))
-        listening = {
-            c.laddr.ip
-            for c in psutil.Process(launcher).net_connections("tcp")
-            if c.laddr.port == port and c.status == "LISTEN"
-        }
-        assert listening == {"127.0.0.1"}
+        connections = psutil.Process(launcher).net_connections("tcp")
+        listening = [each.laddr for each in connections if each.status == "LISTEN" and each.laddr.port == port]
+        assert {address.ip for address in listening} == {"127.0.0.1"}
         for address in NETWORK:
             with pytest.raises(DistError):
                 TCPStore(address, port, None, False, timedelta(seconds=0.2), wait_for_workers=False)
-        store = connect("127.0.0.1", port)
+        store = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=20), wait_for_workers=False)
         known = "accelerate/hang/rank/0"
         (keys,) = (key.removesuffix("rank/0") for key in map(str, store.list_keys()) if key.endswith(known))
         store.set(f"{keys}report", "\x1b[2Jyou are mine")

@@ -13,12 +13,11 @@ from distributed.conftest import LAUNCH_ON_CPU, SCRIPTS, done
 pytest.importorskip("deepspeed")
 
 
-def test_engines(launch):
-    launch("several.py", "check_deepspeed.py", limit_s=600)
-
-
-def test_offload_experts_compilation_and_reports(launch):
-    launch("several.py", "check_deepspeed_more.py", limit_s=600)
+@pytest.mark.parametrize("part", ["deepspeed", "deepspeed_more", "deepspeed_checkpoints", "ulysses"])
+def test_checks(launch, part):
+    if part == "ulysses":
+        pytest.importorskip("transformers")
+    launch("several.py", f"check_{part}.py", limit_s=600)
 
 
 @pytest.mark.slow
@@ -62,18 +61,9 @@ def test_launchers(tmp_path, stage, command):
     assert ended.returncode == 0 and ended.stdout.count("trained by an engine") == 1, ended.stdout + ended.stderr
 
 
-def test_shared_sequences(launch):
-    pytest.importorskip("transformers")
-    launch("several.py", "check_ulysses.py", limit_s=600)
-
-
 def test_shared_sequences_beside_data_parallelism(launch):
     pytest.importorskip("transformers")
     launch("several.py", "check_ulysses.py", "check_each_stage", processes=4, limit_s=600)
-
-
-def test_checkpoints(launch):
-    launch("several.py", "check_deepspeed_checkpoints.py", limit_s=600)
 
 
 @pytest.mark.parametrize("ranks", [(2, 1), (1, 2)])

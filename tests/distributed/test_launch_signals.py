@@ -86,9 +86,8 @@ def test_a_killed_launcher_leaves_no_orphans(tmp_path):
 
 
 def test_what_a_failed_rank_has_started_ends_too(tmp_path):
-    status, errors = Job(
-        tmp_path, RANK + "if os.environ['RANK'] == '1':\n    raise ValueError('x')\ntime.sleep(300)"
-    ).end()
+    fails = RANK + "if os.environ['RANK'] == '1':\n    raise ValueError('x')\ntime.sleep(300)"
+    status, errors = Job(tmp_path, fails).end()
     assert status == 1 and errors.count("ValueError: x") == 1
 
 

@@ -55,7 +55,6 @@ class Job:
         return status, self.said(machine, "out"), self.said(machine)
 
     def said(self, machine: int, stream: str = "err") -> str:
-        """Return what a launcher and its processes have printed so far."""
         return (self.folder / f"{stream}{machine}").read_text()
 
     def wait_for(self, found: Callable[[], object], what: str) -> None:

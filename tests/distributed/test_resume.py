@@ -93,7 +93,6 @@ if is_datasets_available():
 
 
 def command(folder: Path, processes: int, name: str, plan: dict[str, Any]) -> dict[str, Any]:
-    """Return how the script is launched with a plan."""
     file = folder / f"{name}.json"
     file.write_text(json.dumps(plan, default=str))
     words = [*launch_command(processes, cpu=True), str(SCRIPTS / "resume_run.py"), str(file)]
@@ -101,7 +100,6 @@ def command(folder: Path, processes: int, name: str, plan: dict[str, Any]) -> di
 
 
 def launch(folder: Path, processes: int, name: str, **plan: Any) -> str:
-    """Run the script once and return what it printed."""
     ended = done(**command(folder, processes, name, plan), timeout=300)
     assert ended.returncode == 0, f"{name}\n{ended.stdout[-3000:]}\n{ended.stderr[-6000:]}"
     return ended.stdout + ended.stderr
@@ -253,7 +251,6 @@ class Victim:
                 yield int(line.split()[1])
 
     def kill(self) -> None:
-        """Kill the launcher and every rank, and wait until the last one is gone."""
         ranks = [int(Path(self.out, f"pid.{rank}").read_text()) for rank in range(self.processes)]
         for pid in dict.fromkeys([self.process.pid, *ranks]):
             try:
@@ -264,7 +261,6 @@ class Victim:
         self.process.wait(timeout=LIMIT_S)
 
     def end(self) -> None:
-        """Let it come to its end."""
         self.process.communicate(timeout=LIMIT_S)
         self.errors.seek(0)
         assert self.process.returncode == 0, self.errors.read()[-6000:]

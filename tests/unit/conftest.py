@@ -25,8 +25,6 @@ def place(tmp_path, monkeypatch):
 
 @pytest.fixture
 def default_file(place):
-    """Write the default configuration file, and return its path."""
-
     def write(text):
         path = place / "home" / "accelerate" / "default_config.yaml"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -58,7 +56,6 @@ class Programs:
         self.folder, self.record = folder, folder.parent / "record.jsonl"
 
     def add(self, name, version=None):
-        """Put a program there; it answers `--version` with a text if there is one."""
         answer = self.folder.parent / f"{name}.version"
         if version is not None:
             answer.write_text(version)
@@ -67,7 +64,6 @@ class Programs:
         file.chmod(file.stat().st_mode | stat.S_IXUSR)
 
     def calls(self):
-        """Return how they were called, in order."""
         return [json.loads(line) for line in self.record.read_text().splitlines()] if self.record.exists() else []
 
 

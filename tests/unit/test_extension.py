@@ -158,11 +158,8 @@ def test_hooks_are_called_by_order_and_phases_end_after_errors():
 def test_a_hook_that_no_extension_overrides_is_empty():
     extensions = Extensions()
     extensions.add(Extension(extensions))
-    names = [
-        name
-        for name in vars(Extension)
-        if not name.startswith("_") and name not in ("order", "run", "serves", "attach")
-    ]
+    others = ("order", "run", "serves", "attach")
+    names = [name for name in vars(Extension) if not name.startswith("_") and name not in others]
     assert names and [getattr(extensions, name) for name in names] == [()] * len(names)
     assert extensions.phase("backward") is extensions.phase("gather")
 

@@ -59,7 +59,6 @@ class OwnAdapter(logging.LoggerAdapter):
 
 
 def line():
-    """Return the line that calls this."""
     return inspect.currentframe().f_back.f_lineno
 
 

@@ -26,10 +26,8 @@ def imported_beside(version: str, folder: pathlib.Path, program: str) -> subproc
 def test_an_older_torch_is_named_with_what_to_do(tmp_path, program):
     done = imported_beside("2.6.0+cu124", tmp_path, program)
     last = done.stderr.splitlines()[-1]
-    assert (
-        last
-        == "ImportError: accelerate needs torch>=2.7, and torch 2.6.0+cu124 is installed: pip install 'torch>=2.7'"
-    )
+    needed = "accelerate needs torch>=2.7, and torch 2.6.0+cu124 is installed: pip install 'torch>=2.7'"
+    assert last == f"ImportError: {needed}"
 
 
 @pytest.mark.parametrize("version", ["2.7.0", "2.15.0a0+git1234", "3.0.0.dev20270101", "unknown"])

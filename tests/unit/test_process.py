@@ -5,8 +5,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from accelerate import process
+from accelerate import Accelerator, process
 from accelerate.config.enums import DistributedType
+from accelerate.config.handlers import InitProcessGroupKwargs
 from accelerate.process import PartialState, do_nothing
 from accelerate.runtime import storage, torch_private
 
@@ -68,9 +69,6 @@ def test_sagemaker_needs_its_package():
         PartialState(_use_sagemaker_dp=True)
 
 
-# A live process group
-
-
 @pytest.fixture
 def pair(process_group, monkeypatch):
     """A state that believes to be rank 1 of 2, with a live group."""
@@ -88,8 +86,13 @@ def test_a_live_group_is_adopted(pair):
 
 
 def test_settings_that_cannot_take_effect_name_both_values(pair):
-    with pytest.raises(ValueError, match=r"timeout=.*seconds=7.*1800"):
-        PartialState(timeout=timedelta(seconds=7))
+    handler = InitProcessGroupKwargs(timeout=timedelta(seconds=7))
+    for build in (
+        lambda: PartialState(timeout=handler.timeout),
+        lambda: Accelerator(cpu=True, kwargs_handlers=[handler]),
+    ):
+        with pytest.raises(ValueError, match=r"timeout=.*seconds=7.*1800"):
+            build()
     with pytest.raises(ValueError, match=r"backend='mpi'.*'gloo'"):
         PartialState(backend="mpi")
     PartialState(timeout=timedelta(minutes=30), backend="gloo")
@@ -115,9 +118,6 @@ def test_state_of_a_destroyed_group_answers_until_one_asks_anew(pair, monkeypatc
         pair.wait_for_everyone()
     assert PartialState(cpu=True).num_processes == 1
     assert pair.num_processes == 2
-
-
-# Decorators and splitting
 
 
 @pytest.mark.parametrize(("rank", "runs"), [(0, True), (1, False)])

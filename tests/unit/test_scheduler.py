@@ -37,9 +37,8 @@ def test_it_advances_once_per_data_parallel_replica(split, expected, monkeypatch
     scheduler.step()
     assert scheduler.get_last_lr() == [expected]
     scheduler.split_batches = False
-    monkeypatch.setitem(
-        accelerator.state.__dict__, "parallelism_config", ParallelismConfig(dp_shard_size=2, tp_size=2)
-    )
+    shared = ParallelismConfig(dp_shard_size=2, tp_size=2)
+    monkeypatch.setitem(accelerator.state.__dict__, "parallelism_config", shared)
     assert scheduler.steps_per_update == 2, "with a mesh, ranks that share a batch are one replica"
     shared = ParallelismConfig(sp_size=2)
     monkeypatch.setitem(accelerator.state.__dict__, "parallelism_config", shared)
@@ -136,11 +135,8 @@ def test_resuming_on_other_replicas_keeps_the_rates(tmp_path, monkeypatch, befor
     second = Resumed(monkeypatch, after, accumulation=accumulation)
     messages = second.load(tmp_path / "a")
     assert len(messages) == 1, "only that of a function"
-    assert (
-        "the function of LambdaLR" in messages[0]
-        and f"{before} steps" in messages[0]
-        and f"take {after}" in messages[0]
-    )
+    expected_words = ("the function of LambdaLR", f"{before} steps", f"take {after}")
+    assert all(words in messages[0] for words in expected_words)
     second.update(5)
     second.accelerator.save_state(tmp_path / "b")
     third = Resumed(monkeypatch, after, accumulation=accumulation)  # the steps are still those of the first run

@@ -54,9 +54,6 @@ def test_is_built_by_an_accelerator_and_holds_the_process_and_the_plugins():
         build(fsdp_plugin=Plugin())
 
 
-# Precision
-
-
 @pytest.mark.parametrize("name", ["fp17", ""])
 def test_unknown_precision(name, monkeypatch):
     with pytest.raises(ValueError, match=r"mixed_precision.*no, fp8, fp16, bf16"):
@@ -83,9 +80,6 @@ def test_a_live_state_cannot_change():
         AcceleratorState(cpu=True)
 
 
-# Engines
-
-
 def test_fsdp_plugin_counts_on_the_processor_too():
     with pytest.raises(ValueError, match="deepspeed_plugins and fsdp_plugin"):
         build(deepspeed_plugin=Plugin(), fsdp_plugin=Plugin())
@@ -109,9 +103,6 @@ def test_loading_on_one_rank_is_announced_as_long_as_the_state_is_there(monkeypa
     build(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=True))
     AcceleratorState._reset_state()
     assert asked_for("fsdp_plugin")  # the launcher said so
-
-
-# Gradients
 
 
 class Loader:

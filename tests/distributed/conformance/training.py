@@ -141,7 +141,6 @@ class Run:
 
 
 def tensors_apart(have: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], tolerance: float) -> list[str]:
-    """Say which tensors differ, and by how much."""
     found = []
     if have.keys() != wanted.keys():
         found.append(f"keys: {sorted(have.keys() ^ wanted.keys())} are on one side only")

@@ -28,13 +28,11 @@ class SlowBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, inputs, slow):
-        """Change nothing."""
         ctx.slow = slow
         return inputs.clone()
 
     @staticmethod
     def backward(ctx, grads):
-        """Take a while."""
         if ctx.slow:
             compute()
         return grads, None
@@ -56,13 +54,11 @@ class SlowData(Dataset):
 
 
 def step(accelerator, rank):
-    """Compute in a step of rank 1."""
     if rank == 1:
         compute()
 
 
 def sleep(accelerator, rank):
-    """Sleep on rank 1."""
     if rank == 1:
         time.sleep(SLOW_S)
 
@@ -75,20 +71,17 @@ def backward(accelerator, rank):
 
 
 def loader(accelerator, rank):
-    """Read slowly on rank 1, in a worker process."""
     for _ in DataLoader(SlowData(rank == 1), num_workers=1):
         accelerator.reduce(torch.ones(1))
 
 
 def main_process_first(accelerator, rank):
-    """Prepare data on rank 0, for which the others wait."""
     with accelerator.main_process_first():
         if rank == 0:
             compute()
 
 
 def save(accelerator, rank):
-    """Save with a slow hook on rank 0."""
     accelerator.prepare(nn.Linear(4, 1))
     folder = accelerator.gather_for_metrics([tempfile.mkdtemp()], use_gather_object=True)[0]
     hook = accelerator.register_save_state_pre_hook(lambda *_: compute() if rank == 0 else None)
@@ -97,7 +90,6 @@ def save(accelerator, rank):
 
 
 def evaluation(accelerator, rank):
-    """Evaluate on rank 0 alone, with lists and words instead of tensors."""
     if accelerator.is_main_process:
         deadline = time.monotonic() + SLOW_S
         while time.monotonic() < deadline:
@@ -105,13 +97,11 @@ def evaluation(accelerator, rank):
 
 
 def child(accelerator, rank):
-    """Wait for a program on rank 1."""
     if rank == 1:
         subprocess.run([sys.executable, "-c", f"import time; time.sleep({SLOW_S})"], check=True)
 
 
 def thread(accelerator, rank):
-    """Wait for a thread on rank 1."""
     if rank == 1:
         works = threading.Thread(target=compute)
         works.start()
@@ -119,7 +109,6 @@ def thread(accelerator, rank):
 
 
 def retry(accelerator, rank):
-    """Try again in an exception handler of rank 1."""
     try:
         if rank == 1:
             raise OSError("not yet")

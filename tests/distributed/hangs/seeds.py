@@ -26,7 +26,6 @@ class TwoHeads(nn.Module):
         self.one, self.other = nn.Linear(4, 4), nn.Linear(4, 1)
 
     def forward(self, inputs, both=True):
-        """Run one layer, or both."""
         hidden = self.one(inputs)
         return self.other(hidden) if both else hidden
 
@@ -47,14 +46,12 @@ class Stalling(Dataset):
 
 
 def skipped_gather(accelerator, rank):
-    """Call `gather` on rank 0 alone."""
     if rank == 0:
         accelerator.gather(torch.ones(3))  # rank 0
     accelerator.wait_for_everyone()  # rank 1
 
 
 def early_break(accelerator, rank):
-    """Leave the loop on rank 1 alone."""
     model = accelerator.prepare(nn.Linear(4, 1))
     for step in range(4):
         if rank == 1 and step == 2:
@@ -103,7 +100,6 @@ def dead_worker(accelerator, rank):
 
 
 def dead_rank(accelerator, rank):
-    """Stop the process of rank 1."""
     accelerator.wait_for_everyone()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -111,7 +107,6 @@ def dead_rank(accelerator, rank):
 
 
 def sleeping_rank(accelerator, rank):
-    """Sleep on rank 1."""
     if rank == 1:
         time.sleep(FOREVER_S)  # rank 1
     accelerator.wait_for_everyone()  # rank 0
@@ -132,7 +127,6 @@ class LockedTracker(GeneralTracker):
         """Nothing."""
 
     def log(self, values, step=None, **kwargs):
-        """Wait for the lock."""
         with self.lock:  # rank 0
             pass
 
@@ -141,20 +135,17 @@ class LockedTracker(GeneralTracker):
 
 
 def locked_tracker(accelerator, rank):
-    """Log to a tracker that waits for a lock."""
     accelerator.trackers = [LockedTracker()]
     accelerator.log({"loss": 1.0}, step=0)
     accelerator.wait_for_everyone()  # rank 1
 
 
 def collective_in_main_process_first(accelerator, rank):
-    """Gather where rank 0 goes first."""
     with accelerator.main_process_first():  # rank 1
         accelerator.gather(torch.ones(3))  # rank 0
 
 
 def save_on_main_alone(accelerator, rank):
-    """Save on rank 0 alone."""
     accelerator.prepare(nn.Linear(4, 1))
     if accelerator.is_main_process:
         accelerator.save_state(tempfile.mkdtemp())  # rank 0
@@ -162,14 +153,12 @@ def save_on_main_alone(accelerator, rank):
 
 
 def unused_parameter(accelerator, rank):
-    """Use a layer on rank 0 alone."""
     model = accelerator.prepare(TwoHeads())
     accelerator.backward(model(torch.ones(2, 4), both=rank == 0).sum())  # rank 0
     accelerator.wait_for_everyone()  # rank 1
 
 
 def sharded_forward(accelerator, rank):
-    """Run a sharded model on rank 0 alone."""
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
     model = Accelerator(cpu=True, fsdp_plugin=plugin).prepare(nn.Linear(4, 4))
     if rank == 0:
@@ -178,7 +167,6 @@ def sharded_forward(accelerator, rank):
 
 
 def skipped_module(accelerator, rank):
-    """Leave a layer of a sharded model out on rank 1."""
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=1)
     model = Accelerator(cpu=True, fsdp_plugin=plugin).prepare(TwoHeads())
     model(torch.ones(2, 4), both=rank == 0)
@@ -186,7 +174,6 @@ def skipped_module(accelerator, rank):
 
 
 def barrier_in_thread(accelerator, rank):
-    """Call a barrier in a thread of rank 0."""
     if rank == 0:
         thread = threading.Thread(target=dist.barrier)
         thread.start()
@@ -202,7 +189,6 @@ SEEDS = [
 
 
 def main(name):
-    """Run a program that hangs."""
     function = next(seed for seed in SEEDS if seed.__name__ == name)
     if function in (sharded_forward, skipped_module):
         return function(None, int(os.environ["RANK"]))

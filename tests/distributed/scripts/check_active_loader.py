@@ -27,9 +27,8 @@ def numbered(accelerator, kind, steps, first, short=0):
     """
     numbers = torch.arange(first, first + 2 * world() * steps - short)
     dataset = Stream(list(numbers)) if kind == "stream" else numbers
-    return accelerator.prepare(DataLoader(dataset, batch_size=2)), [
-        part.tolist() for part in numbers.split(2 * world())
-    ]
+    wanted = [part.tolist() for part in numbers.split(2 * world())]
+    return accelerator.prepare(DataLoader(dataset, batch_size=2)), wanted
 
 
 def mark(accelerator, model):
@@ -53,7 +52,6 @@ def expect(accelerator, loader, is_last, batch, want):
 
 
 def walk(accelerator, loader, want, stop=None):
-    """Go through a loop, up to a step where it is left."""
     for number, batch in enumerate(loader):
         expect(accelerator, loader, number == len(want) - 1, batch, want[number])
         if number == stop:

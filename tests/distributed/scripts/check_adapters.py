@@ -13,8 +13,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from accelerate.utils import GradientAccumulationPlugin
-
 STEPS, MAX_NORM = 4, 0.3
 AVERAGED = "accelerate.strategies.consistency"
 
@@ -88,17 +86,21 @@ def trained(accelerator, model, optimizer, window, **options):
     return norms
 
 
+def equals_one_process(accelerator, model, window, what, **options):
+    """Prepare a model with its optimizer, train it, and compare; return both, and the weights of one process."""
+    model, optimizer = accelerator.prepare(model, adam(model))
+    norms, (expected, values) = trained(accelerator, model, optimizer, window, **options), alone(window)
+    assert torch.allclose(torch.tensor(norms), torch.tensor(expected), atol=1e-5), (what, norms, expected)
+    assert_close(weights(accelerator, model), values)
+    return model, optimizer, values
+
+
 def check_adapters_of_a_sharded_model_train_as_on_one_process():
     for window in (1, 3):
         accelerator = fresh_accelerator(gradient_accumulation_steps=window)
-        model = arrived()
-        model, optimizer = accelerator.prepare(model, adam(model))
+        model, optimizer, values = equals_one_process(accelerator, arrived(), window, window)
         assert optimizer.param_groups[0]["foreach"] is False, "torch's default on GPUs refuses DTensors beside others"
-        norms = trained(accelerator, model, optimizer, window)
-        expected, values = alone(window)
-        assert torch.allclose(torch.tensor(norms), torch.tensor(expected), atol=1e-5), (window, norms, expected)
         assert_same_everywhere([model.first.down, model.blocks[1][0].up], window)
-        assert_close(weights(accelerator, model), values)
         with shared_folder() as folder:
             place = os.path.join(folder, "state")
             accelerator.save_state(place)
@@ -111,12 +113,8 @@ def check_adapters_of_a_sharded_model_train_as_on_one_process():
 def as_on_one_process(names, shape):
     """Train what arrives over a mesh, and return which sizes were found."""
     accelerator = fresh_accelerator(gradient_accumulation_steps=2)
-    model = arrived(names, shape)
-    model, optimizer = accelerator.prepare(model, adam(model))
-    norms, (expected, values) = trained(accelerator, model, optimizer, 2), alone(2)
-    assert torch.allclose(torch.tensor(norms), torch.tensor(expected), atol=1e-5), (names, norms, expected)
+    model, *_ = equals_one_process(accelerator, arrived(names, shape), 2, names)
     assert_same_everywhere([model.first.down, model.blocks[1][0].up], names)
-    assert_close(weights(accelerator, model), values)
     layout = accelerator.parallelism_config
     return layout.dp_replicate_size, layout.dp_shard_size, layout.tp_size
 
@@ -136,11 +134,7 @@ def four_adapters_on_meshes():
 
 
 def check_items_weigh_adapters_too():
-    accelerator = fresh_accelerator(gradient_accumulation_steps=2)
-    model = arrived()
-    model, optimizer = accelerator.prepare(model, adam(model))
-    norms = trained(accelerator, model, optimizer, 2, num_items=4)
-    assert torch.allclose(torch.tensor(norms), torch.tensor(alone(2)[0]), atol=1e-5), norms
+    equals_one_process(fresh_accelerator(gradient_accumulation_steps=2), arrived(), 2, "items", num_items=4)
 
 
 def check_whole_gradients_travel_once_a_window():
@@ -198,30 +192,19 @@ def check_an_overflow_in_an_adapter_is_seen_by_all_ranks():
 
 def check_modules_that_fsdp_ignores_train_as_on_one_process():
     for version, window in itertools.product((1, 2), (1, 3)):
-        plugin = GradientAccumulationPlugin(num_steps=window)
-        accelerator = fresh_accelerator(
-            fsdp_plugin=sharding(
-                version, ignored_modules="last|first", use_orig_params=True if version == 1 else None
-            ),
-            gradient_accumulation_plugin=plugin,
-        )
+        plugin = sharding(version, ignored_modules="last|first", use_orig_params=True if version == 1 else None)
+        accelerator = fresh_accelerator(fsdp_plugin=plugin, gradient_accumulation_steps=window)
         torch.manual_seed(0)
-        model = adapt(Model())
         with logged(AVERAGED) as lines:
-            model, optimizer = accelerator.prepare(model, adam(model))
+            equals_one_process(accelerator, adapt(Model()), window, version)
         assert len(lines) == (rank() == 0) and all("averages their gradients" in line for line in lines), lines
-        norms = trained(accelerator, model, optimizer, window)
-        expected, values = alone(window)
-        assert torch.allclose(torch.tensor(norms), torch.tensor(expected), atol=1e-5), (version, norms, expected)
-        assert_close(weights(accelerator, model), values)
 
 
 def check_ignored_modules_that_differ_stay_each_ranks_own():
     """A program may keep experts of its own in them."""
     for version in (1, 2):
-        accelerator = fresh_accelerator(
-            fsdp_plugin=sharding(version, ignored_modules="last", cpu_ram_efficient_loading=False)
-        )
+        plugin = sharding(version, ignored_modules="last", cpu_ram_efficient_loading=False)
+        accelerator = fresh_accelerator(fsdp_plugin=plugin)
         model, _ = build()
         with torch.no_grad():
             model.last.weight += rank()

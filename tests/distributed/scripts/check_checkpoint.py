@@ -33,14 +33,12 @@ class Job:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50)
         loader = DataLoader(rows, batch_size=3, shuffle=True)
-        self.model, self.optimizer, self.scheduler, self.loader = self.accelerator.prepare(
-            model, optimizer, scheduler, loader
-        )
+        prepared = self.accelerator.prepare(model, optimizer, scheduler, loader)
+        self.model, self.optimizer, self.scheduler, self.loader = prepared
         self.counter = Kept(count=0, history=torch.zeros(3))
         self.accelerator.register_for_checkpointing(self.counter)
 
     def step(self, batch):
-        """Train on one batch and return the loss of this rank."""
         batch = batch + 0.1 * random.random() + 0.1 * np.random.rand()
         with self.accelerator.accumulate(self.model):
             loss = learn(self.accelerator, self.model(batch).pow(2).mean(), self.optimizer, self.scheduler)
@@ -49,7 +47,6 @@ class Job:
         return loss
 
     def steps(self, number):
-        """Train on some batches."""
         for _, batch in zip(range(number), self.loader, strict=False):
             self.step(batch)
 
@@ -58,7 +55,6 @@ class Job:
         return [self.step(batch) for batch in self.accelerator.skip_first_batches(self.loader, behind)]
 
     def saved(self, folder):
-        """Save, and return what was saved."""
         self.accelerator.save_state(folder)
         return self.everything()
 
@@ -66,9 +62,8 @@ class Job:
         """Return copies of all that a checkpoint is to bring back, as nested lists, dicts and tensors."""
         scaler = self.accelerator.scaler
         # The statistics of a batch are the main process's: it sends them to the others with the next batch.
-        shared = [
-            name for name in self.model.state_dict() if self.accelerator.is_main_process or "running" not in name
-        ]
+        main = self.accelerator.is_main_process
+        shared = [name for name in self.model.state_dict() if main or "running" not in name]
         return {
             "model": {name: self.model.state_dict()[name].clone() for name in shared},
             "optimizer": json.loads(json.dumps(self.optimizer.state_dict(), default=lambda t: t.tolist())),
@@ -162,7 +157,6 @@ def facts(job):
 
 
 def write(folder):
-    """Leave a checkpoint, with what it holds beside it."""
     job = Job()
     job.epoch()
     job.accelerator.save_state(folder)
@@ -173,7 +167,6 @@ def write(folder):
 
 
 def read(folder):
-    """Load a checkpoint and compare it with what is beside it."""
     told = torch.load(os.path.join(folder, "facts.pt"))
     job = Job(seed=9)
     rank = job.accelerator.process_index

@@ -19,7 +19,6 @@ SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "n
 
 
 def main(folder: str, *experts: str) -> None:
-    """Train, and save and load where there is a folder."""
     with CollectiveRecorder() as recorder:
         spread = {"parallelism_config": ParallelismConfig(dp_shard_size=2, ep_size=2)} if experts else {}
         accelerator = Accelerator(**spread)
@@ -50,10 +49,8 @@ def main(folder: str, *experts: str) -> None:
             accelerator.load_state(folder)
     if accelerator.process_index == 1:
         shapes = [list(getattr(each, "_local_tensor", each).shape) for each in model.parameters()]
-        print(
-            "FOUND",
-            json.dumps({"calls": calls, "shapes": shapes, "batches": plan.own.batches, "read": plan.own.samples}),
-        )
+        found = {"calls": calls, "shapes": shapes, "batches": plan.own.batches, "read": plan.own.samples}
+        print("FOUND", json.dumps(found))
 
 
 main(*sys.argv[1:])

@@ -86,9 +86,8 @@ def equals_one_process(micro_batches: int = 1, atol: float = 1e-5, **settings) -
                 optimizer.zero_grad()
             expected = sum(reference(*each)["loss"] for each in mine) / world()
             (expected / micro_batches).backward()
-            assert_all_close(
-                [accelerator.reduce(loss.detach().float(), "mean")], [expected.detach()], rtol=atol, atol=atol
-            )
+            found = accelerator.reduce(loss.detach().float(), "mean")
+            torch.testing.assert_close(found, expected.detach(), rtol=atol, atol=atol)
         nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
         optimizers[0].step()
         optimizers[0].zero_grad()
@@ -98,20 +97,15 @@ def equals_one_process(micro_batches: int = 1, atol: float = 1e-5, **settings) -
     assert_all_close(values, [value.detach() for value in reference.parameters()], rtol=atol, atol=atol)
 
 
-def check_under_fsdp2() -> None:
-    equals_one_process(fsdp_plugin=plugin())
-
-
-def check_accumulated_kept_whole_and_recomputed() -> None:
-    equals_one_process(2, fsdp_plugin=plugin(reshard_after_forward=False, activation_checkpointing=True))
-
-
-def check_in_mixed_precision() -> None:
-    equals_one_process(atol=5e-2, mixed_precision="bf16", fsdp_plugin=plugin())
-
-
-def check_under_ddp() -> None:
-    equals_one_process(2)
+def check_it_trains_as_one_process() -> None:
+    recomputed = plugin(reshard_after_forward=False, activation_checkpointing=True)
+    for options in (
+        {"fsdp_plugin": plugin()},
+        {"micro_batches": 2, "fsdp_plugin": recomputed},
+        {"atol": 5e-2, "mixed_precision": "bf16", "fsdp_plugin": plugin()},
+        {"micro_batches": 2},
+    ):
+        equals_one_process(**options)
 
 
 def check_evaluation() -> None:

@@ -5,7 +5,7 @@ import itertools
 
 import torch
 from expect import logged, raised
-from harness import fresh_accelerator, rank, shared_folder, world
+from harness import fresh_engine, rank, shared_folder, world
 from models import WIDTH, inputs_of, mean_square, network
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -35,7 +35,7 @@ def engines(stage=2, mixed_precision="no", config=None, dynamo=None, dataloader_
         if config
         else DeepSpeedPlugin(zero_stage=stage, gradient_clipping=1.0, zero3_save_16bit_model=True, **options)
     )
-    return fresh_accelerator(
+    return fresh_engine(
         deepspeed_plugin=plugin,
         mixed_precision=mixed_precision,
         gradient_accumulation_steps=STEPS,
@@ -140,7 +140,6 @@ def check_each_of_two_engines_learns_from_its_own_loss():
     assert changed == [False, True]
     with raised(ValueError, "2 of the prepared engines"):
         accelerator.backward((student(x) - teacher(x)).pow(2).mean())
-    accelerator.free_memory()
 
 
 def check_placeholders_stand_for_the_configuration():
@@ -154,7 +153,6 @@ def check_placeholders_stand_for_the_configuration():
     assert filled["optimizer"]["params"] == {"lr": 5e-3, "weight_decay": 0, "torch_adam": True}
     assert filled["scheduler"]["params"] == {"warmup_min_lr": 0, "warmup_max_lr": 5e-3, "warmup_num_steps": 1}
     assert (filled["train_batch_size"], filled["train_micro_batch_size_per_gpu"]) == (2 * STEPS * world(), 2)
-    accelerator.free_memory()
 
 
 def check_the_engine_that_trains_is_the_one_that_is_wrapped():
@@ -167,7 +165,6 @@ def check_the_engine_that_trains_is_the_one_that_is_wrapped():
         if first == "student":
             accelerator.prepare(frozen)
         assert accelerator.deepspeed_engine_wrapped.engine is student
-        accelerator.free_memory()
 
 
 def check_a_schedule_of_the_configuration_ends_with_the_training():
@@ -185,10 +182,8 @@ def check_a_schedule_of_the_configuration_ends_with_the_training():
         told = accelerator.deepspeed_config["scheduler"]["params"]
         assert (told["total_num_steps"], told["warmup_num_steps"]) == (total, 2), told
         train(accelerator, model, optimizer, scheduler, updates=range(total))
-        near(
-            scheduler.get_last_lr(), [5e-3 / (total - 2)]
-        )  # one step before nought, because DeepSpeed's first has rate 0
-        accelerator.free_memory()
+        # One step before nought, because DeepSpeed's first has rate 0.
+        near(scheduler.get_last_lr(), [5e-3 / (total - 2)])
 
 
 def check_a_scheduler_of_deepspeeds_steps_with_the_engine_and_is_saved():
@@ -212,14 +207,13 @@ def check_a_scheduler_of_deepspeeds_steps_with_the_engine_and_is_saved():
         assert schedule.last_batch_iteration == 2
         train(accelerator, model, optimizer, scheduler, updates=range(3, 4))
         near(optimizer.param_groups[0]["lr"], 1.5e-3)
-    accelerator.free_memory()
 
 
 def check_no_limit_of_gradients_means_none():
     moved = {}
     for limit in (0, 1.0):
         plugin = DeepSpeedPlugin(zero_stage=1, gradient_clipping=limit)
-        accelerator = fresh_accelerator(deepspeed_plugin=plugin)
+        accelerator = fresh_engine(deepspeed_plugin=plugin)
         model = network()
         before = [weight.detach().clone() for weight in model.parameters()]
         model, *_ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3), loader())
@@ -228,20 +222,18 @@ def check_no_limit_of_gradients_means_none():
         change = [weight - former for weight, former in zip(model.module.parameters(), before, strict=True)]
         moved[limit] = torch.cat([one.flatten() for one in change]).norm().item()
         near(moved[limit], 1e-3 * (norm if limit == 0 else limit), 1e-3)
-        accelerator.free_memory()
     assert moved[0] > 10 * moved[1.0], moved
 
 
 def check_sizes_of_batches_are_those_of_a_rank():
     for split, dispatch in itertools.product((False, True), repeat=2):
         config = DataLoaderConfiguration(split_batches=split, dispatch_batches=dispatch)
-        accelerator = fresh_accelerator(deepspeed_plugin=DeepSpeedPlugin(zero_stage=1), dataloader_config=config)
+        accelerator = fresh_engine(deepspeed_plugin=DeepSpeedPlugin(zero_stage=1), dataloader_config=config)
         model = network()
         _, _, batches = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3), loader(4))
         size = next(iter(batches))[0].shape[0]
         told = accelerator.deepspeed_config
         assert (told["train_micro_batch_size_per_gpu"], told["train_batch_size"]) == (size, size * world()), told
-        accelerator.free_memory()
 
 
 def check_autocast_is_the_engines_own():
@@ -250,7 +242,6 @@ def check_autocast_is_the_engines_own():
     with accelerator.autocast():
         assert torch.nn.Linear(2, 2)(torch.ones(1, 2)).dtype == torch.float32
         assert model(torch.ones(1, WIDTH)).dtype == torch.bfloat16
-    accelerator.free_memory()
 
 
 def check_hooks_of_checkpoints_see_engines_and_load_none():
@@ -283,7 +274,6 @@ def check_hooks_of_checkpoints_see_engines_and_load_none():
             ["Sequential"],
         ]
         assert seen[0][0] is seen[1][0] is teacher and seen[0][1] is model
-        accelerator.free_memory()
 
 
 def check_what_does_not_fit_is_refused_on_every_rank():
@@ -323,7 +313,7 @@ def check_what_does_not_fit_is_refused_on_every_rank():
     with raised(ValueError, "num_items"):
         accelerator.backward(torch.ones(1), num_items=1)
     with raised(NotImplementedError, "parallelism_config"):
-        fresh_accelerator(
+        fresh_engine(
             deepspeed_plugin=DeepSpeedPlugin(zero_stage=1), parallelism_config=ParallelismConfig(tp_size=world())
         ).prepare(network(), loader())
     with raised(NotImplementedError, "fp8"):
@@ -341,10 +331,8 @@ def check_what_does_not_fit_is_refused_on_every_rank():
         accelerator.clip_grad_norm_(model.parameters(), 0.5)
     assert len(lines) == 1 and "gradient_clipping=1.0" in lines[0]
     accelerator.free_memory()
-    accelerator.deepspeed_plugin.deepspeed_config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = (
-        False
-    )
+    zero = accelerator.deepspeed_plugin.deepspeed_config["zero_optimization"]
+    zero["stage3_gather_16bit_weights_on_model_save"] = False
     model = prepared(accelerator)[0]
     with raised(ValueError, "stage3_gather_16bit_weights_on_model_save"):
         accelerator.get_state_dict(model)
-    accelerator.free_memory()

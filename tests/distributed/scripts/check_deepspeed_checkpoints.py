@@ -8,7 +8,7 @@ import sys
 import torch
 from check_deepspeed import STEPS, engines, loader, near, train
 from expect import raised
-from harness import fresh_accelerator, rank, shared_folder
+from harness import fresh_engine, rank, shared_folder
 from models import WIDTH
 from safetensors.torch import load_file
 from torch import nn
@@ -47,7 +47,7 @@ def accelerators(strategy, mixed_precision="no"):
     if strategy in STAGES:
         return engines(strategy, mixed_precision)
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2) if strategy == "fsdp2" else None
-    return fresh_accelerator(fsdp_plugin=plugin, gradient_accumulation_steps=STEPS)
+    return fresh_engine(fsdp_plugin=plugin, gradient_accumulation_steps=STEPS)
 
 
 def built(width, changed):
@@ -81,7 +81,6 @@ def trained(strategy, folder=None, updates=range(3), **options):
     if folder:
         accelerator.save_state(folder)
     losses, _ = train(accelerator, *objects, updates=range(3, 6))
-    accelerator.free_memory()
     return losses
 
 
@@ -93,7 +92,6 @@ def gone_on(strategy, folder, **options):
         plain = Network().state_dict()
         assert all(plain[name].equal(value) for name, value in (accelerator.get_state_dict(teacher) or {}).items())
     losses, _ = train(accelerator, *objects, updates=range(3, 6))
-    accelerator.free_memory()
     return losses
 
 
@@ -113,7 +111,6 @@ def check_a_run_goes_on_where_it_was_saved():
             wanted = train(accelerator, *objects, updates=range(3, 6))[0]
             accelerator.wait_for_checkpoint()
             assert not problems(f"{folder}/saved", Manifest.read(f"{folder}/saved"), deep=True)
-            accelerator.free_memory()
             assert gone_on(stage, f"{folder}/saved") == wanted
             with raised(ValueError, "absent"):
                 accelerators(stage).load_state(f"{folder}/absent")
@@ -157,7 +154,6 @@ def check_resharded_and_exported():
             accelerator.save_state(f"{folder}/{stage}")
             weights = accelerator.get_state_dict(objects[0]) or {}
             wanted = train(accelerator, *objects, updates=range(3, 6))[0]
-            accelerator.free_memory()
 
             def convert(stage=stage, weights=weights):
                 reshard(f"{folder}/{stage}", f"{folder}/{stage}_full", "full")
@@ -190,7 +186,6 @@ def check_a_refused_load_changes_nothing():
             assert all(after[name].equal(value) for name, value in former.items())
             assert sorted(os.listdir(folder)) == before
             train(accelerator, *objects, updates=range(2))
-            accelerator.free_memory()
 
 
 class Own:
@@ -206,7 +201,6 @@ def check_no_code_of_a_file_runs():
             with raised(Exception, "load_kwargs={'weights_only': False}"):
                 accelerator.load_state(f"{folder}/saved")
             accelerator.load_state(f"{folder}/saved", load_kwargs={"weights_only": False})
-            accelerator.free_memory()
 
 
 def check_frozen_weights_that_were_left_out_stay():
@@ -216,13 +210,11 @@ def check_frozen_weights_that_were_left_out_stay():
             train(accelerator, *objects, updates=range(3))
             accelerator.save_state(f"{folder}/saved", exclude_frozen_parameters=True)
             kept = accelerator.get_state_dict(objects[0]) or {}
-            accelerator.free_memory()
             accelerator, objects = begun(target, changed=True)
             accelerator.load_state(f"{folder}/saved")
             state = accelerator.get_state_dict(objects[0]) or {}
             for name, value in state.items() if rank() == 0 else ():
                 assert value.equal(2 * kept[name] if name.startswith("frozen") else kept[name]), name
-            accelerator.free_memory()
 
 
 def check_deepspeeds_own_script_reads_it():
@@ -241,7 +233,6 @@ def check_deepspeeds_own_script_reads_it():
                     assert found[name].equal(value), name
 
             alone(merge)
-            accelerator.free_memory()
 
 
 def check_save_model_in_16_bits():
@@ -255,11 +246,9 @@ def check_save_model_in_16_bits():
             near(found["first.weight"].tolist(), Network().first.weight.tolist(), 1e-2)
 
         alone(look)
-        accelerator.free_memory()
 
 
 def saved_here():
-    """Save with so many ranks."""
     for stage in (0, 1, 3):
         trained(stage, f"saved_{stage}")
 
@@ -274,7 +263,6 @@ def loaded_here():
         accelerator.load_state(name)
         weights = accelerator.get_state_dict(model) or {}
         accelerator.save_state("again")
-        accelerator.free_memory()
 
         def compare(name=name, weights=weights):
             def read(folder):

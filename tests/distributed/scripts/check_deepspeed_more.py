@@ -50,7 +50,6 @@ def check_any_optimizer_trains_offloaded_states():
             state = accelerator.get_state_dict(model) or {}
             for name in state:
                 near(state[name].tolist(), weights[name].tolist())
-            accelerator.free_memory()
 
 
 def check_what_offload_cannot_do_is_refused_on_every_rank():
@@ -95,7 +94,6 @@ def check_fp16_scales_losses_or_is_refused():
         accelerator = engines(stage, "fp16")
         accelerator.deepspeed_plugin.deepspeed_config["fp16"]["initial_scale_power"] = 8
         near(train(accelerator, *prepared(accelerator))[0], losses, 5e-3)
-        accelerator.free_memory()
     accelerator = engines(2, "fp16")
     accelerator.deepspeed_plugin.deepspeed_config["fp16"] |= {"initial_scale_power": 20, "hysteresis": 1}
     model, optimizer, scheduler = prepared(accelerator)
@@ -115,7 +113,6 @@ def check_experts_that_not_every_rank_runs():
     for device in ("none", "cpu"):
         accelerator = engines(3, transformer_moe_cls_names="Experts", offload_param_device=device)
         near(train(accelerator, *prepared(accelerator, build=sparse))[0], losses)
-        accelerator.free_memory()
     with raised(ValueError, "holds Nothing", "the model has"):
         prepared(engines(3, transformer_moe_cls_names="Nothing"))
 
@@ -135,7 +132,6 @@ def check_compiled_engines_train_and_keep_their_names():
             accelerator.load_state(f"{folder}/saved")
             accelerator.save_model(model, folder)
             assert rank() or load_file(f"{folder}/model.safetensors").keys() == weights.keys()
-        accelerator.free_memory()
         torch._dynamo.reset()
 
 
@@ -164,7 +160,6 @@ def check_reports_tell_what_an_engine_has():
         assert copies <= steps <= copies + 4 * 4, held
         least = {0: count, 3: 65 + count}.get(stage, 132) * size
         assert least <= row.parameters <= least + 4 * size, held
-        accelerator.free_memory()
 
 
 def check_a_rank_that_does_not_come_to_save_is_named():
@@ -175,4 +170,3 @@ def check_a_rank_that_does_not_come_to_save_is_named():
         with raised(CollectiveMisuse, "rank 1 will not call it"):
             accelerator.save_state("saved")
     train(accelerator, *objects, updates=range(1, 2))  # rank 1 waits here
-    accelerator.free_memory()

@@ -2,12 +2,13 @@
 
 import atexit
 import functools
+import itertools
 import multiprocessing
 from collections import Counter
 
 import torch
 from harness import CPU, everywhere, fresh_accelerator, rank, world
-from torch import nn
+from models import Blocks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accelerate import FullyShardedDataParallelPlugin, ParallelismConfig
@@ -18,37 +19,13 @@ from accelerate.utils import TorchTensorParallelConfig, shift_labels
 PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 
 
-class Block(nn.Module):
-    """Two layers that tensor parallelism cuts; rows do not divide evenly by four."""
-
-    def __init__(self):
-        super().__init__()
-        self.up = nn.Linear(16, 24)
-        self.down = nn.Linear(24, 16)
-        self.norm = nn.LayerNorm(16)
-
-    def forward(self, x):
-        return self.norm(x + self.down(torch.relu(self.up(x))))
-
-
-class Net(nn.Module):
-    """Blocks between layers of their own, with a buffer."""
-
+class Net(Blocks):
     _no_split_modules = ("Block",)
     tp_plan = PLAN
 
     def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(6, 16)
-        self.blocks = nn.ModuleList([Block() for _ in range(4)])
-        self.last = nn.Linear(16, 6)
+        super().__init__(6, 16, 6, [24] * 4)
         self.register_buffer("scale", torch.ones(3))
-
-    def forward(self, x):
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.last(x) * self.scale[0]
 
 
 class Exchanges(TorchDispatchMode):
@@ -95,7 +72,6 @@ def counted(accelerator, windows=1, build=Net, loss_of=None):
 
 
 def foretold(build=Net, inputs=lambda batch, length: {"x": torch.ones(batch, length, 6)}, length=5, **sizes):
-    """Return what the estimator says of the same step."""
     layout = Layout(micro_batch=2, **sizes)
     profile = measure(build, inputs, layout, length)
     found = Counter()
@@ -153,8 +129,6 @@ def four_bytes_of_hsdp():
         assert found == said, (found, said)
 
 
-# -- models of transformers, whose sequences or experts are shared -----------------------------------------------------
-
 LENGTH, WORDS = 32, 64
 
 
@@ -207,20 +181,13 @@ def compare_shared_sequences(axis, size, windows=1):
 
     found = counted(accelerator, windows, language_model, loss_of)
     sizes = {"dp_shard": replicas, axis: size}
-    checked = {
-        "all_reduce": 2 * 8 * windows
-    }  # at each entry a rank on a CPU compares its batch with those of the others
+    checked = {"all_reduce": 2 * 8 * windows}  # at each entry a rank on a CPU compares its batch with the others'
     compare(found, checked, language_model, tokens, LENGTH, fsdp=True, accumulation=windows, **sizes)
 
 
-def slow_bytes_of_context_parallelism():
-    for windows in (1, 2) if CPU else ():
-        compare_shared_sequences("cp", world(), windows)
-
-
-def slow_bytes_of_sequence_parallelism():
-    for windows in (1, 2) if CPU else ():
-        compare_shared_sequences("sp", world(), windows)
+def slow_bytes_of_shared_sequences():
+    for axis, windows in itertools.product(("cp", "sp"), (1, 2)) if CPU else ():
+        compare_shared_sequences(axis, world(), windows)
 
 
 def four_bytes_of_shared_sequences_and_shards():

@@ -5,6 +5,7 @@ from functools import partial
 
 import torch
 from harness import fresh_accelerator, learn, rank, world
+from models import Block, Blocks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -16,31 +17,9 @@ from accelerate.utils import FullyShardedDataParallelPlugin, TorchDynamoPlugin, 
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
-class Block(nn.Module):
-    def __init__(self, width=16):
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, width), nn.Linear(width, 8)
-
-    def forward(self, x):
-        return x + self.down(torch.relu(self.up(self.norm(x))))
-
-
-class Net(nn.Module):
-    def __init__(self, blocks=2):
-        super().__init__()
-        self.first, self.head = nn.Linear(4, 8), nn.Linear(8, 3)
-        self.blocks = nn.ModuleList(Block(16 + 8 * number) for number in range(blocks))
-
-    def forward(self, x):
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
 def build(blocks=2):
     torch.manual_seed(0)
-    model = Net(blocks)
+    model = Blocks(4, 8, 3, [16 + 8 * number for number in range(blocks)])
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
@@ -88,7 +67,7 @@ def by_hand(policies, around):
     """Shard with torch alone, train, and return losses and weights."""
     model, _ = build()
     mesh = init_device_mesh("cpu", (world(),))
-    for name in ("blocks.1.norm", "blocks.1", "blocks.0.norm", "blocks.0", "head", ""):
+    for name in ("blocks.1.norm", "blocks.1", "blocks.0.norm", "blocks.0", "last", ""):
         if name in policies or "." in name or not name:
             fully_shard(model.get_submodule(name), mesh=mesh, mp_policy=policies.get(name, around))
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
@@ -105,21 +84,21 @@ def check_modules_compute_in_the_precision_of_their_names():
     low = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=BF16, output_dtype=BF16)
     norm = MixedPrecisionPolicy(param_dtype=FP32, reduce_dtype=FP32, output_dtype=BF16)
     exact = MixedPrecisionPolicy(param_dtype=FP32, reduce_dtype=FP32)
-    rules = {"*norm": "fp32", "head": {"param_dtype": "fp32", "reduce_dtype": "fp32"}}
+    rules = {"*norm": "fp32", "last": {"param_dtype": "fp32", "reduce_dtype": "fp32"}}
     accelerator = fresh_accelerator(mixed_precision="bf16", fsdp_plugin=sharding(module_precision=rules))
     model, optimizer = build()
     dtypes = seen_in(model)
     model, optimizer = accelerator.prepare(model, optimizer)
     losses = steps(accelerator, model, optimizer)
-    high, usual = {"blocks.0.norm", "blocks.1.norm", "head"}, (BF16, BF16)
+    high, usual = {"blocks.0.norm", "blocks.1.norm", "last"}, (BF16, BF16)
     assert len(dtypes) == 8
     assert all(seen == ((FP32, FP32) if name in high else usual) for name, seen in dtypes.items()), dtypes
-    expected, weights = by_hand({"blocks.0.norm": norm, "blocks.1.norm": norm, "head": exact}, low)
+    expected, weights = by_hand({"blocks.0.norm": norm, "blocks.1.norm": norm, "last": exact}, low)
     assert losses == expected, (losses, expected)
     require_equal(local(model), weights)
     report = accelerator.precision_report(model)
     assert report.dtype_of("*norm: 2 modules") == "float32, reduced in float32, outputs bfloat16", str(report)
-    assert report.dtype_of("head: 1 modules") == "float32, reduced in float32" and not report.warnings
+    assert report.dtype_of("last: 1 modules") == "float32, reduced in float32" and not report.warnings
     assert report.dtype_of("gradients exchanged") == "bfloat16, float32"
     # Without rules the norms are in bfloat16, and the losses others.
     assert by_hand({}, low)[0] != losses
@@ -129,8 +108,8 @@ def check_precision_by_name_is_refused_where_it_cannot_be():
     for rules, words in (
         ({"*nrom": "fp32"}, "holds. Correct it; near names: blocks.0.norm"),
         (
-            {"*": "fp32", "head": "bf16"},
-            "pattern 'head', which holds for no module of Net: none has such a name, or an earlier",
+            {"*": "fp32", "last": "bf16"},
+            "pattern 'last', which holds for no module of Blocks: none has such a name, or an earlier",
         ),
         ({"first": "fp32"}, "'first', which shares a parameter with another part"),
     ):
@@ -142,7 +121,7 @@ def check_precision_by_name_is_refused_where_it_cannot_be():
             raise AssertionError(f"{rules} passed")
         except ValueError as error:
             assert words in str(error), error
-        assert dict(model.named_parameters()).keys() == before.keys() and type(model) is Net
+        assert dict(model.named_parameters()).keys() == before.keys() and type(model) is Blocks
 
 
 class Gathers(TorchDispatchMode):
@@ -200,7 +179,7 @@ def check_blocks_are_compiled_one_by_one():
         dynamo = TorchDynamoPlugin(backend=backend, use_regional_compilation=True, fullgraph=fullgraph)
         accelerator = fresh_accelerator(fsdp_plugin=sharding(**options), dynamo_plugin=dynamo)
         model, _ = build()
-        model.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        model.blocks = nn.ModuleList(Block(8, 16) for _ in range(blocks))
         model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         return steps(accelerator, model, optimizer), local(model)
 
@@ -222,7 +201,7 @@ def check_units_are_blocks_wherever_they_are():
 
     class Unit(Block):
         def __init__(self):
-            super().__init__()
+            super().__init__(8, 16)
             self.norms = nn.ModuleList(nn.LayerNorm(8) for _ in range(2))
 
         def forward(self, x):

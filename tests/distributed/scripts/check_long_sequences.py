@@ -30,7 +30,6 @@ def layout_of(axis, size):
 
 
 def ready(axis, *models):
-    """Return an Accelerator whose sequences are shared by all ranks."""
     accelerator = fresh_accelerator(parallelism_config=layout_of(axis, world()))
     accelerator._prepare_device_mesh()
     assert sequence.prepare(accelerator, axis, models) == models
@@ -192,7 +191,6 @@ def mean_loss(logits, shifted):
 
 
 def trained_whole(model, forward):
-    """Train in one process."""
     model, losses = copy.deepcopy(model), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for ids, mask, labels in batches():
@@ -267,30 +265,25 @@ PACKS = [  # lengths of documents in rows of 32 tokens, for each step; parts beg
 
 
 def packed_rows():
-    """Yield rows of packed documents, and the documents."""
     for step, lengths in enumerate(PACKS):
         generator = torch.Generator().manual_seed(step)
         documents = [
             [{"input_ids": torch.randint(1, WORDS, (n,), generator=generator)} for n in row] for row in lengths
         ]
         rows = [PackingCollator(2 * LENGTH)(row) for row in documents]
-        yield (
-            {name: torch.cat([row[name] for row in rows]) for name in rows[0]},
-            [one for row in documents for one in row],
-        )
+        whole = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+        yield whole, [one for row in documents for one in row]
 
 
 def trained_padded(model, attention):
-    """Train in one process on the same documents, padded."""
     model, losses = copy.deepcopy(model), []
     model.config._attn_implementation = attention
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _, documents in packed_rows():
         ids = nn.utils.rnn.pad_sequence([one["input_ids"] for one in documents], batch_first=True)
         mask = (ids != 0).long()
-        loss = mean_loss(
-            model(input_ids=ids, attention_mask=mask).logits, shift_labels(ids.masked_fill(mask == 0, -100))
-        )
+        logits = model(input_ids=ids, attention_mask=mask).logits
+        loss = mean_loss(logits, shift_labels(ids.masked_fill(mask == 0, -100)))
         loss.backward()
         losses.append(loss.item())
         optimizer.step()
@@ -411,9 +404,7 @@ def slow_counted_windows_are_exact():
 def check_teachers_follow():
     """A model that `prepare_model` gets for evaluation alone is right inside the context, or refused there, and free outside."""
     for axis in KINDS:
-        accelerator = fresh_accelerator(
-            parallelism_config=layout_of(axis, world())
-        )  # nothing is prepared before the teacher
+        accelerator = fresh_accelerator(parallelism_config=layout_of(axis, world()))  # the teacher is prepared first
         teacher, other = accelerator.prepare_model(llama(), evaluation_mode=True), llama()
         other.config._attn_implementation = "eager"
         eager = accelerator.prepare_model(other, evaluation_mode=True)

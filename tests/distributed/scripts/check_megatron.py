@@ -7,7 +7,7 @@ import warnings
 import cuda_on_cpu  # noqa: F401  first: core asks for its device when it is imported
 import torch
 from expect import raised
-from harness import everywhere, fresh_accelerator, rank, shared_folder, world
+from harness import everywhere, fresh_engine, rank, say, shared_folder, world
 from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
@@ -96,7 +96,7 @@ def plain(model, steps=STEPS, *, replicas, rate=lambda step: 1.0, count=2, make_
 
 def prepared(model, schedule=None, mixed_precision="no", make_optimizer=adamw, handlers=(), **plugin):
     settings = {"gradient_clipping": 1.0, "num_micro_batches": 2, **plugin}
-    accelerator = fresh_accelerator(
+    accelerator = fresh_engine(
         megatron_lm_plugin=MegatronLMPlugin(**settings), mixed_precision=mixed_precision, kwargs_handlers=[*handlers]
     )
     optimizer = make_optimizer(model)
@@ -138,26 +138,31 @@ def equal_to_plain(build, replicas=1, make_optimizer=adamw, loss_of=whole_loss, 
     near(state, weights)
     assert everywhere([round(one, 6) for one in found]) == [[round(one, 6) for one in found]] * world()
     assert accelerator.unwrap_model(objects[0]) is model
-    accelerator.free_memory()
 
 
-def check_tensor_parallel_llama():
-    equal_to_plain(llama, tp_degree=2)
-    equal_to_plain(lambda: llama(tie_word_embeddings=True), tp_degree=2, sequence_parallelism=True)
+# Core starts reductions and gathers while it computes; what is read afterwards is whole.
+OVERLAP = {"use_distributed_optimizer": True}
+OVERLAP |= {"other_megatron_args": {"overlap_grad_reduce": True, "overlap_param_gather": True}}
+ROPE = {"rope_type": "llama3", "rope_theta": 100.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
-def check_tensor_parallel_gpt2():
-    equal_to_plain(gpt2, tp_degree=2, use_distributed_optimizer=True)
-
-
-def check_pipeline():
-    equal_to_plain(llama, pp_degree=2, num_micro_batches=4)
-    equal_to_plain(gpt2, pp_degree=2)  # its embeddings are on the first stage and on the last
-
-
-def check_data_parallel():
-    equal_to_plain(llama, replicas=2)
-    equal_to_plain(llama, replicas=2, use_distributed_optimizer=True, recompute_activations=True)
+def check_it_trains_as_plain_torch():
+    for build, options in (
+        (llama, {"tp_degree": 2}),
+        (lambda: llama(tie_word_embeddings=True), {"tp_degree": 2, "sequence_parallelism": True}),
+        (lambda: llama(rope_parameters=ROPE | {"original_max_position_embeddings": 8192}), {"tp_degree": 2}),
+        (llama, {"tp_degree": 2, "sequence_parallelism": True, "recompute_granularity": "full"}),
+        (llama, {"tp_degree": 2, "make_optimizer": sgd}),
+        (gpt2, {"tp_degree": 2, "use_distributed_optimizer": True}),
+        (llama, {"pp_degree": 2, "num_micro_batches": 4}),
+        (gpt2, {"pp_degree": 2}),  # its embeddings are on the first stage and on the last
+        (gpt2, {"pp_degree": 2, "recompute_granularity": "full", "recompute_method": "block"}),
+        (llama, {"replicas": 2}),
+        (llama, {"replicas": 2, "use_distributed_optimizer": True, "recompute_activations": True}),
+        (llama, {"replicas": 2, **OVERLAP}),
+    ):
+        say(f"{build.__name__}, {options}")
+        equal_to_plain(build, **options)
 
 
 def four_ranks():
@@ -166,31 +171,7 @@ def four_ranks():
     resumes(tp_degree=2, pp_degree=2, use_distributed_optimizer=True)
 
 
-def check_recomputation_in_full():
-    equal_to_plain(llama, tp_degree=2, sequence_parallelism=True, recompute_granularity="full")
-    equal_to_plain(gpt2, pp_degree=2, recompute_granularity="full", recompute_method="block")
-
-
-def check_what_overlaps():
-    """Core starts reductions and gathers while it computes; what is read afterwards is whole."""
-    overlap = {"overlap_grad_reduce": True, "overlap_param_gather": True}
-    equal_to_plain(llama, replicas=2, use_distributed_optimizer=True, other_megatron_args=overlap)
-    resumes(use_distributed_optimizer=True, other_megatron_args=overlap)
-
-
-def check_positions_of_llama3():
-    told = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    rope = {"rope_type": "llama3", "rope_theta": 100.0, "factor": 4.0, **told}
-    equal_to_plain(lambda: llama(rope_parameters=rope), tp_degree=2)
-
-
-def check_plain_descent():
-    equal_to_plain(llama, tp_degree=2, make_optimizer=sgd)
-
-
 class Doubled(GPTTrainStep):
-    """A step of one's own."""
-
     def __init__(self, accelerator, args, factor):
         super().__init__(accelerator, args)
         self.factor = factor
@@ -238,7 +219,6 @@ def check_evaluation():
         engine.train()
         with torch.no_grad():
             near(engine(**next(iter(loader))).loss.item(), wanted[0])
-        accelerator.free_memory()
 
 
 def check_fp16():
@@ -248,15 +228,12 @@ def check_fp16():
     accelerator, *objects = prepared(llama(), mixed_precision="fp16", handlers=[handler], tp_degree=2)
     near(train(accelerator, *objects), losses, 0.02)
     assert not accelerator.optimizer_step_was_skipped
-    accelerator.free_memory()
-    accelerator, *objects = prepared(
-        llama(), mixed_precision="fp16", tp_degree=2, other_megatron_args={"hysteresis": 1}
-    )
+    scaling = {"mixed_precision": "fp16", "other_megatron_args": {"hysteresis": 1}}
+    accelerator, *objects = prepared(llama(), tp_degree=2, **scaling)
     before = accelerator.get_state_dict(objects[0])
     train(accelerator, *objects, steps=1)
     assert accelerator.optimizer_step_was_skipped
     near(accelerator.get_state_dict(objects[0]), before, 0)
-    accelerator.free_memory()
 
 
 def check_schedules():
@@ -270,7 +247,6 @@ def check_schedules():
         accelerator, *objects = prepared(llama(), schedule, tp_degree=2)
         near(train(accelerator, *objects), losses)
         assert all(one == 0.005 * rate(STEPS) for one in objects[-1].get_last_lr()), objects[-1].get_last_lr()
-        accelerator.free_memory()
 
 
 def rising(optimizer):
@@ -291,24 +267,30 @@ def resumes(schedule=rising, steps=STEPS, **plugin):
         accelerator.save_state(place)
         losses.append(objects[0](**batch).loss.item())
         wanted = accelerator.get_state_dict(objects[0])
-        accelerator.free_memory()
         accelerator, *objects = prepared(llama(initializer_range=0.5), schedule, **plugin)
         accelerator.load_state(place)
         near(objects[0](**batch).loss.item(), losses[-1], 0)
         near(accelerator.get_state_dict(objects[0]), wanted, 0)
-        accelerator.free_memory()
 
 
-def check_groups_that_are_alike_go_on():
-    for plugin in ({"tp_degree": 2}, {"pp_degree": 2}, {"use_distributed_optimizer": True}):
-        resumes(make_optimizer=alike, **plugin)
-    resumes(make_optimizer=sgd, schedule=falling, tp_degree=2)
-    resumes(make_optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1), pp_degree=2)
-
-
-def check_dropout_goes_on():
-    resumes(tp_degree=2, hidden_dropout=0.2, attention_dropout=0.2)
-    resumes(pp_degree=2, hidden_dropout=0.2, recompute_granularity="full")
+def check_it_goes_on_from_a_checkpoint():
+    for options in (
+        {"tp_degree": 2},
+        {"schedule": falling, "pp_degree": 2},
+        {"use_distributed_optimizer": True},
+        OVERLAP,
+        # What has no step behind it is saved, too.
+        {"steps": 0, "tp_degree": 2},
+        {"steps": 0, "use_distributed_optimizer": True},
+        *({"make_optimizer": alike, **kind} for kind in ({"tp_degree": 2}, {"pp_degree": 2})),
+        {"make_optimizer": alike, "use_distributed_optimizer": True},
+        {"make_optimizer": sgd, "schedule": falling, "tp_degree": 2},
+        {"make_optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=0.1), "pp_degree": 2},
+        {"tp_degree": 2, "hidden_dropout": 0.2, "attention_dropout": 0.2},
+        {"pp_degree": 2, "hidden_dropout": 0.2, "recompute_granularity": "full"},
+    ):
+        say(str(options))
+        resumes(**options)
 
 
 def check_the_ranks_of_a_layer_drop_the_same():
@@ -317,19 +299,6 @@ def check_the_ranks_of_a_layer_drop_the_same():
     train(accelerator, *objects)
     whole = [float(value.sum()) for name, value in accelerator.get_state_dict(objects[0]).items() if "norm" in name]
     assert everywhere(whole) == [whole] * world()
-    accelerator.free_memory()
-
-
-def check_it_goes_on_from_its_beginning():
-    """What has no step behind it is saved, too."""
-    resumes(steps=0, tp_degree=2)
-    resumes(steps=0, use_distributed_optimizer=True)
-
-
-def check_it_goes_on_from_a_checkpoint():
-    resumes(tp_degree=2)
-    resumes(falling, pp_degree=2)
-    resumes(use_distributed_optimizer=True)
 
 
 def check_weights_alone():
@@ -339,19 +308,16 @@ def check_weights_alone():
         train(accelerator, *objects, steps=2)
         wanted, place = accelerator.get_state_dict(objects[0]), f"{folder}/checkpoint"
         accelerator.save_state(place)
-        accelerator.free_memory()
         accelerator, *objects = prepared(llama(), tp_degree=2)
         with raised(RuntimeError, "no_load_optim=True"):
             accelerator.load_state(place)
         objects[0].plugin.no_load_optim = True
         accelerator.load_state(place)
         near(accelerator.get_state_dict(objects[0]), wanted, 0)
-        accelerator.free_memory()
-        accelerator = fresh_accelerator(megatron_lm_plugin=MegatronLMPlugin(pp_degree=2))
+        accelerator = fresh_engine(megatron_lm_plugin=MegatronLMPlugin(pp_degree=2))
         engine = accelerator.prepare(llama())
         accelerator.load_state(place)
         near(accelerator.get_state_dict(engine), wanted, 0)
-        accelerator.free_memory()
 
 
 def check_another_division_goes_on():
@@ -360,15 +326,13 @@ def check_another_division_goes_on():
             ((False, {"pp_degree": 2}), (True, {"tp_degree": 2}), (False, {}))
         ):
             place = f"{folder}/{number}"
-            accelerator, *objects = prepared(
-                llama(), tp_degree=1 if distributed else 2, use_distributed_optimizer=distributed
-            )
+            plugin = {"tp_degree": 1 if distributed else 2, "use_distributed_optimizer": distributed}
+            accelerator, *objects = prepared(llama(), **plugin)
             train(accelerator, *objects, steps=2)
             accelerator.save_state(place)
             wanted, batch = accelerator.get_state_dict(objects[0]), rows_of(4)
             loss = objects[0](**batch).loss.item()
             after = accelerator.get_state_dict(objects[0])
-            accelerator.free_memory()
             accelerator, *objects = prepared(llama(), **other)
             if distributed:
                 with raised(RuntimeError, "no_load_optim=True"):
@@ -379,11 +343,9 @@ def check_another_division_goes_on():
             if not distributed:
                 near(objects[0](**batch).loss.item(), loss)
                 near(accelerator.get_state_dict(objects[0]), after)
-            accelerator.free_memory()
 
 
 def rows_of(count):
-    """Return one batch, the same on all ranks."""
     return torch.utils.data.default_collate(rows()[:count])
 
 
@@ -408,7 +370,6 @@ def check_weights_come_back_bit_for_bit():
             accelerator.wait_for_everyone()
             loaded = type(bare).from_pretrained(folder).state_dict()
             assert all(torch.equal(loaded[name], before[name]) for name in before)
-        accelerator.free_memory()
 
 
 def check_bf16_is_near():
@@ -417,7 +378,6 @@ def check_bf16_is_near():
         accelerator, *objects = prepared(llama(), mixed_precision="bf16", **{"tp_degree": 2, **plugin})
         assert accelerator.scaler is None
         near(train(accelerator, *objects), losses, 0.02)
-        accelerator.free_memory()
 
 
 def check_what_is_refused():
@@ -426,14 +386,11 @@ def check_what_is_refused():
         engine.megatron_generate()
     with raised(ValueError, "labels"):
         engine(input_ids=torch.zeros(2, LENGTH, dtype=torch.long))
-    accelerator.free_memory()
     with raised(ValueError, "num_micro_batches"):
-        prepared_with_steps = fresh_accelerator(
-            megatron_lm_plugin=MegatronLMPlugin(tp_degree=2), gradient_accumulation_steps=2
-        )
-        prepared_with_steps.prepare(llama())
+        accelerator = fresh_engine(megatron_lm_plugin=MegatronLMPlugin(tp_degree=2), gradient_accumulation_steps=2)
+        accelerator.prepare(llama())
     with raised(ValueError, "tp_degree=3"):
-        fresh_accelerator(megatron_lm_plugin=MegatronLMPlugin(tp_degree=3))
-    engine = fresh_accelerator(megatron_lm_plugin=MegatronLMPlugin(tp_degree=2)).prepare(llama())
+        fresh_engine(megatron_lm_plugin=MegatronLMPlugin(tp_degree=3))
+    engine = fresh_engine(megatron_lm_plugin=MegatronLMPlugin(tp_degree=2)).prepare(llama())
     whole = plain(llama(), steps=1, replicas=1, count=2)[0][0]
     near(engine.eval()(**rows_of(2 * MICRO)).loss.item(), whole)

@@ -151,7 +151,6 @@ def shared_steps(case, world):
 
 
 def gathered(accelerator, case, batch):
-    """What a loop gathers of a batch, as a plain list of rows."""
     if case["source"] == "unbatched":
         batch = batch.reshape(1)
     if case["shape"] == "text":
@@ -191,7 +190,6 @@ def loop(case):
 
 
 def check(case):
-    """Run a case on all ranks, and fail on all of them alike."""
     case = possible(case, world())
     try:
         found, wanted = loop(case)

@@ -32,24 +32,20 @@ class Run:
         self.step()
 
     def step(self):
-        """Train one step, and wait for its outcome."""
         self.accelerator.backward(self.model(torch.ones(2, 4, device=self.accelerator.device)).sum())
         assert next(self.model.parameters()).grad.sum().item() != 0
 
     def meet(self, location="/run/first", kind="save_state"):
-        """Make a call with all ranks."""
         gathered = Ranks(Group(self.rank, self.size, 0, False, True), default_store())
         gathered.agree(kind, location)
         return gathered
 
     def save(self):
-        """Make a call from its beginning to its end."""
         gathered = self.meet()
         assert gathered.share(f"from {self.rank}", root=self.size - 1) == f"from {self.size - 1}"
         gathered.leave()
 
     def misuse(self, *fragments, **call):
-        """Make a call that must fail on this rank, and print how long that took."""
         began = time.monotonic()
         with raised(CollectiveMisuse, *fragments):
             self.meet(**call)
@@ -71,7 +67,6 @@ def reporting(after_s=5.0):
 
 
 def saves_on_main():
-    """Save where only the main process comes by."""
     run = Run()
     if run.rank == 0:
         others = "1" if run.size == 2 else f"1-{run.size - 1}"
@@ -88,7 +83,6 @@ def saves_on_main():
 
 
 def waits_for_slow_main():
-    """The main process evaluates, and saves when it is done."""
     run = Run()
     with reporting() as (lines, flag):
         if run.rank == 0:

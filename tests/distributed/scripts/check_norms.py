@@ -72,7 +72,6 @@ def compare(model, reference, label):
 
 
 def counting(call):
-    """Return what a call returns, and how many all-reduces it made."""
     made, real = 0, dist.all_reduce
 
     def counted(*args, **kwargs):

@@ -81,9 +81,8 @@ def check_gather_with_gradients() -> None:
     weight = torch.nn.Parameter(torch.randn(3, 4, generator=torch.Generator().manual_seed(6)).to(DEVICE))
 
     def contrast(own: torch.Tensor, everyone: torch.Tensor, first: int) -> torch.Tensor:
-        return torch.nn.functional.cross_entropy(
-            own @ everyone.T, torch.arange(first, first + len(own), device=DEVICE)
-        )
+        labels = torch.arange(first, first + len(own), device=DEVICE)
+        return torch.nn.functional.cross_entropy(own @ everyone.T, labels)
 
     (expected,) = torch.autograd.grad(contrast(rows @ weight, rows @ weight, 0), weight)
     for whole in (True, False):  # each rank has the loss of all samples, or that of its own against all

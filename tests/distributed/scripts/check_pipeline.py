@@ -70,16 +70,11 @@ def data(batches, rows=ROWS):
     return TensorDataset(tokens, (tokens * 5 + 1) % WORDS)
 
 
-def groups(model):
-    named = list(model.named_parameters())
-    return [
-        {"params": [p for _, p in named if p.ndim > 1], "weight_decay": 0.1},
-        {"params": [p for _, p in named if p.ndim < 2], "weight_decay": 0.0},
-    ]
-
-
 def tools(model):
-    optimizer = torch.optim.AdamW(groups(model), lr=0.02, eps=1e-3)  # smaller gradients than that are noise
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=0.02, eps=1e-3)  # smaller gradients than that are noise
     return optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
 
 
@@ -278,47 +273,50 @@ def slow_average():
     assert_equal_models(accelerator, pipeline, model, "after the average")
 
 
+def resumes(folder, accelerator, model, run, what, split=None, schedule="1F1B"):
+    """Load a checkpoint, and require the second half of a run of one process."""
+    single, losses, norms = run
+    pipeline, *others = made(accelerator, Net(True), schedule, split=split)
+    accelerator.load_state(folder)
+    accelerator.save_state(f"{folder}-{what}")
+    found = trained(accelerator, model, pipeline, *others, every=2, skip=16)
+    assert_near(found[0], losses[16:], f"losses {what}")
+    assert_near(found[1], norms[8:], f"norms {what}")
+    assert_equal_models(accelerator, pipeline, single, what)
+    return f"{folder}-{what}"
+
+
+def saved_midway(folder, accelerator, model, split=None):
+    pipeline, *others = made(accelerator, model, split=split)
+    trained(accelerator, model, pipeline, *others, 8, 2)
+    accelerator.save_state(f"{folder}/midway")
+    return f"{folder}/midway"
+
+
 def check_checkpoints():
     """A run goes on with another schedule and number of stages, without a pipeline, and from one."""
     model = Net(True)
-    single, losses, norms = reference(model, every=2)
+    run = reference(model, every=2)
     with shared_folder() as folder:
-        accelerator = accelerator_for(2)
-        pipeline, optimizer, scheduler = made(accelerator, model, "1F1B")
-        trained(accelerator, model, pipeline, optimizer, scheduler, 8, 2)
-        accelerator.save_state(f"{folder}/1f1b")
-        for schedule in ("ZBVZeroBubble",):
-            accelerator = accelerator_for(2)
-            pipeline, optimizer, scheduler = made(accelerator, Net(True), schedule)
-            accelerator.load_state(f"{folder}/1f1b")
-            accelerator.save_state(f"{folder}/{schedule}")
-            found = trained(accelerator, model, pipeline, optimizer, scheduler, every=2, skip=16)
-            assert_near(found[0], losses[16:], f"losses resumed with {schedule}")
-            assert_near(found[1], norms[8:], f"norms resumed with {schedule}")
-            assert_equal_models(accelerator, pipeline, single, f"resumed with {schedule}")
+        saved = saved_midway(folder, accelerator_for(2), model)
+        again = resumes(saved, accelerator_for(2), model, run, "resumed", schedule="ZBVZeroBubble")
         # Without a pipeline: replicas, which read the same batches here; and back.
         handler = DistributedDataParallelKwargs(find_unused_parameters=True)
         accelerator = accelerator_for(2, sizes={}, kwargs_handlers=[handler])
         plain = Net(True)
-        optimizer, scheduler = tools(plain)
-        plain, optimizer, scheduler = accelerator.prepare(plain, optimizer, scheduler)
-        accelerator.load_state(f"{folder}/ZBVZeroBubble")
+        plain, *others = accelerator.prepare(plain, *tools(plain))
+        accelerator.load_state(again)
         accelerator.save_state(f"{folder}/plain")
-        found = reference_on(accelerator, plain, optimizer, scheduler, 16)
-        assert_near(found, losses[16:], "losses resumed without a pipeline")
-        accelerator = accelerator_for(2)
-        pipeline, optimizer, scheduler = made(accelerator, Net(True), "Interleaved1F1B")
-        accelerator.load_state(f"{folder}/plain")
-        found = trained(accelerator, model, pipeline, optimizer, scheduler, every=2, skip=16)
-        assert_near(found[0], losses[16:], "losses resumed from replicas")
-        assert_equal_models(accelerator, pipeline, single, "resumed from replicas")
+        found = reference_on(accelerator, plain, *others, 16)
+        assert_near(found, run[1][16:], "losses resumed without a pipeline")
+        resumes(f"{folder}/plain", accelerator_for(2), model, run, "resumed", schedule="Interleaved1F1B")
         # What does not fit leaves everything as it was.
         other = Net(True)
         other.head = nn.Linear(WIDTH, WORDS)
         accelerator = accelerator_for(2)
-        pipeline, optimizer, scheduler = made(accelerator, other)
+        made(accelerator, other)
         with raised(RuntimeError, ""):
-            accelerator.load_state(f"{folder}/1f1b")
+            accelerator.load_state(saved)
 
 
 def reference_on(accelerator, model, optimizer, scheduler, skip):
@@ -426,24 +424,9 @@ def four_replicas_and_shards():
 def four_stages_and_checkpoints():
     """Four stages, a checkpoint of which two stages of shards load, and that of these four stages."""
     model = Net(True)
-    single, losses, norms = reference(model, every=2)
+    run = reference(model, every=2)
     points = ["blocks.1", "blocks.2", "blocks.3"]
     with shared_folder() as folder:
-        accelerator = accelerator_for(2, sizes={"pp_size": 4})
-        pipeline, optimizer, scheduler = made(accelerator, model, split=points)
-        trained(accelerator, model, pipeline, optimizer, scheduler, 8, 2)
-        accelerator.save_state(f"{folder}/four")
-        accelerator = accelerator_for(2, fsdp=True)
-        pipeline, optimizer, scheduler = made(accelerator, Net(True))
-        accelerator.load_state(f"{folder}/four")
-        accelerator.save_state(f"{folder}/shards")
-        found = trained(accelerator, model, pipeline, optimizer, scheduler, every=2, skip=16)
-        assert_near(found[0], losses[16:], "losses of shards")
-        assert_near(found[1], norms[8:], "norms of shards")
-        assert_equal_models(accelerator, pipeline, single, "shards")
-        accelerator = accelerator_for(2, sizes={"pp_size": 4})
-        pipeline, optimizer, scheduler = made(accelerator, Net(True), split=points)
-        accelerator.load_state(f"{folder}/shards")
-        found = trained(accelerator, model, pipeline, optimizer, scheduler, every=2, skip=16)
-        assert_near(found[0], losses[16:], "losses of four stages")
-        assert_equal_models(accelerator, pipeline, single, "four stages")
+        saved = saved_midway(folder, accelerator_for(2, sizes={"pp_size": 4}), model, split=points)
+        shards = resumes(saved, accelerator_for(2, fsdp=True), model, run, "shards")
+        resumes(shards, accelerator_for(2, sizes={"pp_size": 4}), model, run, "stages", split=points)

@@ -297,11 +297,8 @@ def check_bert():
     same_as_alone("Bert", torch.float32)
 
 
-def slow_decoders():
+def slow_models_of_transformers():
     same_as_alone("GPT2", torch.float32, use_cache=False)
     same_as_alone("Llama", torch.float32, use_cache=False, output_hidden_states=True)
     same_as_alone("Llama", torch.bfloat16, use_cache=False)
-
-
-def slow_t5():
     same_as_alone("T5", torch.float32, use_cache=False)

@@ -16,7 +16,6 @@ from precision_table import Net, check, rows
 
 
 def accelerator_for(strategy, precision="no"):
-    """Build an Accelerator of a strategy."""
     plugin = None
     if strategy != "ddp":
         options = {"use_orig_params": True} if strategy == "fsdp1" else {}
@@ -41,7 +40,6 @@ class Exchanges(TorchDispatchMode):
 
 
 def check_the_table_is_true():
-    """Each row of each strategy, trained one step."""
     for strategy in ("ddp", "fsdp1", "fsdp2"):
         for row in rows(strategy):
             accelerator, exchanges = accelerator_for(strategy, row["mixed_precision"]), Exchanges()

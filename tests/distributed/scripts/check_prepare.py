@@ -22,7 +22,6 @@ class Counted(nn.Linear):
 
 @contextmanager
 def alone():
-    """An Accelerator that leaves nothing behind, and a model."""
     accelerator = fresh_accelerator()
     yield accelerator, Counted(4, 2)
     accelerator.free_memory()

@@ -13,20 +13,17 @@ from expect import assert_same_everywhere, differs_between_ranks, raised
 from harness import CPU, everywhere, fresh_accelerator, learn, shared_folder
 from torch import nn
 
-from accelerate import Accelerator, comm
+from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import InitProcessGroupKwargs, set_seed, synchronize_rng_states
-from accelerate.utils import operations as ops
 
 
 def draws():
-    """Return a number from each generator."""
     return torch.tensor([random.random(), np.random.rand(), torch.rand(()).item()], dtype=torch.float64)
 
 
 def ranks_of(accelerator):
-    """Which ranks an Accelerator gathers from."""
     return accelerator.gather(torch.tensor([accelerator.process_index], device=accelerator.device)).tolist()
 
 
@@ -92,26 +89,6 @@ def check_a_live_accelerator_survives_a_reset():
         learn(accelerator, model(torch.ones(1, 2, device=accelerator.device)).sum(), optimizer)
 
 
-def check_timeouts_that_cannot_take_effect_are_refused():
-    fresh_accelerator()
-    handler = InitProcessGroupKwargs(timeout=timedelta(seconds=77))
-    if PartialState().num_processes == 1:
-        Accelerator(cpu=CPU, kwargs_handlers=[handler])  # there is no group that it could contradict
-        return
-    live = dist.distributed_c10d._get_default_group()
-    for make in (
-        lambda: Accelerator(cpu=CPU, kwargs_handlers=[handler]),
-        lambda: PartialState(timeout=handler.timeout),
-    ):
-        with raised(ValueError, "timeout", "seconds=77"):
-            make()
-    assert dist.distributed_c10d._get_default_group() is live
-    assert everywhere(0) == [0] * PartialState().num_processes
-    # What the group has already is no contradiction.
-    for handler in (InitProcessGroupKwargs(timeout=timedelta(seconds=1800)), InitProcessGroupKwargs()):
-        Accelerator(cpu=CPU, kwargs_handlers=[handler])
-
-
 def check_training_ends_and_begins_again():
     world = fresh_accelerator().num_processes
     for seconds in (30, 31):
@@ -131,23 +108,3 @@ def check_training_ends_and_begins_again():
         if world > 1:
             group = dist.distributed_c10d._get_default_group()
             assert group._get_backend(later.device).options._timeout == timedelta(seconds=seconds)
-
-
-def check_states_take_over_the_group():
-    state = PartialState()
-    if state.num_processes == 1:
-        return
-    if state.device.type == "cpu":
-        assert state.distributed_type == "MULTI_CPU" and state.backend == "gloo"
-    group, before = dist.group.WORLD, dict(state.__dict__)
-    AcceleratorState._reset_state(reset_partial_state=True)
-    state.wait_for_everyone()
-    adopted = PartialState(timeout=timedelta(minutes=7))
-    assert dist.group.WORLD is group
-    assert {**adopted.__dict__, "_cpu": before["_cpu"]} == before and adopted.__dict__ is not state.__dict__
-    assert ops.gather_with(comm.for_type(state.distributed_type), torch.tensor([1], device=state.device)).sum() > 1
-    adopted.destroy_process_group()
-    assert not dist.is_initialized() and PartialState().process_index == before["process_index"]
-    PartialState._reset_state()
-    fresh = PartialState()
-    assert dist.is_initialized() and everywhere(fresh.process_index) == list(range(before["num_processes"]))

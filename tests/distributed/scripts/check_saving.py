@@ -151,9 +151,8 @@ def check_what_one_rank_cannot_load_no_rank_loads():
         other = Job(seed=3)
         other.steps(1)
         before = other.everything()
-        other.counter.loading = (
-            ValueError("this counter takes no state") if other.accelerator.is_last_process else None
-        )
+        error = ValueError("this counter takes no state")
+        other.counter.loading = error if other.accelerator.is_last_process else None
         with raised((ValueError, RuntimeError), "this counter takes no state"):
             other.accelerator.load_state(folder)
         assert not differing(other.everything(), before)

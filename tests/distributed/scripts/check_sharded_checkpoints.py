@@ -70,7 +70,6 @@ class Net(nn.Module):
 
 
 def spread(strategy, model):
-    """Put a model under a strategy, by torch alone."""
     world = dist.get_world_size()
     if strategy == "plain":
         return model
@@ -120,7 +119,6 @@ class Job:
         self.optimizer = torch.optim.AdamW(groups, lr=0.01)
 
     def step(self, number):
-        """Train on batch ``number`` and return the loss."""
         tokens = torch.randint(11, (6,), generator=torch.Generator().manual_seed(number))
         loss = nn.functional.cross_entropy(self.model(tokens), tokens.roll(1))
         loss.backward()

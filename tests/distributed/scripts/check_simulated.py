@@ -36,7 +36,6 @@ def done(strategy: Strategy) -> dict[str, object]:
 
 
 def main(*names: str) -> None:
-    """Run strategies one after the other."""
     state = PartialState(cpu=CPU, timeout=PATIENCE)
     for name in names:
         found = done(STRATEGIES[name])

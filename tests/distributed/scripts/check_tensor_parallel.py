@@ -247,9 +247,8 @@ def check_same_work():
 
     with warned(int(rank() == 0), "seeded with [3, 4", "dropout", at="accelerator_for(PLAN).prepare("):
         torch.manual_seed(3 + rank())
-        accelerator_for(PLAN).prepare(
-            nn.Sequential(OrderedDict(up=nn.Linear(4, 4), drop=nn.Dropout(), down=nn.Linear(4, 4)))
-        )
+        layers = OrderedDict(up=nn.Linear(4, 4), drop=nn.Dropout(), down=nn.Linear(4, 4))
+        accelerator_for(PLAN).prepare(nn.Sequential(layers))
     accelerator = accelerator_for(PLAN)
     set_seed(0, device_specific=True)
     model = accelerator.prepare_model(Mlp())

@@ -8,7 +8,7 @@ import torch
 from check_deepspeed import near
 from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP, sequence_tiled_compute
 from expect import differing, raised
-from harness import everywhere, fresh_accelerator, rank, shared_folder, world
+from harness import everywhere, fresh_engine, rank, shared_folder, world
 from torch import nn
 from torch.distributed.nn.functional import all_gather
 from torch.utils.data import DataLoader, Dataset
@@ -24,7 +24,7 @@ def shared(stage=1, accumulation=1, clipping=1.0, settings=None, **layout):
     handler = layout.pop("sp_handler", None)
     layout = {"sp_size": SP, "sp_backend": "deepspeed", "sp_handler": handler} | layout
     plugin = DeepSpeedPlugin(zero_stage=stage, gradient_clipping=clipping, zero3_save_16bit_model=True)
-    return fresh_accelerator(
+    return fresh_engine(
         deepspeed_plugin=plugin,
         gradient_accumulation_steps=accumulation,
         parallelism_config=ParallelismConfig(**layout),
@@ -149,7 +149,6 @@ def check_each_stage_trains_as_on_whole_sequences():
         state = accelerator.get_state_dict(model) or {}
         for name in state:
             near(state[name].tolist(), weights[name].tolist())
-        accelerator.free_memory()
 
 
 class Tiled(LlamaForCausalLM):
@@ -195,7 +194,6 @@ def check_tiles_have_the_losses_of_the_whole():
                     accelerator.backward(loss)
                 losses.append(loss.item())
             found.append([*losses, float(accelerator.clip_grad_norm_(model.parameters(), 1.0))])
-            accelerator.free_memory()
         near(found[1], found[0])
 
 
@@ -205,7 +203,6 @@ def check_bf16_and_compiled_models_are_near():
         accelerator = shared(2, settings=settings)
         *trained, batches = prepared(accelerator)
         near(train(accelerator, *trained, itertools.islice(batches, 4)), wanted, within)
-        accelerator.free_memory()
 
 
 def check_parts_are_those_of_each_ranks_batch_in_turn():
@@ -238,7 +235,6 @@ def check_parts_are_those_of_each_ranks_batch_in_turn():
     parts = list(mixed)
     assert [part["name"] for part in parts] == [f"{rank() // SP * SP + turn}" for turn in range(SP)]
     assert parts[0]["mask"].dtype == torch.bool and parts[0]["wide"].shape == (1, 2, 3)
-    accelerator.free_memory()
 
 
 def _mixed(samples):
@@ -265,13 +261,11 @@ def check_a_run_goes_on_between_the_parts_of_a_batch():
             accelerator.save_state(f"{folder}/saved")
             wanted = train(accelerator, model, *steppers, running)
             wanted += train(accelerator, model, *steppers, batches)
-            accelerator.free_memory()
             accelerator, (model, *steppers, batches) = begun(stage)
             model.train()
             accelerator.load_state(f"{folder}/saved")
             found = train(accelerator, model, *steppers, batches) + train(accelerator, model, *steppers, batches)
             assert len(found) == 2 * ROUNDS * SP - done and found == wanted, (stage, found, wanted)
-            accelerator.free_memory()
 
 
 def check_whole_batches_are_evaluated_whole():
@@ -334,7 +328,6 @@ def check_what_does_not_fit_is_refused_on_every_rank():
         mine = settings if rank() == last else {"length": 2 * LENGTH}
         with raised(ValueError, f"rank {last}", words):
             list(accelerator.deepspeed_ulysses_dl_adapter(loader(**mine), None))
-    accelerator.free_memory()
     accelerator = shared()
     accelerator.even_batches = False
     batches = prepared(accelerator, loading=DataLoader(Sequences(2 * world() - 1), batch_size=1))[3]
@@ -342,7 +335,6 @@ def check_what_does_not_fit_is_refused_on_every_rank():
         list(accelerator.deepspeed_ulysses_dl_adapter(loader(length=LENGTH - 1), None))
     with raised(ValueError, f"[{last}] have no batch left"):
         list(batches)
-    accelerator.free_memory()
     assert everywhere(1) == [1] * world()
 
 

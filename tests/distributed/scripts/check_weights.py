@@ -46,7 +46,6 @@ def growth(work):
 
 
 def streamed(accelerator, model, keep):
-    """Take all buckets, and keep the weights or let go of them."""
     kept = {}
     for bucket in accelerator.stream_weights(model, bucket_bytes=BUCKET):
         assert sum(value.nbytes for value in bucket.values()) <= BUCKET, list(bucket)
@@ -57,7 +56,7 @@ def streamed(accelerator, model, keep):
 def check_a_stream_holds_a_bucket():
     ctypes.CDLL(None).mallopt(
         -3, MIB // 4
-    )  # M_MMAP_THRESHOLD: the system has a tensor's memory again when it is freed
+    )  # M_MMAP_THRESHOLD: a tensor's memory is the system's again when it is freed
     for name, options in RUNS.items():
         accelerator = fresh_accelerator(**options)
         model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False)) for _ in range(LAYERS)))

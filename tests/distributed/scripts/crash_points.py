@@ -48,7 +48,6 @@ class Board:
         return rank * len(_NUMBERS) + _NUMBERS.index(name)
 
     def phase(self, rank: int) -> str:
-        """Return the phase in which a rank is, or in which it was killed."""
         number = self["phase", rank]
         return PHASES[number - 1] if number else "between"
 
@@ -156,7 +155,6 @@ _PR_SET_PDEATHSIG, _CLONE_NEWNS, _CLONE_NEWUSER, _MS_REC, _MS_PRIVATE = 1, 0x200
 
 
 def die_with_parent() -> None:
-    """Be killed when the parent ends, so that nothing stays behind."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

@@ -307,7 +307,6 @@ class Story:
         return board, killed
 
     def kill(self, phase: str) -> bool:
-        """Kill a run in a phase; say whether that came about."""
         plan = self.plan("kill", phase)
         board, killed = self.go(plan)
         if killed:
@@ -315,7 +314,6 @@ class Story:
         return killed
 
     def fail(self, phase: str) -> bool:
-        """Let the disk of a run fail in a phase; say whether that came about."""
         plan = self.plan("fail", phase)
         board, _ = self.go(plan)
         if board["fired", plan.rank]:

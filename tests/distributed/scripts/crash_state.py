@@ -34,7 +34,6 @@ class Chain:
 
     @property
     def target(self) -> Path:
-        """The one folder."""
         return self.folder / "state"
 
 

@@ -82,7 +82,6 @@ def seen(path: Path) -> int:
 
 
 def fork(stage: int, path: Path, rank: int, port: int, saying: int, log: Path) -> int:
-    """Start a rank of a job."""
     sys.stdout.flush()
     if pid := os.fork():
         return pid

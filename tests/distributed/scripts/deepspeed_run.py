@@ -9,7 +9,6 @@ from accelerate import Accelerator, DeepSpeedPlugin, notebook_launcher
 
 
 def run(stage: int, plugin: bool = False) -> None:
-    """Take one step on two ranks, and print what ran."""
     accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(zero_stage=stage) if plugin else None)
     accelerator.deepspeed_plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = 2
     model = network()

@@ -29,7 +29,6 @@ def assert_same_everywhere(tensors, what: object = "") -> None:
 
 
 def differs_between_ranks(tensor) -> bool:
-    """Say whether a tensor has another value on some rank."""
     told = gather_object([tensor.detach().cpu()])
     return any(not torch.equal(told[0], other) for other in told)
 

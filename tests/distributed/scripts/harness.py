@@ -27,6 +27,8 @@ CPU = not (DEVICE or torch.cuda.is_available())
 # Ranks that share a GPU meet over gloo, which has to be asked for.
 ASKED = {"backend": os.environ["BACKEND"]} if "BACKEND" in os.environ else {}
 
+BUILT: list[Accelerator] = []  # by `fresh_engine`
+
 
 class Stream(IterableDataset):
     """The rows that a function returns, or those of a list; its length is not known."""
@@ -65,6 +67,14 @@ def fresh_accelerator(**options) -> Accelerator:
     return Accelerator(cpu=CPU, **options)
 
 
+def fresh_engine(**options) -> Accelerator:
+    """Build an Accelerator as `fresh_accelerator` does, after the one that this function built before is freed."""
+    while BUILT:
+        BUILT.pop().free_memory()
+    BUILT.append(fresh_accelerator(**options))
+    return BUILT[-1]
+
+
 def rank() -> int:
     return PartialState().process_index
 
@@ -84,13 +94,11 @@ def learn(accelerator: Accelerator, loss: torch.Tensor, *steppers) -> float:
 
 
 def everywhere(value) -> list:
-    """Return the value that each rank has, in the order of the ranks."""
     return gather_object([value])
 
 
 @contextmanager
 def shared_folder() -> Iterator[str]:
-    """Give all ranks one temporary folder."""
     state = PartialState()
     names = broadcast_object_list([tempfile.mkdtemp() if state.is_main_process else None])
     # After an error the ranks do not meet again, so nobody waits then and the folder stays.

@@ -25,10 +25,8 @@ class Counter:
 
 
 def make(folder: Path, how: str):
-    automatic = how == "latest"
-    project = ProjectConfiguration(
-        str(folder), automatic_checkpoint_naming=automatic, total_limit=1 if automatic else None
-    )
+    naming = {"automatic_checkpoint_naming": True, "total_limit": 1} if how == "latest" else {}
+    project = ProjectConfiguration(str(folder), **naming)
     accelerator = Accelerator(cpu=True, project_config=project)
     model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
     optimizer = torch.optim.AdamW(model.parameters())

@@ -1,4 +1,4 @@
-"""A small model, inputs for each rank, the gradients that plain torch computes on all of them at once; tiny language models."""
+"""Small models, inputs for each rank, the gradients that plain torch computes on all of them at once; tiny language models."""
 
 import torch
 from torch import nn
@@ -12,7 +12,6 @@ def network(seed=3):
 
 
 def prepared(accelerator, lr=0.1):
-    """A network under an Accelerator, and its optimizer."""
     model = network()
     return accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=lr))
 
@@ -40,8 +39,30 @@ def gradients(model):
     return [parameter.grad.clone() for parameter in model.parameters()]
 
 
+class Block(nn.Module):
+    def __init__(self, width, hidden, biased=True):
+        super().__init__()
+        self.norm = nn.LayerNorm(width, elementwise_affine=biased)
+        self.up, self.down = nn.Linear(width, hidden, bias=biased), nn.Linear(hidden, width, bias=biased)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Blocks(nn.Module):
+    def __init__(self, inputs, width, outputs, hidden, biased=True):
+        super().__init__()
+        self.first, self.last = nn.Linear(inputs, width, bias=biased), nn.Linear(width, outputs, bias=biased)
+        self.blocks = nn.ModuleList(Block(width, each, biased) for each in hidden)
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
 def tiny(family, **changes):
-    """A causal language model of transformers."""
     import transformers
 
     sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 4}

@@ -15,7 +15,6 @@ from accelerate import Accelerator, PartialState, notebook_launcher
 
 
 def note(**what: object) -> None:
-    """Write something down, in a file of this process's own."""
     Path(f"{os.environ['NOTES']}/{os.environ.get('RANK', 'home')}-{os.getpid()}.json").write_text(json.dumps(what))
 
 

@@ -29,9 +29,8 @@ def wait_for_the_end_of(rank: Path) -> None:
 def main():
     folder, hold = Path(sys.argv[1]), int(sys.argv[2])
     case = Case("run", length=44, workers=2)
-    project = ProjectConfiguration(
-        str(folder), automatic_checkpoint_naming=True, save_on_signal=["SIGTERM", "SIGUSR1"]
-    )
+    signals = ["SIGTERM", "SIGUSR1"]
+    project = ProjectConfiguration(str(folder), automatic_checkpoint_naming=True, save_on_signal=signals)
     goes_on = (folder / "checkpoints").exists()
     job = Job(case, READER_SEED if goes_on else WRITER_SEED, project_config=project)
     if goes_on:

@@ -134,9 +134,8 @@ def loader_of(case) -> DataLoader:
         return DataLoader(hugging_face_stream(case), batch_size=case.batch_size)
     streams = {"stream": Stream, "stream with state": StreamWithState}
     if case.data in streams:
-        return DataLoader(
-            streams[case.data](case.length, case.noise), batch_size=case.batch_size, num_workers=case.workers
-        )
+        stream = streams[case.data](case.length, case.noise)
+        return DataLoader(stream, batch_size=case.batch_size, num_workers=case.workers)
     rows = Rows(case.length, case.noise)
     arguments = samplers(rows)[case.sampler]()
     if "batch_sampler" not in arguments:

@@ -99,7 +99,6 @@ class Job:
         self.accelerator.register_for_checkpointing(self.place)
 
     def learn(self, features):
-        """Take a step, and return the loss of this rank."""
         with self.accelerator.accumulate(self.model):
             loss = learn(self.accelerator, self.model(features).pow(2).mean(), self.optimizer, self.scheduler)
         if self.case.loop_draws:
@@ -107,7 +106,6 @@ class Job:
         return loss
 
     def evaluate(self):
-        """Look at a part of the evaluation data."""
         for number, batch in enumerate(self.evaluation):
             if number == 2:
                 break
@@ -260,7 +258,6 @@ def endure(plan):
 
 
 def saved_and_left(plan):
-    """Run the case until its second step, and save there."""
     (case,) = cases_of(plan)
     folder, job = Path(plan["out"], "checkpoint"), Job(case, WRITER_SEED)
 
@@ -318,7 +315,6 @@ def everything(job):
 
 
 def several(plan):
-    """Carry out several plans in one launch."""
     for one in plan["plans"]:
         MODES[one["mode"]](one)
 

@@ -25,7 +25,6 @@ accelerator.register_for_checkpointing(counter)
 
 
 def values():
-    """What this rank has of weights and moments."""
     moments = [value for kept in optimizer.state.values() for name, value in kept.items() if name != "step"]
     return [tensor.detach().to_local() for tensor in (*model.parameters(), *moments)]
 

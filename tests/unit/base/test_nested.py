@@ -16,17 +16,13 @@ def plus_one(data):
 
 def test_arguments_reach_the_function_and_other_types_can_be_refused():
     assert plus_one(defaultdict(list, a=torch.ones(1)))["new"] == []
-    result = nested.recursively_apply(
-        lambda a, b, c=0: a + b + c, {"n": 1, "t": "x"}, 2, test_type=lambda o: o == 1, c=3
-    )
+    data = {"n": 1, "t": "x"}
+    result = nested.recursively_apply(lambda a, b, c=0: a + b + c, data, 2, test_type=lambda o: o == 1, c=3)
     assert result == {"n": 6, "t": "x"}
     with pytest.raises(TypeError, match=r"str.*plus_one"):
         nested.recursively_apply(plus_one, {"a": "text"}, error_on_other_type=True)
     with pytest.raises(TypeError, match=r"NoneType.*`reduce`"):
         nested.outline([torch.ones(1), None], [], "reduce")
-
-
-# -- pieces
 
 
 @given(length=st.integers(0, 50), world_size=st.integers(1, 9))

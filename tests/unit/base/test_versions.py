@@ -10,8 +10,6 @@ from accelerate.base import versions
 
 @pytest.fixture
 def torch_is(monkeypatch):
-    """Let metadata report another torch."""
-
     def pretend(text):
         monkeypatch.setattr(importlib.metadata, "version", lambda name: text)
         versions.installed_version.cache_clear()

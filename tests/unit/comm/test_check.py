@@ -20,9 +20,6 @@ def call(length, operation="gather"):
     return Call(operation, None, "\0", "fake", ((torch.float32, torch.Size([length])),))
 
 
-# -- what comes next
-
-
 def test_calls_that_repeat_are_expected():
     checker = CallChecker(0)
     assert checker.expected() is None
@@ -50,9 +47,6 @@ def test_nothing_is_kept_for_each_shape(process_group):
         communicator.all_gather(torch.ones(1000 + length))
         communicator.all_reduce(torch.ones(1000 + length))
     assert tensors() - before < 1 << 20
-
-
-# -- flags that are not waited for, on a device with streams
 
 
 class Flags:
@@ -94,9 +88,6 @@ def test_ranks_whose_objects_have_grown_are_waited_for(checker):
     assert not checker.is_valid(grown, known, Flags(1, 1)) and not checker.is_valid(known, known, Flags(1, 1))
 
 
-# -- errors
-
-
 def test_an_error_lists_few_of_many_ranks():
     said = [("gather", "float32[2]")] * 1024
     said[100:200] = [("gather", "float32[3]")] * 100
@@ -109,9 +100,6 @@ def test_what_is_too_long_for_a_message_has_a_checksum():
     long = [Call("gather", None, "\0" * 100, "cpu", ((torch.float32, torch.Size([n])),) * 100) for n in (1, 2)]
     texts = [call.in_words() for call in long]
     assert all(len(text) < 600 and "100 tensors" in text for text in texts) and texts[0] != texts[1]
-
-
-# -- debug mode
 
 
 class Thread(Communicator):

@@ -27,9 +27,6 @@ def two(monkeypatch):
     monkeypatch.setattr(ops.comm, "current", Two)
 
 
-# Alone
-
-
 def test_what_cannot_be_combined():
     for operation in (ops.reduce, ops.pad_across_processes):
         with pytest.raises(TypeError, match="int"):
@@ -41,9 +38,6 @@ def test_what_cannot_be_combined():
     weight = nn.Parameter(torch.ones(1))
     with ops.GatheredParameters(weight), ops.GatheredParameters([weight], enabled=False), ops.GatheredParameters(None):
         assert weight.item() == 1, "nothing is done without ZeRO stage 3"
-
-
-# Two processes
 
 
 def test_broadcast_fills_what_it_is_given(two):
@@ -72,9 +66,6 @@ def test_debug_mode_compares_first(two, monkeypatch):
     assert names == ["gather", "reduce", "broadcast", "pad_across_processes", "<lambda>"]
     with pytest.raises(TypeError, match="tensor"):
         ops.verify_operation(lambda tensor: tensor)()
-
-
-# Without other processes
 
 
 class Half(nn.Module):

@@ -51,7 +51,6 @@ def manifest(place):
 
 
 def folders(place):
-    """A project in which folders and leftovers have such names."""
     samples.foreign(place / "c" / f"epoch{ESCAPES}")
     aside = place / "c" / f".saving_{ESCAPES}"
     aside.mkdir()
@@ -59,7 +58,6 @@ def folders(place):
 
 
 def weights(place):
-    """Several files of weights with such names."""
     (place / "c").mkdir()
     for letter in "ab":
         save_file({"w": torch.zeros(1)}, place / "c" / f"{letter}{ESCAPES}.safetensors")
@@ -74,14 +72,12 @@ def left(place):
 
 
 def settings(place):
-    """A configuration, and variables, with such values."""
     text = json.dumps({"distributed_type": "NO", "main_training_function": f"f{ESCAPES}", f"key{ESCAPES}": ESCAPES})
     (place / "c").write_text(text)
     os.environ["ACCELERATE_OWN"] = ESCAPES.replace("\x00", "")
 
 
 def script(place):
-    """A script that is started with such variables."""
     (place / "train.py").touch()
     settings(place)
     (place / "c").write_text('{"distributed_type": "NO"}')

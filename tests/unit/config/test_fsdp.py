@@ -42,10 +42,6 @@ def test_refusals(options, message):
         Plugin(**options)
 
 
-def test_parameters_may_be_sharded_again_over_fewer_ranks():
-    assert Plugin(fsdp_version=2, reshard_after_forward=8).reshard_after_forward == 8
-
-
 def test_units_that_are_gathered_ahead_are_counted(monkeypatch, caplog):
     plugin = Plugin(fsdp_version=2, forward_prefetch=2, backward_prefetch="3")
     assert (plugin.forward_prefetch, plugin.backward_prefetch) == (2, 3) and not caplog.text

@@ -153,16 +153,8 @@ def test_what_is_meant_well_and_what_is_no_file(load, place):
 
 @cases(
     "name, data, message",
-    (
-        "a.yaml",
-        "num_processes: 2\nuse_cpu: true\nnum_processes: 4\n",
-        "'num_processes' is in line 1 and in line 3",
-    ),
-    (
-        "b.yaml",
-        "fsdp_config:\n  fsdp_version: 1\n  fsdp_version: 2\n",
-        "'fsdp_version' is in line 2 and in line 3",
-    ),
+    ("a.yaml", "num_processes: 2\nuse_cpu: true\nnum_processes: 4\n", "'num_processes' is in line 1 and in line 3"),
+    ("b.yaml", "fsdp_config:\n  fsdp_version: 1\n  fsdp_version: 2\n", "'fsdp_version' is in line 2 and in line 3"),
     ("c.json", '{"num_processes": 2,\n"num_processes": 4}', "'num_processes' is there twice .lines with it: 1, 2"),
 )
 def test_a_key_that_is_there_twice_is_refused(tmp_path, name, data, message):

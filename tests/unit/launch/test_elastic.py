@@ -209,7 +209,6 @@ elastic.start(sys.executable, program, os.environ, 8, Rendezvous(), sys.argv[1])
 
 
 def _marked(mark):
-    """Return the processes with a word on their command lines."""
     return [one for one in psutil.process_iter(["cmdline", "status"]) if mark in (one.info["cmdline"] or ())]
 
 

@@ -60,9 +60,8 @@ def test_pods_of_the_job_are_machines_and_status_75_counts_as_no_failure(planned
     spec, pod = job["spec"], job["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     # Each pod has a name that the others find: <job>-<index>.<service>.
-    assert service["spec"]["clusterIP"] == "None" and service["spec"]["selector"] == {
-        "job-name": job["metadata"]["name"]
-    }
+    assert service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
     assert pod["subdomain"] == service["metadata"]["name"] and service["spec"]["publishNotReadyAddresses"]
     assert spec["completionMode"] == "Indexed" and spec["completions"] == spec["parallelism"] == 2
     # What a podFailurePolicy needs, and what it says.

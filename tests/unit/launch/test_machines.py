@@ -25,7 +25,6 @@ def srun(monkeypatch):
 
 
 def numbers(plan):
-    """Return how many machines there are, and which one this is."""
     return plan.rendezvous.machines, plan.rendezvous.machine
 
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from accelerate.launch.errors import LaunchError
-from accelerate.launch.plan import exports, worker_environment
+from accelerate.launch.plan import worker_environment
 from accelerate.launch.resolve import resolve
 from accelerate.launch.runners import describe
 from accelerate.runtime import ranks
@@ -35,6 +35,7 @@ def test_arguments_without_a_record_count_when_they_differ(parse):
     (2, "--multi_gpu --num_processes 1", "at least two processes"),
     (2, "--cpu --multi_gpu", "--cpu and --multi_gpu exclude each other"),
     (0, "--use_fsdp --use_deepspeed", "--use_deepspeed and --use_fsdp exclude each other"),
+    (0, "--use_megatron_lm --use_fsdp", "--use_megatron_lm and --use_fsdp exclude each other"),
     (0, "--num_processes 2 --rdzv_conf x", "--rdzv_conf holds 'x'"),
     (0, "--num_processes 2 --main_process_port 70000", "65535"),
     (0, "--num_processes 2 --rdzv_backend etcd", "choose one of static, c10d"),
@@ -57,16 +58,6 @@ def test_what_does_not_fit(plan, gpus, count, line, message):
 def test_threads_that_the_user_has_set_stay(plan, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert not any("OMP_NUM_THREADS" in note for note in plan("--cpu --num_processes 2").notes)
-
-
-def test_megatron_is_launched_wherever_it_is_asked_for(plan, default_file):
-    expected = {"ACCELERATE_USE_MEGATRON_LM": "true", "MEGATRON_LM_TP_DEGREE": "2", "MEGATRON_LM_PP_DEGREE": "1"}
-    variables = exports(plan("--cpu --num_processes 2 --use_megatron_lm --megatron_lm_tp_degree 2").settings)
-    assert expected.items() <= variables.items()
-    environ = {"HF_HOME": "/nowhere", "ACCELERATE_USE_MEGATRON_LM": "true", "MEGATRON_LM_TP_DEGREE": "2"}
-    assert expected.items() <= exports(plan("--cpu --num_processes 2", environ).settings).items()
-    default_file("{distributed_type: MEGATRON_LM, megatron_lm_config: {megatron_lm_tp_degree: 2}}")
-    assert expected.items() <= exports(plan("--cpu --num_processes 2").settings).items()
 
 
 def test_tasks_of_a_scheduler_and_another_launcher_are_said(plan):

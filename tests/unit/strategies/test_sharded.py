@@ -41,9 +41,6 @@ def test_what_has_no_effect_is_said_once(process_group, caplog, version):
     assert caplog.text.count("cpu_offload=True has no effect on the CPU") == 1
 
 
-# -- training equals plain torch --------------------------------------------------------------------------------------
-
-
 def whole(gradient):
     return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
 
@@ -216,9 +213,6 @@ def test_bf16_keeps_float32_weights_also_beside_frozen_ones(process_group, versi
     accelerator.backward(loss(model, batch()))
     optimizer.step()
     assert {value.dtype for state in optimizer.state.values() for value in state.values()} == {torch.float32}
-
-
-# -- without `prepare`, or before it, and too late -------------------------------------------------------------------
 
 
 @both

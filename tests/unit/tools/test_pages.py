@@ -58,7 +58,6 @@ NO_TEACHERS = {"differences", "architecture", "support", "benchmarks", "scale", 
 
 
 def blocks(page, language):
-    """The blocks of one language, without their indentation inside content tabs."""
     text = (ROOT / page).read_text("utf-8")
     return [textwrap.dedent(body) for _, kind, body in FENCE.findall(text) if kind == language]
 
@@ -230,12 +229,9 @@ def test_pages_are_few_and_each_kind_has_its_tab():
 
 def test_every_example_is_named_on_a_page():
     texts = "\n".join((ROOT / page).read_text("utf-8") for page in DOCUMENTS)
-    files = sorted(
-        path for path in (ROOT / "examples").rglob("*") if path.is_file() and "__pycache__" not in path.parts
-    )
-    lost = [
-        name for path in files if (name := path.relative_to(ROOT).as_posix()) not in texts and path.suffix != ".md"
-    ]
+    files = [path for path in (ROOT / "examples").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    names = [path.relative_to(ROOT).as_posix() for path in files if path.suffix != ".md"]
+    lost = sorted(name for name in names if name not in texts)
     assert len(files) > 50 and lost == [], "no page names these"
 
 

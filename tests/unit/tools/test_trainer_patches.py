@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from unit.tools.exporter import AUTHOR, ROOT, check_description, export
+from unit.tools.exporter import AUTHOR, ROOT, check_description, export, refused, write_tree
 
 pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
 
@@ -238,30 +238,15 @@ REFUSED = {
 }  # fmt: skip
 
 
-def write_tree(folder: Path, name: str, old: str = "", new: str = "") -> Path:
-    """Write a tree for a patch, in which a text is replaced; return its root."""
-    files = {"__init__": '__version__ = "9.9"\n', **PATCHES[name].files}
-    assert any(old in text for text in files.values()), old
-    for module, text in files.items():
-        path = folder / f"tree/src/transformers/{module}.py"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text.replace(old, new) if old else text, "utf-8")
-    return folder / "tree"
-
-
-def run(tree: Path, name: str, package: str = "transformers"):
-    return export(tree, tree.parent / "out", "--package", package, "--patch", name, "--author", AUTHOR)
-
-
-def refused(done, out: Path, said: str) -> None:
-    assert done.returncode == 2 and re.search(said, done.stderr), done.stderr
-    assert not out.exists()
+def run(folder: Path, name: str, *replacements: tuple[str, str], package: str = "transformers"):
+    tree = write_tree(folder, "transformers", PATCHES[name].files, *replacements)
+    return export(tree, folder / "out", "--package", package, "--patch", name, "--author", AUTHOR)
 
 
 @pytest.mark.parametrize("name", PATCHES)
 def test_only_our_lines_are_inserted(tmp_path, name):
     patch, out = PATCHES[name], tmp_path / "out"
-    done = run(write_tree(tmp_path, name), name)
+    done = run(tmp_path, name)
     assert done.returncode == 0, done.stderr
     written = sorted(str(path.relative_to(out)) for path in out.rglob("*.*"))
     assert written == [f"0001-{name}.patch", "PULL_REQUEST.md", f"tests/trainer/{patch.tests}"]
@@ -276,21 +261,22 @@ def test_only_our_lines_are_inserted(tmp_path, name):
 
 @pytest.mark.parametrize("name, replacement, said", [(name, *row) for name in REFUSED for row in REFUSED[name]])
 def test_another_shape_is_refused_and_nothing_written(tmp_path, name, replacement, said):
-    refused(run(write_tree(tmp_path, name, *replacement), name), tmp_path / "out", said)
+    refused(run(tmp_path, name, replacement), tmp_path / "out", said)
 
 
 @pytest.mark.parametrize("name", PATCHES)
 def test_a_tree_that_has_a_new_file_is_refused(tmp_path, name):
-    tree, patch = write_tree(tmp_path, name), PATCHES[name]
-    new = tree / (f"src/transformers/{patch.helpers}" if patch.helpers else f"tests/trainer/{patch.tests}")
+    patch = PATCHES[name]
+    new = (
+        tmp_path / "tree" / (f"src/transformers/{patch.helpers}" if patch.helpers else f"tests/trainer/{patch.tests}")
+    )
     new.parent.mkdir(parents=True, exist_ok=True)
     new.touch()
-    refused(run(tree, name), tmp_path / "out", "the change is already in")
+    refused(run(tmp_path, name), tmp_path / "out", "the change is already in")
 
 
 def test_a_patch_of_another_package_is_refused(tmp_path):
-    tree = write_tree(tmp_path, "trainer-checkpoints")
-    done = run(tree, "trainer-checkpoints", "accelerate")
+    done = run(tmp_path, "trainer-checkpoints", package="accelerate")
     refused(done, tmp_path / "out", "--patch trainer-checkpoints is not for accelerate")
 
 

@@ -18,6 +18,7 @@ def test_a_tracker_that_has_started_is_finished_where_the_next_one_fails():
     accelerator = Accelerator(cpu=True, log_with=[first, Failing()])
     with pytest.raises(OSError, match="no network"):
         accelerator.init_trackers("run")
+    assert accelerator.trackers == [first]
     accelerator.end_training()
     assert first.events[-1] == "finish"
 
@@ -134,14 +135,6 @@ def test_a_failing_tracker_does_not_stop_the_run_or_the_others(make, caplog, pro
     assert events[-2:] == [({"a": 1}, None, {}), "finish"]
     assert caplog.text.count("'failing' failed") == 2 and "ConnectionError: gone" in caplog.text
     assert not torch.distributed.is_initialized(), "the process group is left in any case"
-
-
-def test_a_tracker_that_cannot_start_is_an_error(make, monkeypatch):
-    monkeypatch.setattr(Recording, "start", lambda self: 1 / 0)
-    accelerator = make("recording")
-    with pytest.raises(ZeroDivisionError):
-        accelerator.init_trackers("project")
-    assert accelerator.trackers == []
 
 
 def test_whether_every_rank_is_needed(make):

@@ -20,8 +20,6 @@ def unpatched() -> Iterator[None]:
 
 @pytest.fixture
 def build(tmp_path):
-    """Build training arguments on the CPU, of any class."""
-
     def build(cls, **options):
         return cls(str(tmp_path / "out"), **{"use_cpu": True, "report_to": [], **options})
 

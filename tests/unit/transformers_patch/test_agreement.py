@@ -3,7 +3,6 @@
 import types
 import warnings
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
@@ -110,8 +109,3 @@ def test_the_warning_points_at_the_line_that_built_the_arguments():
     with pytest.warns(UserWarning, match="look here") as caught:
         agreement.warn_caller("look here")
     assert caught[0].filename == __file__
-
-
-def test_the_file_can_travel():
-    # It is shipped into another package as it is, so it may import nothing of this one.
-    assert "transformers_patch" not in Path(agreement.__file__).read_text("utf-8")

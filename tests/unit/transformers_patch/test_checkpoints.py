@@ -674,10 +674,8 @@ def test_a_signal_saves_and_leaves_and_the_next_start_goes_on(tmp_path, kind, op
         trainer.train()
     assert signals.saved == ["checkpoint-3"]
     assert left.value.code == 75 and names(tmp_path / "run") == ["checkpoint-3"]
-    assert (
-        signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-        and choose.flaw(tmp_path / "run" / "checkpoint-3", True) == ""
-    )
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert choose.flaw(tmp_path / "run" / "checkpoint-3", True) == ""
     resumed = build(tmp_path / "run", kind, **options)
     resumed.train(resume_from_checkpoint=True)
     assert trainer.losses + resumed.losses == whole.losses

@@ -159,9 +159,8 @@ def test_the_weight_is_found_where_models_keep_it():
     assert auxiliary_weight(Model(plain, aux_loss_coef=0.2)) == 0.2
     assert auxiliary_weight(Model(transformers.MixtralConfig(router_aux_loss_coef=0.3))) == 0.3
     # The model adds by the number that it has kept, whatever became of its configuration.
-    assert (
-        auxiliary_weight(Model(transformers.MixtralConfig(router_aux_loss_coef=0.3), router_aux_loss_coef=0.0)) == 0.0
-    )
+    config = transformers.MixtralConfig(router_aux_loss_coef=0.3)
+    assert auxiliary_weight(Model(config, router_aux_loss_coef=0.0)) == 0.0
     nested = types.SimpleNamespace(get_text_config=lambda: types.SimpleNamespace(router_aux_loss_coef=0.4))
     assert auxiliary_weight(Model(nested)) == 0.4
 

@@ -27,7 +27,6 @@ import neighbour
 
 @pytest.fixture
 def script(tmp_path, monkeypatch):
-    """A script with a module beside it, started from elsewhere."""
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts" / "neighbour.py").write_text("print('neighbour')\n", "utf-8")
     path = tmp_path / "scripts" / "task.py"

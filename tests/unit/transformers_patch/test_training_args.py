@@ -52,19 +52,15 @@ def test_the_known_shape_is_patched_where_it_is_needed():
     assert examine(module(more=["preserve_accelerator_state"])) == Finding((), needed=False)
 
 
-def reset_elsewhere(self):
-    AcceleratorState._reset_state(True)
-
-
 @cases(
     "changed, found",
     ({"setup": 3}, "_setup_devices is int, not a cached property"),
-    (
-        {"setup": lambda self, device: AcceleratorState._reset_state("use_configured_state")},
-        "takes (self, device)",
-    ),
+    ({"setup": lambda self, device: AcceleratorState._reset_state("use_configured_state")}, "takes (self, device)"),
     ({"setup": lambda self: AcceleratorState._reset_state()}, "does not read 'use_configured_state'"),
-    ({"setup": lambda self: None, "prepare": reset_elsewhere}, "the state is reset in prepare"),
+    (
+        {"setup": lambda self: None, "prepare": lambda self: AcceleratorState._reset_state(True)},
+        "the state is reset in prepare",
+    ),
     ({"drop": ["use_cpu", "bf16"]}, "no field use_cpu, bf16"),
     ({"config": dict}, "AcceleratorConfig"),
     ({"config": None}, "AcceleratorConfig (None)"),

@@ -16,14 +16,6 @@ class Layer(nn.Linear):
     """What the policies wrap."""
 
 
-def plugin(**options):
-    return FullyShardedDataParallelPlugin(fsdp_version=2, **options)
-
-
-def chosen(policy, model):
-    return [name for name, module in model.named_modules() if policy(module)]
-
-
 @pytest.mark.parametrize(
     ("modules", "names"),
     [
@@ -68,7 +60,9 @@ def test_ties_survive_materialisation():
 )
 def test_own_policies(policy):
     model = nn.Sequential(Layer(2, 2), nn.Linear(2, 2))
-    assert chosen(utils.fsdp2_prepare_auto_wrap_policy(plugin(auto_wrap_policy=policy), model), model) == ["0"]
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy=policy)
+    is_unit = utils.fsdp2_prepare_auto_wrap_policy(plugin, model)
+    assert [name for name, module in model.named_modules() if is_unit(module)] == ["0"]
 
 
 @pytest.mark.parametrize("key", [lambda parameter: parameter, lambda parameter: parameter.data_ptr()])

@@ -10,8 +10,6 @@ from accelerate.launch.hardware import Hardware
 
 
 class Silent(Asker):
-    """Remembers what it says."""
-
     def __init__(self):
         self.said = []
 
@@ -75,8 +73,6 @@ def at_random(place):
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Give this machine some devices."""
-
     def have(device="cpu", count=0, **rest):
         monkeypatch.setattr(hardware, "detect", lambda environ: Hardware(device, count, **rest))
 

@@ -46,7 +46,6 @@ def terminal(place):
 
 
 def answer(window, *dialogue):
-    """Wait for each question and type what follows it."""
     for question, keys in zip(dialogue[::2], dialogue[1::2], strict=True):
         window.expect_exact(question)
         window.send(keys)

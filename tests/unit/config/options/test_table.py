@@ -1,19 +1,8 @@
 """The option table: complete, spelled once, and consistent with itself."""
 
-import json
 from collections import Counter
-from pathlib import Path
 
 from accelerate.config.options import BY_NAME, FEATURES, OPTIONS, PARADIGMS, SECTIONS, SWITCH_OF_DISTRIBUTED_TYPE
-
-RECORD = Path(__file__).parents[3] / "architecture" / "record" / "cli-1.15.0.json"
-RECORDED = json.loads(RECORD.read_text("utf-8"))["commands"]["launch"]["arguments"]
-
-
-def test_every_recorded_option_is_there():
-    flags = {flag for option in OPTIONS for flag in (*option.spellings, option.negation)}
-    flags |= {f.replace("_", "-") for f in flags if f and f.startswith("--")}
-    assert not {flag for argument in RECORDED for flag in argument["options"]} - flags
 
 
 def test_nothing_is_spelled_twice():

@@ -7,8 +7,6 @@ import pytest
 
 @pytest.fixture
 def written(tmp_path):
-    """Write a file into the working directory, and return its name."""
-
     def write(name, text):
         (tmp_path / name).write_text(text)
         return name
