@@ -28,6 +28,8 @@ FENCE = re.compile(r"^( *)```(\w+)[^\n]*\n(.*?)^\1```", re.M | re.S)
 # Run by another test, which has the processes, the fixture or the package that they need.
 ELSEWHERE = {
     "docs/guides/fsdp.md": "tests/unit/strategies/test_guides.py",
+    "docs/guides/fsdp2-migration.md": "tests/unit/strategies/test_guides.py",
+    "docs/guides/weights.md": "tests/unit/strategies/test_guides.py",
     "docs/guides/long-sequences.md": "tests/distributed/test_pages.py",
     "docs/guides/pipeline-training.md": "tests/distributed/test_pages.py",
     "docs/guides/tensor-parallel.md": "tests/unit/strategies/test_guides.py",
