@@ -44,6 +44,7 @@ ALONE = {
     "docs/guides/precision.md": "torchao",
     "docs/switch.md": "transformers",
     "docs/transformers-patch.md": "transformers",
+    "docs/transformers-checkpoints.md": "transformers",
 }
 # Written by programs from the option table, the docstrings and measurements.
 WRITTEN = {"docs/reference.md", "docs/reference/cli.md", "docs/benchmarks.md", "docs/gpu.md", "docs/scale.md"}
