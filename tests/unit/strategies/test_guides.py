@@ -18,7 +18,7 @@ def test_the_examples_run(process_group, guide, tmp_path, monkeypatch):
     assert len(blocks) >= 3
     names: dict[str, object] = {"__name__": guide}
     for block in blocks:
-        if "ep_size=2)\n" in block or block.startswith("# Given:"):  # run by `tests/distributed/test_pages.py`
+        if block.startswith("# Given:"):
             continue
         if "Accelerator(" in block:  # as a program of its own; what was built above lives on
             AcceleratorState._reset_state()

@@ -27,6 +27,7 @@ DOCUMENTS = ["README.md", *sorted(p.relative_to(ROOT).as_posix() for p in (ROOT 
 FENCE = re.compile(r"^( *)```(\w+)[^\n]*\n(.*?)^\1```", re.M | re.S)
 # Run by another test, which has the processes, the fixture or the package that they need.
 ELSEWHERE = {
+    "docs/guides/experts.md": "tests/distributed/test_pages.py",
     "docs/guides/fsdp.md": "tests/unit/strategies/test_guides.py",
     "docs/guides/fsdp2-migration.md": "tests/unit/strategies/test_guides.py",
     "docs/guides/weights.md": "tests/unit/strategies/test_guides.py",
