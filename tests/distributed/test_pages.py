@@ -12,7 +12,7 @@ PAGES = {
     "docs/learn/resume.md": ("latest=True", "epoch 2: 0.1773"),
     "docs/switch.md": ("", "files of weights: 1"),
     "docs/learn/your-loop.md": ("Accelerator(", "accuracy 0.9"),
-    "docs/guides/tensor-parallel.md": ("ep_size=2)\n", "norm "),
+    "docs/guides/experts.md": ("", "norm "),
     "docs/guides/long-sequences.md": ("", ""),
     "docs/guides/pipeline-training.md": ("", "loss "),
 }

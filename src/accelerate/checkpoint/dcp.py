@@ -65,6 +65,7 @@ class ShardedFolder(Reader):
             self.state = unflatten_state_dict(values, paths)
 
     def plan(self, pairs: Pairs) -> Plan:
+        """Return the plan by which torch's reader fills each target; the pieces of files that it reads are verified."""
         targets: dict[str, torch.Tensor] = {}
         copies = []
         for stored, target in pairs:

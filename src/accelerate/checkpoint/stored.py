@@ -131,9 +131,11 @@ class MemorySource(Source):
         self._tensor = tensor.detach()
 
     def elements(self, start: int, stop: int) -> torch.Tensor:
+        """Return a view."""
         return self._tensor.flatten()[start:stop]
 
     def read_into(self, target: torch.Tensor, offsets: Sequence[int]) -> None:
+        """Copy the part."""
         part = self._tensor
         for dim, (start, length) in enumerate(zip(offsets, target.shape, strict=True)):
             part = part.narrow(dim, start, length)
@@ -148,6 +150,7 @@ class JoinedSource(Source):
         self._elements = elements
 
     def elements(self, start: int, stop: int) -> torch.Tensor:
+        """Return what the function returns; DamagedCheckpoint if it opens a file that cannot be read."""
         try:
             return self._elements(start, stop)
         except pickle.UnpicklingError as error:  # of a file that is opened now
@@ -163,11 +166,13 @@ class FileSource(Source):
         self.place = offset, self.shape, dtype
 
     def elements(self, start: int, stop: int) -> torch.Tensor:
+        """Read the elements into new memory."""
         memory = torch.empty(stop - start, dtype=self.dtype)
         self._file.read_into(memory, self._offset + start * self.dtype.itemsize)
         return memory
 
     def read_into(self, target: torch.Tensor, offsets: Sequence[int]) -> None:
+        """Read the part straight into the memory of a plain target, else through new memory."""
         plain = type(target) is torch.Tensor and target.device.type == "cpu" and target.is_contiguous()
         if not plain or target.dtype is not self.dtype or target.shape[1:] != self.shape[1:] or target.is_conj():
             return super().read_into(target, offsets)
@@ -223,9 +228,11 @@ class FullFiles(Reader):
         return stored
 
     def elements(self, stored: StoredTensor, start: int, stop: int) -> torch.Tensor:
+        """Return the elements of a tensor from one number to another, flat."""
         return self._sources[stored.key].elements(start, stop)
 
     def plan(self, pairs: Pairs) -> Plan:
+        """Return the plan that reads each tensor, or this rank's parts of it, into its target."""
         parts = [
             (self._sources[stored.key], memory, offsets)
             for stored, target in pairs

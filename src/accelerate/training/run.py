@@ -64,7 +64,6 @@ class TrainingRun(Run, Protocol):
     _background: Background
     _exact_accumulation: bool
     _finished_trackers: list[GeneralTracker]
-    _load_model_state_pre_hook: OrderedDict[int, Callable[..., None]]
     _loaded_checkpoint: str | None
     _save_model_state_pre_hook: OrderedDict[int, Callable[..., None]]
     _scales_loss: bool

@@ -27,7 +27,10 @@ DOCUMENTS = ["README.md", *sorted(p.relative_to(ROOT).as_posix() for p in (ROOT 
 FENCE = re.compile(r"^( *)```(\w+)[^\n]*\n(.*?)^\1```", re.M | re.S)
 # Run by another test, which has the processes, the fixture or the package that they need.
 ELSEWHERE = {
+    "docs/guides/experts.md": "tests/distributed/test_pages.py",
     "docs/guides/fsdp.md": "tests/unit/strategies/test_guides.py",
+    "docs/guides/fsdp2-migration.md": "tests/unit/strategies/test_guides.py",
+    "docs/guides/weights.md": "tests/unit/strategies/test_guides.py",
     "docs/guides/long-sequences.md": "tests/distributed/test_pages.py",
     "docs/guides/pipeline-training.md": "tests/distributed/test_pages.py",
     "docs/guides/tensor-parallel.md": "tests/unit/strategies/test_guides.py",
@@ -42,6 +45,7 @@ ALONE = {
     "docs/guides/precision.md": "torchao",
     "docs/switch.md": "transformers",
     "docs/transformers-patch.md": "transformers",
+    "docs/transformers-checkpoints.md": "transformers",
 }
 # Written by programs from the option table, the docstrings and measurements.
 WRITTEN = {
