@@ -23,9 +23,12 @@ from accelerate.base.constants import (  # noqa: F401  their recorded place
     SCHEDULER_NAME,
     WEIGHTS_NAME,
 )
-from accelerate.checkpoint import apply, layouts, plain_data, read, save
+from accelerate.checkpoint import apply, layouts, plain_data, read
+from accelerate.checkpoint import save as saving
 from accelerate.checkpoint.manifest import custom_file, optimizer_file
 from accelerate.checkpoint.state import Common
+from accelerate.checkpoint.torch_files import load as load  # a name of upstream's module
+from accelerate.checkpoint.torch_files import save as save
 from accelerate.checkpoint.verify import with_manifest
 from accelerate.logging import get_logger
 from accelerate.process import PartialState
@@ -71,11 +74,11 @@ def save_accelerator_state(
     """
     os.makedirs(output_dir, exist_ok=True)
     for index, state in enumerate(model_states):
-        save.write_model(state, output_dir, index, safe_serialization, save_on_each_node)
+        saving.write_model(state, output_dir, index, safe_serialization, save_on_each_node)
     for index, obj in enumerate(optimizers):
-        save.write_optimizer(obj.state_dict(), output_dir, index, save_on_each_node)
+        saving.write_optimizer(obj.state_dict(), output_dir, index, save_on_each_node)
     common = Common(schedulers, dataloaders, [], scaler, process_index, PartialState().device)
-    save.write_common(common, output_dir, step, save_on_each_node)
+    saving.write_common(common, output_dir, step, save_on_each_node)
     return Path(output_dir)
 
 
@@ -151,7 +154,7 @@ def save_custom_state(obj: Any, path: Folder, index: int = 0, save_on_each_node:
     """
     state = obj.state_dict()
     plain_data.refuse_unreadable({f"{type(obj).__name__} ({custom_file(index)})": state})
-    with save.planned(path, save_on_each_node) as plan:
+    with saving.planned(path, save_on_each_node) as plan:
         if plan.writes_shared:
             plan.add_object(custom_file(index), state)
 
