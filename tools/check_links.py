@@ -1,4 +1,4 @@
-"""Say which relative links in the project's Markdown files lead nowhere. Exit status 1 when there is one.
+"""Return which relative links in the project's Markdown files lead nowhere. Exit status 1 when there is one.
 
     python tools/check_links.py
 

@@ -98,7 +98,7 @@ def _command(name: str, recorded: dict[str, Any] | None) -> Iterator[str]:
 def _section(
     title: str, parser: Any, recorded: dict[str, Any] | None, level: str, in_ours: bool = False
 ) -> Iterator[str]:
-    """Yield the section of a command and of its subcommands; below one that is ours as a whole, nothing is marked again."""
+    """Yield the section of a command and of its subcommands; below one that is ours in full, nothing is marked again."""
     ours = "" if in_ours or recorded is not None else f"\n{OURS}\n"
     yield f"{level} {title}\n{ours}\n{_plain(parser.description)}\n"
     if title == "accelerate launch":
@@ -121,7 +121,7 @@ def _section(
 
 
 def _arguments(parser: Any) -> tuple[list[argparse.Action], bool]:
-    """Return the arguments of a command, and whether it takes all those of a launch beside them."""
+    """Return the arguments of a command, and whether it takes all those of a launch next to them."""
     skipped = (argparse._HelpAction, argparse._SubParsersAction)
     actions = [action for action in parser._actions if not isinstance(action, skipped)]
     rows = {flag for option in OPTIONS for flag in (*option.spellings, option.negation) if flag}

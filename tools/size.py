@@ -67,7 +67,7 @@ def taken(action: Callable[[], Any]) -> tuple[Any, list[int]]:
 
 
 def walks() -> dict[str, list[int]]:
-    """Return the walks of a training under the strategy that this process was started with. All ranks."""
+    """Return the walks of a training under the strategy that this process was started with. Collective: call on every rank."""
     import torch
 
     from accelerate import Accelerator
@@ -121,7 +121,7 @@ def launching() -> list[int]:
 
 
 def started(*command: str) -> Any:
-    """Run this file again in a process of its own, and return what it prints last."""
+    """Run this file again in a separate process, and return what it prints last."""
     settings = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, *command], env=settings, capture_output=True, text=True, timeout=300, check=False

@@ -76,7 +76,7 @@ def set_sampler(dataloader: DataLoader, sampler: Any) -> None:
     elif dataloader.batch_sampler is not None:
         raise ValueError(
             f"The batch sampler of this dataloader ({type(inner).__name__}) has no `sampler` that could be replaced. "
-            "Build the batch sampler anew and pass it as batch_sampler."
+            "Build the batch sampler again and pass it as batch_sampler."
         )
     if not below or dataloader.batch_sampler is not None:
         # Assigning to a torch loader is refused, because its iterator would not notice; before iteration it is safe.
@@ -243,7 +243,7 @@ def iterating(loader: DataLoader, sampler: Any) -> DataLoader:
 
 
 def skipping(loader: DataLoader, number: int, extra: int = 0) -> DataLoader:
-    """A copy of a torch loader with a map-style dataset that leaves out its first batches; they are not loaded."""
+    """A copy of a torch loader with a map-style dataset that omits its first batches; they are not loaded."""
     return iterating(loader, SkipBatchSampler(batching_sampler(loader), number, extra))
 
 
@@ -413,7 +413,7 @@ class DataLoaderAdapter:
         """Take the state that `state_dict` reports now, before the wrapped loader reads the next batch ahead.
 
         Prepared loaders know whether a batch is the last one because they read one batch ahead. A state taken after
-        that would leave out the batch read ahead on resuming.
+        that would omit the batch read ahead on resuming.
         """
         if is_stateful(self.base_dataloader):
             self._yielded_state = self.base_dataloader.state_dict()

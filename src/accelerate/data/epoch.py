@@ -95,7 +95,7 @@ class FromStart:
                 if number - done < self.reads:
                     return  # the last step of the epoch had fewer
                 raise ValueError(
-                    f"{number} batches were to be left out, but the data ended after {done} of them. Skip fewer batches, or read "
+                    f"{number} batches were to be omitted, but the data ended after {done} of them. Skip fewer batches, or read "
                     "the data that the checkpoint was saved with."
                 )
         yield from ()

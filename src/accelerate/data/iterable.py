@@ -124,7 +124,7 @@ def uncounted(batches: Iterator[Any], start: int, log: dict[int, tuple[int, ...]
 
 
 def is_datapipe(dataset: Any) -> bool:
-    """Whether a dataset is one of torch's iterable datapipes, which torch's loader treats in a way of its own."""
+    """Whether a dataset is one of torch's iterable datapipes, which torch's loader treats in a separate way."""
     return isinstance(dataset, _DATAPIPE)
 
 
@@ -191,7 +191,7 @@ def can_shard_itself(dataset: Any, num_shards: int) -> bool:
 
 
 def has_buffer(dataset: Any) -> bool:
-    """Whether a stream of the library `datasets` shuffles in a buffer, which its state leaves out: samples would be lost."""
+    """Whether a stream of the library `datasets` shuffles in a buffer, which its state omits: samples would be lost."""
     stages = [getattr(dataset, "_ex_iterable", None)]  # what it goes through; grows while it is walked
     for stage in stages:
         below = (getattr(stage, "ex_iterable", None), *getattr(stage, "ex_iterables", ()))

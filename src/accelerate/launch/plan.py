@@ -90,7 +90,7 @@ class LaunchPlan:
         num_processes: how many processes there are, on all machines together.
         hardware: the devices that those of this machine may use.
         runner: who starts them: the name of a runner, see `accelerate.launch.runners`.
-        extra: further variables of every process, beside those of the options.
+        extra: further variables of every process, next to those of the options.
         notes: lines of information for the user.
     """
 

@@ -427,7 +427,7 @@ def _check_port(values: Values) -> None:
         # It sets SO_REUSEADDR, as torch's store does: a port whose last connections are merely closing down is free.
         socket.create_server(("127.0.0.1", values["main_process_port"].value)).close()
     except (OSError, OverflowError) as error:
-        raise LaunchError(f"{_shown(values, 'main_process_port')}: {error} Leave it out to get a free one.") from None
+        raise LaunchError(f"{_shown(values, 'main_process_port')}: {error} Omit it to get a free one.") from None
 
 
 def _extra(values: Values, environ: Environ, on: set[str], tasks: Cluster | None, is_alone: bool) -> dict[str, str]:

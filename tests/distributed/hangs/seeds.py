@@ -19,7 +19,7 @@ FOREVER_S = 600
 
 
 class TwoHeads(nn.Module):
-    """A model with a layer that a rank may leave out."""
+    """A model with a layer that a rank may omit."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Loops within, beside and after each other: accumulation, end, remainder and metrics are those of the right loader."""
+"""Loops within, next to and after each other: accumulation, end, remainder and metrics are those of the right loader."""
 
 import gc
 import warnings

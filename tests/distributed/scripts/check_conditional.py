@@ -1,4 +1,4 @@
-"""Modules that some ranks leave out of a step: equal to one process with the batches of all ranks, whoever calls them."""
+"""Modules that some ranks omit of a step: equal to one process with the batches of all ranks, whoever calls them."""
 
 import torch
 from expect import assert_all_close, full, raised

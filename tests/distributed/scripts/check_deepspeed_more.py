@@ -67,7 +67,7 @@ def check_what_offload_cannot_do_is_refused_on_every_rank():
     accelerator = engines(2)
     with raised(ValueError, "holds no parameter of Sequential"):
         accelerator.prepare(network(), made(network())[0], loader())
-    # Where one rank cannot build it, none goes on without.
+    # Where one rank cannot build it, none continues without.
     before = os.environ["PATH"]
     accelerator = engines(2, offload_optimizer_device="cpu")
     accelerator.deepspeed_plugin.deepspeed_config["zero_force_ds_cpu_optimizer"] = True

@@ -1,4 +1,4 @@
-"""Collectives with two processes or more; by hand: accelerate launch --cpu --num_processes 2 check_operations.py."""
+"""Collectives with two processes or more; manually: accelerate launch --cpu --num_processes 2 check_operations.py."""
 
 import random
 from collections import UserDict, namedtuple

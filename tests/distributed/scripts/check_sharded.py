@@ -83,7 +83,7 @@ def train(accelerator, model, optimizer, dtype=torch.float32):
 
 
 def weights(accelerator, model):
-    """The whole weights on rank 0, copied, nothing elsewhere."""
+    """The full weights on rank 0, copied, nothing elsewhere."""
     return {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
 
 
@@ -659,7 +659,7 @@ def contents(folder):
 
 
 def written_in_the_background(*kinds):
-    """Under a training that goes on: what is written is the state of the call, byte for byte that of a save that waits."""
+    """Under a training that continues: what is written is the state of the call, byte for byte that of a save that waits."""
     for kind in kinds:
         accelerator = fresh_accelerator(**kind)
         model, _ = build()
@@ -724,7 +724,7 @@ def four_replicas_share_the_writing():
         spread = {
             f"w{number}": distribute_tensor(one, mesh, [Replicate(), Shard(0)]) for number, one in enumerate(whole)
         }
-        # Of what is whole on all ranks, as of running statistics, the first rank's counts.
+        # Of what is complete on all ranks, as of running statistics, the first rank's counts.
         return {"model": {**spread, "mean": torch.full((2,), value + rank()), "epoch": int(value)}}
 
     original = dcp.DefaultSavePlanner.create_global_plan

@@ -17,7 +17,7 @@ STEPS = 20
 
 
 class Working(nn.Module):
-    """A layer whose forward takes a time of its own, however busy the machine is."""
+    """A layer whose forward takes a separate time, however busy the machine is."""
 
     def __init__(self, seconds):
         super().__init__()

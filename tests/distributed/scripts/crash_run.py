@@ -255,7 +255,7 @@ def _be_rank(rank: int, world: int, port: int, number: int) -> None:
     os.environ.update({name: str(value) for name, value in variables.items()})
     # Whoever is left alone finds out at once.
     checkpoint_ranks.ASK_WRITERS_AFTER_S = checkpoint_ranks.ASK_WRITERS_AGAIN_S = checkpoint_ranks.ASK_AFTER_S = 0.2
-    # A store serves all runs, each under a prefix of its own.
+    # A store serves all runs, each under a separate prefix.
     store = dist.PrefixStore(f"run {number}", dist.TCPStore("127.0.0.1", port, is_master=False))
     dist.init_process_group("gloo", rank=rank, world_size=world, store=store)
 

@@ -121,7 +121,7 @@ class Run:
         self.accelerator.save_state(target, safe_serialization=safe, blocking=blocking)
 
     def load(self, missing_ok: bool = False) -> bool:
-        """Load the newest checkpoint; say whether there was one."""
+        """Load the newest checkpoint; return whether there was one."""
         target = None if self.chain.limit is not None else self.chain.target
         found = self.accelerator.load_state(target, latest=target is None or missing_ok, missing_ok=missing_ok)
         if found is not None:

@@ -69,7 +69,7 @@ def until(found):
         if result := found():
             return result
         time.sleep(0.02)
-    raise AssertionError("waited in vain")
+    raise AssertionError("waited without effect")
 
 
 def test_a_late_launcher_does_not_disturb(at, pair, join):

@@ -70,7 +70,7 @@ def first_rank(monkeypatch):
 
 @pytest.fixture
 def torch_calls(monkeypatch):
-    """Record what torch's context parallelism is asked for, and cut as it does: in the tensors' own memory."""
+    """Record what torch's context parallelism is requested, and cut as it does: in the tensors' own memory."""
     calls, options = [], SimpleNamespace()
 
     @contextlib.contextmanager

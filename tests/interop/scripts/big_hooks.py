@@ -25,7 +25,7 @@ MIXED = dict.fromkeys(["model.embed_tokens", "model.layers.1.self_attn", "model.
 MIXED |= dict.fromkeys(["model.rotary_emb", "lm_head"], "cpu")
 MIXED |= dict.fromkeys(["model.layers.0", "model.layers.1.mlp", "model.layers.1.post_attention_layernorm"], "disk")
 MIXED["model.norm"] = "disk"
-# Those whose weights come from memory and those read from safetensors; the peer can read no model to "disk" as a whole.
+# Those whose weights come from memory and those read from safetensors; the peer can read no model to "disk" in full.
 WAYS = {
     "cpu_offload": lambda reference: reference.offloaded("cpu_offload", {}),
     "disk_offload": lambda reference: reference.offloaded("disk_offload", {}),

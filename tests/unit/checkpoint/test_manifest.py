@@ -19,7 +19,7 @@ DOCS = Path(__file__).parents[3] / "docs"
 SCHEMA = json.loads((DOCS / "checkpoint-manifest.schema.json").read_text("utf-8"))
 VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
 ENTRY = FileEntry(3, "0" * 32, 1, "", {"a.b": TensorEntry((2, 0), "F32")}, {"tied": "a.b"})
-GONE = "left out"
+GONE = "omitted"
 
 
 def test_which_files_belong_to_a_checkpoint():

@@ -425,6 +425,6 @@ def test_a_publish_that_fails_between_two_renames_puts_the_former_one_back(tmp_p
     monkeypatch.setattr(os, "rename", rename)
     with pytest.raises(OSError, match="not supported"):
         made.publish()
-    assert content(folder) == "new", "a reader takes what is whole, and newest"
+    assert content(folder) == "new", "a reader takes what is complete, and newest"
     made.discard()
     assert content(folder) == "old" and (folder / "notes.txt").exists() and os.listdir(tmp_path) == ["c"]

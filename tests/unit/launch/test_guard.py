@@ -16,7 +16,7 @@ DEAF = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {SLEEP}"
 
 @pytest.fixture
 def group():
-    """Start programs, each in a group of its own, and wait until they run."""
+    """Start programs, each in a separate group, and wait until they run."""
     started = []
 
     def start(program):

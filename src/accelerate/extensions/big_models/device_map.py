@@ -252,7 +252,7 @@ def _detected_memory() -> dict[int | str, int]:
         try:
             free[index] = device.namespace().mem_get_info(index)[0]
         except Exception as error:  # a device may be taken by another process, or be too old for this torch
-            logger.info("Device %s:%d is left out of the memory budget: %s", device.type, index, error)
+            logger.info("Device %s:%d is omitted of the memory budget: %s", device.type, index, error)
     free["cpu"] = psutil.virtual_memory().available
     return free
 

@@ -112,7 +112,7 @@ def attach_align_device_hook_on_blocks(
 ) -> None:
     """Give the blocks of a model the hooks that its device map asks for.
 
-    A block that stays on its device is placed there as a whole; one that is offloaded gets a hook on every module
+    A block that stays on its device is placed there in full; one that is offloaded gets a hook on every module
     below it that owns weights. The root gets a hook that returns outputs on the inputs' device.
 
     Args:

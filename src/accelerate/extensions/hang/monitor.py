@@ -114,7 +114,7 @@ class Monitor:
         self._place, self._since, self._waits = place, time.monotonic(), None
 
     def go_on(self, store: Any) -> bool:
-        """Ask and report, if this rank is the one to do so; say whether all ranks must end. Does not wait."""
+        """Ask and report, if this rank is the one to do so; return whether all ranks must end. Does not wait."""
         keys = dist.PrefixStore(PREFIX, store)
         if not self._waits:
             if self._diagnosis is not None:

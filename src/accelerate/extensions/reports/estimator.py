@@ -351,7 +351,7 @@ class Fleet:
     overlap: float = 0.7
 
     def crosses(self, transfer: Transfer) -> bool:
-        """Say whether a group reaches over several machines."""
+        """Return whether a group reaches over several machines."""
         return transfer.ranks * transfer.stride > self.per_node
 
     def computing(self, flops: Mapping[str, float]) -> float:
