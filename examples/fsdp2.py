@@ -77,7 +77,7 @@ class Progress:
 
 
 def make_rows(count: int, seed: int) -> TensorDataset:
-    """Return random halves, each followed by itself."""
+    """Return random halves, each followed by its copy."""
     half = torch.randint(SYMBOLS, (count, HALF), generator=torch.Generator().manual_seed(seed))
     return TensorDataset(half.repeat(1, 2))
 

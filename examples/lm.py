@@ -160,7 +160,7 @@ def train(accelerator: Accelerator, options: argparse.Namespace) -> tuple[nn.Mod
         return (step + 1) / warm_up if step < warm_up else 0.55 + 0.45 * math.cos(math.pi * share)
 
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    # Prepared by itself it would step once per rank; a schedule that counts optimizer steps follows them directly.
+    # If prepared, it would step once per rank; a schedule that counts optimizer steps follows them directly.
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer.optimizer, rate)
     progress = Progress()
     accelerator.register_for_checkpointing(progress, scheduler)

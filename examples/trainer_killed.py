@@ -109,7 +109,7 @@ def killed_and_resumed(folder: str, patched: bool, right: list[str]) -> str:
 
 
 def main() -> None:
-    """Run all three, and say what was seen."""
+    """Run all three, and report the results."""
     with tempfile.TemporaryDirectory() as folder:
         run(f"{folder}/straight", saves=False)
         right = losses(f"{folder}/straight")

@@ -2,7 +2,7 @@
 
 `install()` makes torch know it as "hosted" and `torch.hosted`, once in a process, and gives the package a row for it. What torch asks
 of such a device: https://docs.pytorch.org/docs/stable/accelerator/index.html. Tensors are of another device for all that look:
-mixing them with the processor's is an error, they have storages and a separate generator, and nobody but torch's documented
+mixing them with the processor's is an error, they have storages and a separate generator, and only torch's documented
 functions is there to ask.
 """
 

@@ -2,7 +2,7 @@
 
     python tools/check_links.py
 
-Checks files and headings; links to the web are left alone, because a test must not depend on somebody else's server.
+Checks files and headings; links to the web are left alone, because a test must not depend on another server.
 """
 
 import pathlib

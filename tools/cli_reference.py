@@ -44,7 +44,7 @@ Every command, every argument. **+** marks what this package has and upstream's 
 - Long options may be written with hyphens as well: `--num-processes` is `--num_processes`.
 - An option that is unknown is answered with the nearest one that exists.
 - Exit status: 0 is success; 1 a run that failed; 2 a request that cannot be run, with the reason on stderr; 130 an interrupt
-  (Ctrl-C); 141 an output that nobody reads any more. `accelerate launch` ends with the status of the process that failed first.
+  (Ctrl-C); 141 an output that is closed. `accelerate launch` ends with the status of the process that failed first.
 - `accelerate --version` prints the version.
 """
 

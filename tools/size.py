@@ -4,7 +4,7 @@
     python tools/size.py --table    without the walks
 
 A closure is what importing one module loads. Imports in functions and for annotations are not in it; two folders import each other
-if any import says so.
+if any import does.
 
 A walk is what one rank of two runs of `src/accelerate` for one operation, seen with `sys.setprofile`: calls, functions, files.
 Each walk but the launcher's is taken the second time the operation runs, so that imports and caches do not count.

@@ -412,7 +412,7 @@ class Accelerator(Processes, ExtensionMethods):
             device_placement: For each object whether it moves to the device; None leaves it to the Accelerator.
 
         Returns:
-            The prepared objects in the order given; a single one by itself.
+            The prepared objects in the order given; a single one without a tuple.
 
         Raises:
             ValueError: Nothing was given, or the settings do not fit.
@@ -1104,7 +1104,7 @@ class Accelerator(Processes, ExtensionMethods):
         return restoring.load_state(self, input_dir, load_kwargs, latest, missing_ok, **load_model_func_kwargs)
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
-        """Save an object to disk, once per run (or per machine, where the project says so). All ranks may call it.
+        """Save an object to disk, once per run (or per machine, where the project is set so). All ranks may call it.
 
         Args:
             obj: The object.

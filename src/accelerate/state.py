@@ -211,7 +211,7 @@ class AcceleratorState(ProcessView):
         )
 
     def _check_plugins(self, plugins: dict[str, Any], engine: str | None) -> None:
-        """Raise where an engine comes too late, and say so where other settings do."""
+        """Raise where an engine comes too late, and warn where other settings do."""
         for name, value in plugins.items():
             live = self.__dict__.get(name)
             if live is None and (value is not None or name == engine) and name in engines():

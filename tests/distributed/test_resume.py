@@ -257,7 +257,7 @@ class Victim:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 pass
-        self.process.stdout.read()  # to its end: nobody holds it any more
+        self.process.stdout.read()  # to its end: it is not held any more
         self.process.wait(timeout=LIMIT_S)
 
     def end(self) -> None:

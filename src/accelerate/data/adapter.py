@@ -39,7 +39,7 @@ def is_stream(loader: DataLoader) -> bool:
 
 
 def is_stateful(loader: Any) -> bool:
-    """Whether a loader can save and restore its position by itself, like torchdata's `StatefulDataLoader`."""
+    """Whether a loader can save and restore its position without help, like torchdata's `StatefulDataLoader`."""
     return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
 
 
@@ -146,7 +146,7 @@ def samples_per_epoch(loader: DataLoader) -> int | None:
 
 
 def iterates_plainly(loader: DataLoader) -> bool:
-    """Whether a loader yields what its `collate_fn` returns: its class has no iteration of its own on top."""
+    """Whether a loader yields what its `collate_fn` returns: its class adds no iteration on top."""
     iteration = type(loader).__iter__
     return iteration is DataLoader.__iter__ or iteration.__module__.partition(".")[0] == "torchdata"
 
@@ -427,7 +427,7 @@ class DataLoaderAdapter:
 
 
 class DataLoaderStateMixin:
-    """Loop state of a loader: it tells `GradientState` that it is being iterated, and where it stands.
+    """Loop state of a loader: it tells `GradientState` that it is being iterated, and its position.
 
     `begin` and `end` bracket an iteration. The loaders of this package call them, also when a loop is left early: when
     the running iterator is closed or dropped.

@@ -98,7 +98,7 @@ def prepare_data_loader(
     if not isinstance(dataloader, DataLoader):
         raise TypeError(f"dataloader is a {type(dataloader).__name__}; pass a torch.utils.data.DataLoader.")
     skipped = 0
-    if type(dataloader) is SkipDataLoader:  # of a stream that nobody has sharded yet
+    if type(dataloader) is SkipDataLoader:  # of a stream that is not sharded yet
         dataloader, skipped = dataloader.base_dataloader, dataloader.skip_batches
     if isinstance(dataloader, PreparedLoader):
         warn_user("dataloader is prepared already; it is returned as it is, not sharded again.")

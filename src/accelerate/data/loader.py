@@ -31,7 +31,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     # Who reads what, worked out when the loader was prepared.
     plan: DataPlan | None = None
-    # Whether an epoch that was running when a checkpoint was saved continues by itself after that is loaded.
+    # Whether an epoch that was running when a checkpoint was saved continues automatically after a load.
     continue_after_load = True
     # Whether this kind of loader reads a batch before the loop asks for it.
     _reads_ahead = False
@@ -356,7 +356,7 @@ class DataLoaderShard(PreparedLoader):
 class SkipDataLoader(PreparedLoader):
     """A loader without its first batches, for streams: they are read and dropped.
 
-    `prepare` shards it like the loader below it; each process omits so many batches of its own.
+    `prepare` shards it like the loader below it; each process omits so many of its batches.
 
     Args:
         dataset: the dataset to load from.

@@ -80,7 +80,7 @@ def find_required(given: str | os.PathLike[str] | None) -> pathlib.Path:
 
 
 def load_mapping(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read a YAML file, or a JSON file by its ending, as it stands; a LaunchError if it is no mapping."""
+    """Read a YAML file, or a JSON file by its ending, unchanged; a LaunchError if it is no mapping."""
     return _load(path)[0]
 
 

@@ -97,7 +97,7 @@ class WorkerFailure:
 
     @property
     def own(self) -> bool:
-        """Whether it ended by itself."""
+        """Whether it ended without a signal of the launcher."""
         return not self.stopped or bool(self.record)
 
     @property

@@ -56,7 +56,7 @@ def _signal(group: int, number: int) -> bool:
     try:
         os.killpg(group, number)
     except PermissionError:
-        return number == 0  # macOS says so of a group whose processes are dead and not yet waited for
+        return number == 0  # macOS reports this of a group whose processes are dead and not yet waited for
     except OSError:
         return False
     return True

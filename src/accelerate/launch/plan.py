@@ -67,7 +67,7 @@ class Cluster:
         machine_rank: which machine this is, from 0; None for a task where no variable says.
         address: of machine 0, or of the process with rank 0; None where no variable says.
         port: a port that all of them compute from the number of the job; None without such a number.
-        task: which process this is, where each process has been started by itself: the launcher starts that one only.
+        task: which process this is, where each process has been started separately: the launcher starts that one only.
         notes: lines for the user.
     """
 

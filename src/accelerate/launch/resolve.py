@@ -312,7 +312,7 @@ def _count_tasks(values: Values, task: Ranks, scheduler: str) -> tuple[Changes, 
         notes.append(f"num_processes is {count} ({scheduler}'s tasks), not {asked.value} ({asked.origin}).")
     for name in ("max_restarts", "log_dir", "tee"):
         if values[name].source is Source.COMMAND_LINE:
-            notes.append(f"--{name} has no effect: {scheduler} has started each process by itself.")
+            notes.append(f"--{name} has no effect: {scheduler} has started each process separately.")
     return {"num_processes": Resolved(count, Source.ENVIRONMENT, f"{scheduler}'s tasks")}, notes
 
 

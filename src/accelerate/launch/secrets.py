@@ -1,4 +1,4 @@
-"""What must not be printed: values by their names, wherever they stand, logins in addresses, and tokens by how they begin."""
+"""What must not be printed: values by their names, wherever they are, logins in addresses, and tokens by how they begin."""
 
 import re
 from collections.abc import Iterable, Mapping

@@ -446,7 +446,7 @@ def check_models_that_cannot_are_refused():
                 with raised(ValueError, *words):
                     model(**{"input_ids": ids, **wrong})
             expected = my_part(whole, accelerator, axis, 1)
-            real = right.bool()  # what comes out at padding is nobody's business
+            real = right.bool()  # the output at padding is undefined
             for out in (
                 model(ids, right),
                 model(input_ids=ids, attention_mask=right, position_ids=places),

@@ -72,7 +72,7 @@ def points(count=RANKS):
 
 @torch.no_grad()
 def check_batches_of_any_size():
-    """Cut by itself or as told, any number of samples and of micro-batches, and bit for bit what one process computes."""
+    """Split automatically or as told, any number of samples and of micro-batches, and bit for bit what one process computes."""
     for split, chunks, gathered in (("auto", None, True), (points(), 3, False)):
         torch.manual_seed(1)
         model = Layers()
@@ -199,7 +199,7 @@ class Branching(nn.Module):
 
 
 class Opaque:
-    """What nobody can take apart."""
+    """An opaque value."""
 
 
 def check_refused_at_first():

@@ -1,4 +1,4 @@
-"""Checkpoints of several processes: published once, in the background, on nodes with disks of their own, loaded together."""
+"""Checkpoints of several processes: published once, in the background, on nodes with separate disks, loaded together."""
 
 import dataclasses
 import os

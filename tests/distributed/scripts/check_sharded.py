@@ -202,7 +202,7 @@ def check_items_resume_bit_for_bit():
 
 
 def check_an_optimizer_made_before_follows_into_another_accelerator():
-    """It had the old parameters, which nobody gives gradients to: its steps changed nothing."""
+    """It had the old parameters, which get no gradients: its steps changed nothing."""
     for version in (1, 2):
         first = fresh_accelerator(fsdp_plugin=sharding(version))
         model, optimizer = build()
@@ -408,7 +408,7 @@ def check_what_ranks_have_whole_is_written_as_the_first_has_it():
     accelerator = fresh_accelerator(fsdp_plugin=sharding(2, ignored_modules="none"))
     accelerator.state.fsdp_plugin.auto_wrap_policy = None
     model = accelerator.prepare(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
-    for buffer in model.buffers():  # each rank has statistics of its own batches
+    for buffer in model.buffers():  # each rank has statistics of its batches
         buffer.fill_(10 + rank())
     with shared_folder() as folder:
         accelerator.save_state(folder)

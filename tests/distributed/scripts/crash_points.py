@@ -27,7 +27,7 @@ READING = ("pread", "listdir")
 
 
 class Board:
-    """Numbers in memory that a parent shares with its forks, so that they outlive whoever wrote them.
+    """Numbers in memory that a parent shares with its forks, so that they outlive the writer.
 
     begun: the last step whose save was called; saved: the last one whose checkpoint was there when the save returned; loaded:
     the step of what was loaded; phase: 1 + the index of the phase, or 0; fired: the injected failure came up; refused: a save

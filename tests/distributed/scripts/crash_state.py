@@ -1,4 +1,4 @@
-"""A run without training, all of whose state is a function of the step: whoever loads it can compute what it must be."""
+"""A run without training, all of whose state is a function of the step: a loader can compute what it must be."""
 
 import dataclasses
 import random

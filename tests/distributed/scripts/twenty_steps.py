@@ -67,7 +67,7 @@ class Net(nn.Module):
 
 
 class Feature:
-    """Rows that the ranks divide, two batches a step, under FSDP2: what a feature has unless it says something else."""
+    """Rows that the ranks divide, two batches a step, under FSDP2: what a feature has unless it overrides it."""
 
     needs = ""  # a library
     batches = 2  # of a step
@@ -249,7 +249,7 @@ class Packed(Language):
         return aggregate_loss(loss, (shifted != -100).sum(), group=mesh)
 
     def alone(self, model):
-        """Each document by itself."""
+        """Each document separately."""
 
         def call(input_ids, position_ids, use_cache):
             starts = (position_ids[0] == 0).nonzero().flatten().tolist()
@@ -304,7 +304,7 @@ class EightBits(Feature):
 
 
 class Precision(Feature):
-    """Norms in float32, all else in bfloat16; plain torch computes each rank's batch by itself, too.
+    """Norms in float32, all else in bfloat16; plain torch computes each rank's batch separately, too.
 
     Another last bit of a weight may be another bfloat16; norms in bfloat16 would be 6e-4 away.
     """

@@ -139,7 +139,7 @@ def test_the_second_rank_asks_where_the_first_has_been_killed(asking, monkeypatc
     real, killed = time.sleep, threading.Event()
 
     def sleep(seconds):
-        if threading.current_thread() is asking.threads.get(0):  # which has come and asks nobody yet
+        if threading.current_thread() is asking.threads.get(0):  # which has come and has not asked yet
             killed.set()
             raise SystemExit
         real(seconds)

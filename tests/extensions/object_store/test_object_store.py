@@ -428,7 +428,7 @@ def test_ranks_create_their_files_in_the_store(base):
 
 
 class Broken(Exception):
-    """Of whoever writes a file."""
+    """Of the writer of a file."""
 
 
 @pytest.mark.parametrize("error", [Broken("no"), ConnectionResetError("reset"), PermissionError("no")])

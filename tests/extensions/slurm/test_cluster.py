@@ -116,7 +116,7 @@ def test_what_else_srun_says():
     {**SRUN, "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "1", "SLURM_STEP_NUM_NODES": "1", "SLURM_PROCID": "0"},
     {**SRUN, "RANK": "0", "WORLD_SIZE": "1"},
     {**MPIRUN, "RANK": "3", "WORLD_SIZE": "8"},
-    {"WORLD_SIZE": "8"},  # exported manually, and nobody else speaks
+    {"WORLD_SIZE": "8"},  # exported manually, and no other rank speaks
     mpirun(0, 1, 0, 1, 1),
     {"PBS_JOBID": "1.server", "PBS_NODEFILE": "/dev/zero"},
 )

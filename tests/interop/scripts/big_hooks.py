@@ -101,7 +101,7 @@ def _of_weights(module, hook):
 
 @each_way("llama")
 def copied(reference, model, way):
-    """A copy works by itself: its forwards are of the copy, and taking its hooks off leaves the original alone."""
+    """A copy works independently: its forwards are of the copy, and taking its hooks off leaves the original alone."""
     reference.check(model)
     twin = copy.deepcopy(model)
     reference.check(twin)

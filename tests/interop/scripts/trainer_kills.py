@@ -35,7 +35,7 @@ class Extra(TrainerCallback):
     """Takes time in each save, writes a separate file into the checkpoint, and rewrites one of the Trainer's in small pieces."""
 
     def on_save(self, args, state, control, **rest):
-        time.sleep(0.02)  # or a busy machine has nobody to see the save
+        time.sleep(0.02)  # or a busy machine does not see the save
         if state.is_world_process_zero:
             path = pathlib.Path(args.output_dir, f"checkpoint-{state.global_step}", "extra.txt")
             path.write_text(str(state.global_step), "utf-8")

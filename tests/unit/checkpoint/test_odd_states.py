@@ -31,7 +31,7 @@ def job(seed=0, **options):
 
 
 def saved(folder, model, optimizer, layout):
-    """Save, and reshard if the layout says so; return the folder to load from."""
+    """Save, and reshard if the layout asks for it; return the folder to load from."""
     sharded_io.save_model(model, folder, layout=layout.split()[0])
     if optimizer is not None:
         sharded_io.save_optimizer(optimizer, model, folder, layout=layout.split()[0])

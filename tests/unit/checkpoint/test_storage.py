@@ -192,7 +192,7 @@ def test_a_folder_that_cannot_be_renamed_is_refused_and_stays(tmp_path, monkeypa
 
 
 def test_folders_of_the_user_that_are_called_like_hidden_ones_stay(tmp_path):
-    """What a save has made says so inside; a name alone means nothing."""
+    """What a save has made is marked inside; a name alone means nothing."""
     mine = {f".{word}_c/notes.txt" for word in ("saving", "ready", "replaced", "removed")} | {".lock_c", ".lock_d"}
     put(tmp_path, *mine)
     for _ in range(3):

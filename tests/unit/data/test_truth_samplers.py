@@ -99,7 +99,7 @@ def test_where_samples_can_be_skipped_is_told():
 def test_prepared_loaders_from_every_start(dataset, split):
     """The view that omits k batches yields the tail, and knows end, remainder, real samples and its length."""
     for length, size, world, drop_last in product(LENGTHS, (1, 2), WORLDS, FLAGS):
-        even = world > 1  # alone there is nobody to be even with, so torch's own short last batch stays
+        even = world > 1  # a single process has no other to be even with, so torch's own short last batch stays
         padded = real(length, size, world, drop_last, even)
         rest = 0 if drop_last else length % (size * world)
         for rank in range(world):

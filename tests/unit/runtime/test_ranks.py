@@ -1,4 +1,4 @@
-"""Ranks from environment variables, whoever the launcher is."""
+"""Ranks from environment variables, whatever the launcher is."""
 
 import os
 from types import SimpleNamespace

@@ -57,7 +57,7 @@ WRITTEN = {
     "docs/reference/differences.md",
 }
 PAGES = 60
-# Reference and notes, where a member that stands in a list is not taught.
+# Reference and notes, where a member in a list is not taught.
 NO_TEACHERS = {"differences", "architecture", "support", "benchmarks", "scale", "cli"}
 
 

@@ -722,7 +722,7 @@ def test_each_symbol_has_an_entry_and_comes_back():
     assert all(symbol(name) is not before[name] for name in SYMBOLS)
     assert {patch.name for patch in transformers_patch.status() if patch.applied} == {"training_args", *SYMBOLS}
     with transformers_patch.applied():
-        assert symbol("train") is not before["train"]  # whoever else has asked for it keeps it
+        assert symbol("train") is not before["train"]  # other users of it keep it
     transformers_patch.apply()
     assert {name: symbol(name) for name in SYMBOLS} == before
     with transformers_patch.applied(checkpoints=True):

@@ -401,7 +401,7 @@ def get_balanced_memory(
     if len(accelerators) == 1:
         low_zero = False
         if not user_set:
-            # Activations need room on the only accelerator, and nobody said how much.
+            # Activations need room on the only accelerator, and its size is unknown.
             budgets[accelerators[0]] = int(budgets[accelerators[0]] * 0.9)
     sizes = compute_module_sizes(model, dtype=dtype, special_dtypes=special_dtypes)
     total = sizes.get("", 0)

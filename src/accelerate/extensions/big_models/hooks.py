@@ -159,7 +159,7 @@ def attach_align_device_hook_on_blocks(
             device = execution_device[name]
             attach_align_device_hook(current, device, True, weights_map, offload_buffers, name, **preload)
             if "_hf_hook" not in current.__dict__:
-                # A block without weights of its own still has to bring its inputs along.
+                # A block without direct weights still has to bring its inputs along.
                 add_hook_to_module(current, hook_for(device, io_same_device=name == ""))
             attach_execution_device_hook(current, device, **preload)
         else:

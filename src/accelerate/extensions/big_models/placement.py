@@ -59,7 +59,7 @@ def exact_device(device: Device) -> torch.device:
 
 
 def any_elsewhere(value: Any, device: torch.device) -> bool:
-    """Return whether arguments of a forward may have to move to an `exact_device`; True for what nobody can look into."""
+    """Return whether arguments of a forward may have to move to an `exact_device`; True for opaque values."""
     kind = type(value)
     if kind in _INERT:
         return False
@@ -106,7 +106,7 @@ def as_parameter(old: nn.Parameter, value: torch.Tensor) -> nn.Parameter:
     if (kind is nn.Parameter and type(value) in PLAIN) or (
         kind is not nn.Parameter and issubclass(kind, nn.Parameter) and type(value) in (*PLAIN, kind)
     ):
-        # The class's own constructor may ask for arguments that nobody here knows.
+        # The class's own constructor may ask for arguments that are unknown here.
         parameter = torch_private.make_subclass(kind, value, trainable)
     else:
         # nn.Parameter() keeps tensor subclasses (torchao, quanto) what they are.

@@ -1,7 +1,7 @@
 """Offloaded weights by name, wherever they are kept: in memory, in a folder that has a file of raw bytes for each
 next to an ``index.json``, or in existing safetensors files. Folders are filled all at once or not at all.
 
-A weight is a view of its file, and costs no memory of its own. The kernel reads a page when it is first used, keeps it
+A weight is a view of its file, and costs no extra memory. The kernel reads a page when it is first used, keeps it
 while there is room, and drops it when there is none, because the file still has it. Nothing has to be copied to be
 offloaded.
 """
@@ -131,7 +131,7 @@ class OffloadWriter(contextlib.AbstractContextManager):
 
     If the block raises, or a disk is full, what was written is removed and the files that were there stay. Where a file
     cannot take its name, which needs no room on the disk, the former index stays. A process that has mapped a file that is
-    replaced continues reading the former one. Callers may add entries of weights in files of their own to ``index``.
+    replaced continues reading the former one. Callers may add entries of weights in separate files to ``index``.
     """
 
     def __init__(self, folder: PathLike | None, indexed: bool = True) -> None:

@@ -58,7 +58,7 @@ class Offloading:
         self.tied = find_tied_parameters(self.model)
 
     def check(self) -> None:
-        """Raise a ValueError that names the tensors whose data nobody has. Nothing is written."""
+        """Raise a ValueError that names the tensors without data. Nothing is written."""
         index = self.offload_index
         if index is None:
             index = {} if self.offload_dir is None else read_index(self.offload_dir)
@@ -197,7 +197,7 @@ def check_data(
     missing = [f"{n} (for {device_of(n, device_map)!r})" for n in sorted(empty) if id(tensors[n]) not in known]
     if missing:
         raise ValueError(
-            f"These tensors are on the meta device and nobody has their data: {listed(missing)}. Load them from a checkpoint "
+            f"These tensors are on the meta device and their data is missing: {listed(missing)}. Load them from a checkpoint "
             "first, tie the model's weights, or, for buffers of modules that are offloaded, pass `offload_buffers=True`."
         )
 

@@ -351,7 +351,7 @@ def _state_of(optimizer: _Optimizer, key: str, name: str) -> Any:
 
 
 def _put_counts(engine: Any, written: zero.Folder) -> None:
-    """Let an engine count its steps from where another stood; its scale of losses and its own schedule, too."""
+    """Let an engine count its steps from the count of another one; its scale of losses and its own schedule, too."""
     for name in ("global_steps", "global_samples", "skipped_steps"):
         setattr(engine, name, written.head[name])
     if engine.lr_scheduler is not None and written.head["lr_scheduler"] is not None:

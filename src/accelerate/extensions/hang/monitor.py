@@ -176,7 +176,7 @@ class Finding:
     @property
     def key(self) -> str:
         """The content of a report, for comparison with the next one."""
-        # A slow rank may come to many places in which it stands for a moment.
+        # A slow rank may pause in many places.
         others = [(rank, status.ended, status.still_s > 5 and status.site) for rank, status in self._others.items()]
         return repr((self.waiting, others))
 

@@ -322,7 +322,7 @@ def run(request: Request, environment: Mapping[str, str], num_processes: int, me
     """Start processes on this machine for a checked request, with only these variables, and wait for their end.
 
     Raises WorkerError (a process failed), MeetingError (they could not meet), LaunchError (the machines disagree),
-    KeyboardInterrupt, SystemExit (they have saved themselves; its status says so), or torch's SignalException (another
+    KeyboardInterrupt, SystemExit (they have saved themselves; its status reports it), or torch's SignalException (another
     signal stopped them).
     """
     try:

@@ -441,7 +441,7 @@ class _Objects:
             system.pipe_file(path, data)
 
     def remove(self, name: str = "") -> None:
-        """Remove an object, or all objects below a folder and the folder where it is one by itself; but never a bucket."""
+        """Remove an object, or all objects below a folder and the folder where it is one; but never a bucket."""
         with contextlib.suppress(FileNotFoundError), self.at(name, "removed") as (system, path):
             # In as few requests as the store can; but fsspec takes such names for patterns.
             if "/" in path.strip("/") and not any(sign in path for sign in "*?["):
@@ -493,7 +493,7 @@ class _Upload(Sink):
 
 # -- local folders -----------------------------------------------------------------------------------------------------
 
-# What this process has fetched. A fork inherits the entries, but makes folders of its own.
+# What this process has fetched. A fork inherits the entries, but makes separate folders.
 _copies: dict[tuple[Hashable, ...], TemporaryDirectory[str]] = {}
 
 

@@ -158,7 +158,7 @@ def _rendezvous(plan: LaunchPlan) -> list[str]:
 
 
 def settings_table(settings: Mapping[str, Resolved], every: bool = False) -> str:
-    """Return the settings that somebody sets and those that every rank receives, or all, and where each comes from, as a table."""
+    """Return the settings that are set and those that every rank receives, or all, and where each comes from, as a table."""
     from accelerate.base.table import table  # a launch needs none
 
     rows = []
