@@ -17,7 +17,7 @@ def prepared_twice():
     row = figures("double_prepare")["1000 MB, prepared twice"]
     written, calls = row["written (MB)"], row["state_dict calls, save"]
     return (
-        f"upstream write {round(written['1.15.0'], -2):,.0f} MB and call `state_dict` {calls['1.15.0']} times per rank. "
+        f"upstream's `save_state` write {round(written['1.15.0'], -2):,.0f} MB and call `state_dict` {calls['1.15.0']} times per rank. "
         f"This fork writes {round(written['ours'], -2):,.0f} MB"
     )
 
