@@ -1,4 +1,4 @@
-"""Mix several streams by weight, and go on in the middle of the mixture with nothing read twice.
+"""Mix several streams by weight, and continue in the middle of the mixture with nothing read twice.
 
 Pretraining reads from sources of different size and worth: here documentation and code of Python, three pieces of the one for each of the
 other. The mixture is a stream with a state: how far each source was read, and its own generator of random numbers. By default the main

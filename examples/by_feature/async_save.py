@@ -1,4 +1,4 @@
-"""Save a checkpoint in the background while the training goes on.
+"""Save a checkpoint in the background while the training continues.
 
 `save_state(blocking=False)` copies the state and returns; a thread writes, checks and publishes it. What is saved is the state at the
 call, whatever the training does meanwhile. `wait_for_checkpoint` waits for the end of it, and raises if it failed on any rank; the

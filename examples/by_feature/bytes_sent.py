@@ -1,4 +1,4 @@
-"""What ranks send each other in a step under DDP, FSDP2, HSDP and tensor parallelism: counted, beside the formulas.
+"""What ranks send each other in a step under DDP, FSDP2, HSDP and tensor parallelism: counted, next to the formulas.
 
 The sizes of the tensors of every collective are read from torch's dispatcher, on four ranks, in the third step (DDP lays out its buckets
 in the second), and turned into what a rank of a ring sends. P is all parameters, b the four bytes of an element. The layers are small and

@@ -1,4 +1,4 @@
-"""Cross validation: several trainings in one program, each prepared afresh.
+"""Cross validation: several trainings in one program, each prepared again.
 
 `free_memory` lets go of everything that was prepared, so that the next fold does not share checkpoints, hooks or memory with this one.
 Each sample is predicted once, by the model that has not seen it.

@@ -1,4 +1,4 @@
-"""Distillation: a frozen teacher beside the model that is trained.
+"""Distillation: a frozen teacher next to the model that is trained.
 
 `prepare_model(teacher, evaluation_mode=True)` places the teacher and gives it the same autocast, and no DDP wrapper: there is nothing to
 exchange for a model that is not trained. Its parameters are not handed to the optimizer, and it is left out of `accumulate`.

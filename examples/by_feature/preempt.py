@@ -1,4 +1,4 @@
-"""Be stopped by a scheduler, and go on when submitted again.
+"""Be stopped by a scheduler, and continue when submitted again.
 
 A run that knows which signals mean "leave" (`save_on_signal`) finishes its step when one comes to any rank, saves on all ranks together,
 and ends with status 75, "try again later". The same command goes on with the next batch. Here rank 1 sends the signal to itself at

@@ -1,4 +1,4 @@
-"""Stop in the middle of an epoch and go on as if nothing had happened, bit for bit.
+"""Stop in the middle of an epoch and continue as if nothing had happened, bit for bit.
 
 `save_state` holds models, optimizers, schedulers, generators, the position in each prepared loader, and what was registered with
 `register_for_checkpointing`. `load_state(latest=True)` takes the newest complete checkpoint. The loop needs no arithmetic of batches

@@ -1,4 +1,4 @@
-"""Train on a stream, and go on in the middle of it.
+"""Train on a stream, and continue in the middle of it.
 
 A stream (`IterableDataset`) has no indices, so by default the main process reads it and sends each rank its samples. A stream with
 `state_dict` and `load_state_dict` is put back to its place by `load_state` without reading it again. `accelerator.data_plan(loader)` says
