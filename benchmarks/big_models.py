@@ -11,7 +11,7 @@ NOTE = (
     "*Warm*: the files are in the page cache. *Cold*: they were dropped from it, before the load and before each forward. The "
     "forward is of one row, so that hardly anything is computed; that of 32 rows has something to compute while the next block is "
     "read. *Reading the bytes once* is what the 20 files take with `readinto` of one buffer. Memory is beyond what the process had "
-    "before; *anonymous* leaves out the pages of files, which the kernel takes back when it needs them. One thread, as everywhere "
+    "before; *anonymous* omits the pages of files, which the kernel takes back when it needs them. One thread, as everywhere "
     "here. *Hook* is what a hooked module's call takes beyond that of a plain one."
 )
 # Title of the rows, phase of the case, arguments for ours, and whether upstream takes part.
@@ -110,7 +110,7 @@ def table(results, packages, ours, number):
 
 
 def plot(results, packages, ours, path):
-    """Draw loads, forwards beside the reading of their bytes, and the growth with the number of modules."""
+    """Draw loads, forwards next to the reading of their bytes, and the growth with the number of modules."""
     import matplotlib
 
     matplotlib.use("Agg")

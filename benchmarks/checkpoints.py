@@ -10,7 +10,7 @@ SIZES_MB = (10, 100, 1000, 4000)
 MOST_FOR_TWO_MB = 2000
 MEMORY_MB = 3072
 BACKGROUND_MB = 600
-SAVES = ("save_state, fsync left out (s)", "save_state (s)", "save_state, and on the disk (s)")
+SAVES = ("save_state, fsync omitted (s)", "save_state (s)", "save_state, and on the disk (s)")
 LOADS = ("load_state, new run (s)", "load_state, over a state (s)")
 
 

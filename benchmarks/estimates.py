@@ -7,7 +7,7 @@ each allocation and release on rank 0, and the most bytes of the last two steps,
 runs under gloo. What its threads release, the profiler does not see, so that now and then a buffer seems to stay: of three takes the
 least counts. The others run as rank 0 of several on torch's fake process group, which sends nothing: all memory is as in a run with
 the other ranks. DeepSpeed takes a bucket of 500,000 numbers, for its own of half a billion would be all that there is to see. With
-`BENCHMARK_DEVICE=cuda` models are eight times as wide, the allocator of the GPU counts, and DDP and DeepSpeed are left out. Needs
+`BENCHMARK_DEVICE=cuda` models are eight times as wide, the allocator of the GPU counts, and DDP and DeepSpeed are omitted. Needs
 transformers and diffusers, and for DeepSpeed the environment of `make test-deepspeed`. `--write` keeps rows that were measured before.
 """
 
@@ -112,7 +112,7 @@ LAYOUTS = {
 # Those that only some models can take.
 ONLY = {"tp": ("llama",), "cp": ("llama",), "sp": ("llama", "gpt2"), "ep": ("mixtral",), "hsdp": ("llama", "gpt2")}
 ONLY["zero2"] = ("llama", "gpt2", "bert", "vit")
-# DeepSpeed has an environment of its own, which `make test-deepspeed` makes.
+# DeepSpeed has a separate environment, which `make test-deepspeed` makes.
 DEEPSPEED = ROOT / ".venv-deepspeed/bin/python"
 
 

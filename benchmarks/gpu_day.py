@@ -2,7 +2,7 @@
 
 Usage: python benchmarks/gpu_day.py [PART ...] [--minutes 40] [--logs FOLDER]
 
-It needs one GPU, uses all that are there, and goes on where a part fails or takes too long. It writes `docs/gpu.md` and
+It needs one GPU, uses all that are there, and continues where a part fails or takes too long. It writes `docs/gpu.md` and
 `benchmarks/results/gpu.json`, with the versions. `GPU_DAY_DEVICE=cpu` rehearses it without one, and leaves the page alone. Upstream's
 wheel is what `make` unpacks to `.cache/peer/1.15.0`; both run in the environment of this interpreter.
 """
@@ -82,7 +82,7 @@ class Day:
         return json.loads([line for line in text.splitlines() if line.startswith("{")][-1])
 
     def compared(self, name: str, *arguments: str, rounds: int = 3, **how: int) -> Figures:
-        """Run a case under both packages in turns, and return medians; one that fails says so, and is left out from then on."""
+        """Run a case under both packages in turns, and return medians; one that fails says so, and is omitted from then on."""
         series: dict[str, dict[str, list[float]]] = {}
         failed: dict[str, str] = {}
         for number in range(rounds):
@@ -189,7 +189,7 @@ def trainer(day: Day) -> Figures:
 
 
 def offload(day: Day) -> Figures:
-    """Compute with blocks that wait in host memory, beside the copy of their bytes."""
+    """Compute with blocks that wait in host memory, next to the copy of their bytes."""
     with tempfile.TemporaryDirectory(dir=ROOT, suffix=".tmp") as scratch:
         told = ("--folder", scratch, "--megabytes", "240" if REHEARSED else "3072")
         day.case("big_model", "make", *told)
@@ -197,7 +197,7 @@ def offload(day: Day) -> Figures:
 
 
 def sharded(day: Day) -> Figures:
-    """Train the transformer of `precisions` under FSDP2, with what is asked for beside a step in turn. Ours alone."""
+    """Train the transformer of `precisions` under FSDP2, with what is requested next to a step in turn. Ours alone."""
     sys.path.append(str(HERE / "cases"))
     from sharded import KINDS
 
@@ -250,7 +250,7 @@ PARTS: dict[str, tuple[str, Callable[[Day], Figures]]] = {
     "tests": ("Tests marked `gpu`", tests),
     "conformance": ("Conformance: every strategy against one process", conformance),
     "precisions": ("Precisions", precisions),
-    "sharded": ("What is asked for beside a step: FSDP2 in bfloat16, one rank", sharded),
+    "sharded": ("What is requested next to a step: FSDP2 in bfloat16, one rank", sharded),
     "checkpoints": ("Checkpoints of a state on the device", checkpoints),
     "trainer": ("Checkpoints of transformers' Trainer", trainer),
     "step": ("A training step", lambda day: day.compared("step", rounds=1)),
@@ -281,7 +281,7 @@ def versions() -> dict[str, str]:
 
 
 def went_wrong(part: dict) -> bool:
-    """Say whether a part did not run, a test or a check of it failed, or one of the packages."""
+    """Return whether a part did not run, a test or a check of it failed, or one of the packages."""
     rows = part.get("figures", {})
     said = [str(row.get("ours", "")) for row in rows.values()]
     return (

@@ -34,41 +34,41 @@ TITLES = {
     "startup": "Import, help and launch",
 }
 SIZED = ("checkpoint", "double_prepare", "big_models")
-# Beside plain torch, what the same step costs without it, or upstream's wheel without its environment.
+# Next to plain torch, what the same step costs without it, or upstream's wheel without its environment.
 ALONE = ("strategies", "watching", "additions", "megatron_core", "accumulation", "trainer_checkpoint")
-# Cases that run in an environment of their own, which a make target sets up.
+# Cases that run in a separate environment, which a make target sets up.
 ENVIRONMENTS = {"megatron_core": (ROOT / ".venv-megatron/bin/python", "make test-megatron")}
 TORCHRUN = ("collectives", "dispatcher", "watching")
 RUNS_ONE_PROCESS = "Upstream's `launch --cpu --num_processes 2` starts one process, so its figure is not comparable."
 CHECKPOINTS = (
-    "The state is a model in float32 and the two moments of AdamW. *fsync left out*: nothing waits for the disk. *And on the "
+    "The state is a model in float32 and the two moments of AdamW. *fsync omitted*: nothing waits for the disk. *And on the "
     "disk*: what upstream leaves in the page cache is synced by the benchmark; ours is there when `save_state` returns. "
     "*New run*: into a model and an optimizer that were just made. *Over a state*: the optimizer has been stepped. Ours "
     "writes checksums and verifies them; upstream does not. Medians of three saves in each round."
 )
 WATCHING = (
     "A step of four layers of 512 and AdamW under DDP, alone and with `accelerator.throughput` or `ACCELERATE_CHECK_EVERY`, new models "
-    "in turns in one process; ratios of medians. The watcher of hangs runs beside all of them."
+    "in turns in one process; ratios of medians. The watcher of hangs runs next to all of them."
 )
 ACCUMULATION = (
     "An accumulation step of 8 micro-batches, 4 layers of 1,024 (16 MiB of float32 parameters), SGD, new models in turns in one process. *In the "
     "last*: `accumulate` as it is. *sync_each_batch*: `GradientAccumulationPlugin(sync_each_batch=True)`."
 )
 ADDITIONS = (
-    "A step of three layers of 512 and AdamW with what is asked for beside it, and the same by torch alone: `AveragedModel`; `fully_shard` without a "
+    "A step of three layers of 512 and AdamW with what is requested next to it, and the same by torch alone: `AveragedModel`; `fully_shard` without a "
     "declaration, every rank calling the module; `torch.distributed.nn.functional.all_gather`; `fully_shard` of each layer with its policy, and with torch's Muon; "
     "`PipelineStage` and `Schedule1F1B`. Packed rows: a Llama of transformers, 256 wide, and documents of 12 to 740 tokens, in rows of 1,024 "
-    "that two ranks share, and padded to the longest of as many. Whole weights: 64 MiB, in buckets and by `get_model_state_dict(full_state_dict="
+    "that two ranks share, and padded to the longest of as many. Full weights: 64 MiB, in buckets and by `get_model_state_dict(full_state_dict="
     "True)`. Adapters: 16 of rank 16, by `save_adapter`, which syncs them to the disk, and by PEFT's `save_pretrained` after that function. "
     "New models in turns in one process; ratios of medians."
 )
 MEGATRON = (
     "A Llama of 4 layers of 256 in float32 on 2 ranks (`tp_degree=2`), two micro-batches of 2 x 128 tokens, AdamW and clipping: through the "
-    "Accelerator, and by Megatron core's own classes by hand (`GPTModel`, its schedules and optimizer), in turns in one process."
+    "Accelerator, and by Megatron core's own classes manually (`GPTModel`, its schedules and optimizer), in turns in one process."
 )
 BESIDE = {
     "watching": ("What looking on costs, two processes", WATCHING),
-    "additions": ("What is asked for beside a step, two processes", ADDITIONS),
+    "additions": ("What is requested next to a step, two processes", ADDITIONS),
     "megatron_core": ("A step of Megatron core, two processes", MEGATRON),
 }
 NOTES = {"startup": RUNS_ONE_PROCESS}
@@ -101,8 +101,8 @@ SUMMARY = [
     ("load of 3 GB, 20 of 24 blocks on disk (s)", "big_models", ["20 of 24 blocks on disk, warm", "load (s)"]),
 ]
 SUMMARY_NOTE = (
-    "Beside upstream's 1.15.0, rows in which this package is slower included: it hashes what it saves and verifies what it loads. "
-    "Strategies cost what plain torch costs: [the table](#strategies-beside-plain-torch)."
+    "Next to upstream's 1.15.0, rows in which this package is slower included: it hashes what it saves and verifies what it loads. "
+    "Strategies cost what plain torch costs: [the table](#strategies-next to-plain-torch)."
 )
 
 
@@ -290,7 +290,7 @@ def write_page():
     file = RESULTS / "strategies.json"
     if file.exists():
         parts += [
-            "## Strategies, beside plain torch",
+            "## Strategies, next to plain torch",
             strategies.NOTE,
             json.loads(file.read_text())["table"],
             "![time of a step and memory of a rank](img/strategies.png)",
@@ -370,7 +370,7 @@ def main():
             extra = {"load": os.getloadavg()[0]} if case == "accumulation" else {}
             python, made_by = ENVIRONMENTS.get(case, (sys.executable, ""))
             if not Path(python).exists():
-                print(f"{case} is left out: {made_by} makes its environment", flush=True)
+                print(f"{case} is omitted: {made_by} makes its environment", flush=True)
                 continue
             figures = interleaved({OURS: str(python)}, arguments.rounds, case, processes=2)
             text = table(figures, [OURS])

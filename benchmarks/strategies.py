@@ -12,7 +12,7 @@ RANKS = {
     2: ("ddp", "fsdp1", "fsdp2", "tp", "arrived-fsdp2", "arrived-tp", "ep", "zero2", "zero3"),
     4: ("ddp", "fsdp1", "fsdp2", "hsdp", "arrived-fsdp2-tp", "arrived-hsdp", "ep"),
 }
-# DeepSpeed has an environment of its own, which `make test-deepspeed` makes.
+# DeepSpeed has a separate environment, which `make test-deepspeed` makes.
 DEEPSPEED = Path(__file__).parents[1] / ".venv-deepspeed/bin/python"
 NAMES = {
     "ddp": "DDP",
@@ -30,9 +30,9 @@ NAMES = {
 }
 NOTE = (
     "A small Llama in float32 (20 million parameters; on a GPU 300 million, under bf16) and AdamW, through the Accelerator and "
-    "written by hand with `DistributedDataParallel`, `FullyShardedDataParallel`, `fully_shard`, `parallelize_module` and torch's "
-    "distributed checkpoints, or with DeepSpeed's engine. *Pre-sharded*: the same model, sharded by hand before `prepare`. "
-    "*Experts*: a Qwen3-MoE of 30 million that `prepare` splits, beside transformers' own `from_pretrained(distributed_config=...)`. "
+    "written manually with `DistributedDataParallel`, `FullyShardedDataParallel`, `fully_shard`, `parallelize_module` and torch's "
+    "distributed checkpoints, or with DeepSpeed's engine. *Pre-sharded*: the same model, sharded manually before `prepare`. "
+    "*Experts*: a Qwen3-MoE of 30 million that `prepare` splits, next to transformers' own `from_pretrained(distributed_config=...)`. "
     "Steps: both in one process, taking turns; the ratio is the median of the ratios of neighbours. The rest in processes of their "
     "own; memory is the largest growth of a rank from before `prepare` until some steps were trained. One thread for each process: "
     "four ranks share the cores of the machine. Ours writes checksums, syncs to the disk, and verifies."
@@ -49,7 +49,7 @@ def run(python, rounds, measure):
                 interpreter = str(DEEPSPEED) if strategy.startswith("zero") else python
                 if not Path(interpreter).exists() or (strategy == "ep" and not find_spec("transformers")):
                     missing = "transformers in this environment" if strategy == "ep" else DEEPSPEED
-                    print(f"{NAMES[strategy]} is left out: there is no {missing}", flush=True)
+                    print(f"{NAMES[strategy]} is omitted: there is no {missing}", flush=True)
                     continue
                 series = {}
                 for number in range(rounds):
@@ -96,7 +96,7 @@ def table(results, number):
 
 
 def plot(results, path):
-    """Draw the time of a step and the memory of a rank, ours beside plain torch."""
+    """Draw the time of a step and the memory of a rank, ours next to plain torch."""
     import matplotlib
 
     matplotlib.use("Agg")

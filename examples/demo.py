@@ -124,7 +124,7 @@ def double_prepare() -> list[Check]:
 def state_reset() -> list[Check]:
     """Create `TrainingArguments` next to a live accelerator, on one process and on two."""
     if importlib.util.find_spec("transformers") is None:
-        print("\n== state reset: left out, because transformers is not installed here: pip install transformers")
+        print("\n== state reset: omitted, because transformers is not installed here: pip install transformers")
         return []
     checks = []
     for processes, kind in ((1, "NO"), (2, "MULTI_CPU")):
@@ -145,7 +145,7 @@ def state_reset() -> list[Check]:
 
 
 def share_state() -> list[Check]:
-    """Train with a Trainer beside an Accelerator, with transformers patched and as it is."""
+    """Train with a Trainer next to an Accelerator, with transformers patched and as it is."""
     if importlib.util.find_spec("transformers") is None:
         return []
     checks = []
@@ -166,13 +166,13 @@ def killed_in_save() -> list[Check]:
     stock, patched = value(output, "transformers as it is"), value(output, "transformers patched")
     good = (
         status == 0
-        and stock.startswith("does not go on")
-        and patched.startswith("goes on after step 2, the same losses")
+        and stock.startswith("does not continue")
+        and patched.startswith("continues after step 2, the same losses")
     )
     return [
         Check(
             "a Trainer killed in a save, started again",
-            "as it is: does not go on; patched: goes on, the same losses",
+            "as it is: does not continue; patched: continues, the same losses",
             f"as it is: {stock}; patched: {patched}",
             good,
         )

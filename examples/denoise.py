@@ -1,7 +1,7 @@
 """A small denoising model: noise is taken away step by step until digits are left.
 
 The loop is that of a diffusion model: each picture gets a random amount of noise, the model says what the noise was, and an average of
-the weights over the steps is kept beside those that train. The average is registered, so a checkpoint has it. At the end the average
+the weights over the steps is kept next to those that train. The average is registered, so a checkpoint has it. At the end the average
 draws pictures from noise alone, each rank a part of them.
 
     accelerate launch --cpu --num_processes 2 examples/denoise.py

@@ -3,16 +3,16 @@
     accelerate launch --cpu --num_processes 2 examples/digits.py
     accelerate launch --cpu --num_processes 2 --mixed_precision bf16 examples/digits.py --gradient_accumulation_steps 2
 
-Stop in the middle and go on from the checkpoint:
+Stop in the middle and continue from the checkpoint:
 
     accelerate launch --cpu --num_processes 2 examples/digits.py --checkpoint_dir out/digits --stop_after 60
     accelerate launch --cpu --num_processes 2 examples/digits.py --checkpoint_dir out/digits --resume
 
-`--resume auto` goes on if there is something to go on from and begins otherwise: for jobs that are restarted by themselves
+`--resume auto` continues if there is something to continue from and begins otherwise: for jobs that are restarted by themselves
 (`--max_restarts`, a queue). On several machines the folder must be one that all of them see.
 
 The data are 1,797 grey 8 x 8 scans that come with scikit-learn; a fifth is held out. ``--require-accuracy 0.97`` makes the
-exit status say whether the held-out accuracy was reached. ``--double-prepare`` prepares the model a second time, which
+exit status return whether the held-out accuracy was reached. ``--double-prepare`` prepares the model a second time, which
 changes nothing but a warning.
 """
 
@@ -99,7 +99,7 @@ def parse() -> argparse.Namespace:
         nargs="?",
         const="yes",
         choices=["yes", "auto"],
-        help="go on from the newest whole checkpoint; auto: if there is one",
+        help="continue from the newest whole checkpoint; auto: if there is one",
     )
     parser.add_argument("--require-accuracy", "--require_accuracy", type=float, metavar="SHARE")
     parser.add_argument("--double-prepare", "--double_prepare", action="store_true", help="prepare the model again")
@@ -140,7 +140,7 @@ def train(options: argparse.Namespace) -> float | None:
         accelerator.print(f"{where}epoch {training.iteration}, update {progress.updates}")
 
     accuracy = None
-    # The prepared loader knows its epoch, and goes on with the batch that was next where the checkpoint was saved.
+    # The prepared loader knows its epoch, and continues with the batch that was next where the checkpoint was saved.
     for epoch in range(training.iteration, options.epochs):
         for images, labels in training:
             with accelerator.accumulate(model):

@@ -1,9 +1,9 @@
-"""Train a small transformer whose parameters are shared out over the processes (FSDP2), with checkpoints to go on from.
+"""Train a small transformer whose parameters are shared out over the processes (FSDP2), with checkpoints to continue from.
 
     accelerate launch --cpu --num_processes 2 --use_fsdp --fsdp_version 2 \\
         --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP --fsdp_transformer_layer_cls_to_wrap Block examples/fsdp2.py
 
-Stop in the middle and go on from the checkpoint, on as many processes as you like:
+Stop in the middle and continue from the checkpoint, on as many processes as you like:
 
     accelerate launch (the same) examples/fsdp2.py --checkpoint_dir out/fsdp2 --stop_after 40
     accelerate launch (the same, or --num_processes 1) examples/fsdp2.py --checkpoint_dir out/fsdp2 --resume
@@ -77,7 +77,7 @@ class Progress:
 
 
 def make_rows(count: int, seed: int) -> TensorDataset:
-    """Return random halves, each followed by itself."""
+    """Return random halves, each followed by its copy."""
     half = torch.randint(SYMBOLS, (count, HALF), generator=torch.Generator().manual_seed(seed))
     return TensorDataset(half.repeat(1, 2))
 
@@ -105,9 +105,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--checkpoint_dir", type=pathlib.Path, help="save here")
     parser.add_argument("--save_every", type=int, default=40, help="updates between two checkpoints")
     parser.add_argument("--stop_after", type=int, help="save and stop after this many updates")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest whole checkpoint")
+    parser.add_argument("--resume", action="store_true", help="continue from the newest whole checkpoint")
     parser.add_argument(
-        "--export", type=pathlib.Path, help="write the whole weights (safetensors) to this folder at the end"
+        "--export", type=pathlib.Path, help="write the full weights (safetensors) to this folder at the end"
     )
     parser.add_argument("--require_accuracy", type=float, metavar="SHARE", help="fail below this accuracy")
     options = parser.parse_args()

@@ -2,7 +2,7 @@
 
 The text is the standard library of the Python that runs this; a byte is a token. The configuration shards the model with FSDP2 and
 computes in bfloat16; the loop knows nothing of it, so the same program runs with other flags, or none, as data parallelism. Stopped at any time and
-started again by the same command, it goes on with the next batch. At the end it writes whole weights and continues a line of Python.
+started again by the same command, it continues with the next batch. At the end it writes full weights and continues a line of Python.
 
     accelerate launch --config_file examples/configs/fsdp2.yaml --cpu --num_processes 2 examples/lm.py --steps 60 --stop_after 40
     accelerate launch --config_file examples/configs/fsdp2.yaml --cpu --num_processes 2 examples/lm.py --steps 60
@@ -160,7 +160,7 @@ def train(accelerator: Accelerator, options: argparse.Namespace) -> tuple[nn.Mod
         return (step + 1) / warm_up if step < warm_up else 0.55 + 0.45 * math.cos(math.pi * share)
 
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    # Prepared by itself it would step once per rank; a schedule that counts optimizer steps follows them directly.
+    # If prepared, it would step once per rank; a schedule that counts optimizer steps follows them directly.
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer.optimizer, rate)
     progress = Progress()
     accelerator.register_for_checkpointing(progress, scheduler)
@@ -208,11 +208,11 @@ def main() -> None:
     model, progress, bits = train(accelerator, options)
     accelerator.print(f"step {progress.steps}: {bits:.2f} bits a byte, at first {progress.first_loss:.2f}")
     if progress.steps < options.steps:
-        accelerator.print(f"stopped after {progress.steps} steps; the same command goes on")
+        accelerator.print(f"stopped after {progress.steps} steps; the same command continues")
         accelerator.end_training()
         return
 
-    accelerator.save_model(model, options.out / "export")  # whole weights, under every strategy
+    accelerator.save_model(model, options.out / "export")  # full weights, under every strategy
     accelerator.wait_for_everyone()
     shown = False
     if accelerator.is_main_process:

@@ -22,7 +22,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 
 
 class CallCounter:
-    """Stand in for one module's ``state_dict`` and count how often it is asked for."""
+    """Stand in for one module's ``state_dict`` and count how often it is requested."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.calls = 0

@@ -3,7 +3,7 @@
     accelerate launch --cpu --num_processes 2 examples/share_state.py                  # shared: the patch is applied
     accelerate launch --cpu --num_processes 2 examples/share_state.py --without-patch  # upstream's behaviour: a reset in between
 
-A tiny network learns y = 3x - 1 with a Trainer, beside an Accelerator that was there first and is used before and after.
+A tiny network learns y = 3x - 1 with a Trainer, next to an Accelerator that was there first and is used before and after.
 """
 
 import argparse

@@ -2,7 +2,7 @@
 
     accelerate launch --cpu --num_processes 1 examples/trainer_killed.py
 
-Two runs, each in a process of its own: one with transformers as it is, one with `transformers_patch.apply(checkpoints=True)`. The kill
+Two runs, each in a separate process: one with transformers as it is, one with `transformers_patch.apply(checkpoints=True)`. The kill
 comes at the same place in both, when half of a checkpoint's `optimizer.pt` is written. A third run, which is never stopped, says which
 losses are the right ones. The model is tiny and random; nothing is downloaded.
 """
@@ -79,7 +79,7 @@ def train(folder: str, patched: bool = False, saves: bool = True, killed: bool =
 
 
 def run(folder: str, **options: bool) -> int | None:
-    """Train in a process of its own, and return its exit code; negative is the signal that has killed it."""
+    """Train in a separate process, and return its exit code; negative is the signal that has killed it."""
     os.makedirs(folder, exist_ok=True)
     process = PROCESSES.Process(target=train, args=(folder,), kwargs=options)
     process.start()
@@ -101,15 +101,15 @@ def killed_and_resumed(folder: str, patched: bool, right: list[str]) -> str:
     error, after = Path(folder, "error.txt"), losses(folder)[len(before) :]
     if error.exists():
         print(error.read_text("utf-8").splitlines()[0].replace(folder, "output"))
-        return f"does not go on ({error.read_text('utf-8').partition(':')[0]})"
+        return f"does not continue ({error.read_text('utf-8').partition(':')[0]})"
     if not after:
-        return "does not go on"
+        return "does not continue"
     same = before == right[:KILLED_IN] and after == right[-len(after) :]
-    return f"goes on after step {STEPS - len(after)}, {'the same losses' if same else 'other losses'}"
+    return f"continues after step {STEPS - len(after)}, {'the same losses' if same else 'other losses'}"
 
 
 def main() -> None:
-    """Run all three, and say what was seen."""
+    """Run all three, and report the results."""
     with tempfile.TemporaryDirectory() as folder:
         run(f"{folder}/straight", saves=False)
         right = losses(f"{folder}/straight")

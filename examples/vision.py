@@ -2,7 +2,7 @@
 
 An 8 x 8 picture is 16 patches of 2 x 2 pixels. The loop is that of any image classifier: augmentation in the data set, a schedule that counts
 optimizer steps, an evaluation after each epoch, the best weights exported. Stopped by a scheduler's signal it saves, ends with status
-75, and goes on when it is started again.
+75, and continues when it is started again.
 
     accelerate launch --cpu --num_processes 2 --mixed_precision bf16 examples/vision.py
 
@@ -78,7 +78,7 @@ class Best:
 
 @torch.no_grad()
 def evaluate(accelerator: Accelerator, model: nn.Module, loader: DataLoader) -> tuple[float, int]:
-    """Return the accuracy and the number of pictures; each counts once. All ranks."""
+    """Return the accuracy and the number of pictures; each counts once. Collective: call on every rank."""
     model.eval()
     hits = [
         accelerator.gather_for_metrics(model(pictures).argmax(dim=1) == labels).float() for pictures, labels in loader

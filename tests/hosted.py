@@ -1,8 +1,8 @@
-"""A device of one's own, by torch's "PrivateUse1" in Python: its memory lies in the host, and the processor computes for it.
+"""A device of your own, by torch's "PrivateUse1" in Python: its memory is in the host, and the processor computes for it.
 
 `install()` makes torch know it as "hosted" and `torch.hosted`, once in a process, and gives the package a row for it. What torch asks
 of such a device: https://docs.pytorch.org/docs/stable/accelerator/index.html. Tensors are of another device for all that look:
-mixing them with the processor's is an error, they have storages and a generator of their own, and nobody but torch's documented
+mixing them with the processor's is an error, they have storages and a separate generator, and only torch's documented
 functions is there to ask.
 """
 
@@ -43,7 +43,7 @@ def storage_of(memory: torch.UntypedStorage, index: int) -> torch.UntypedStorage
 
 
 def place(tensor: torch.Tensor, storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
-    """Let a tensor of the device lie in a storage as another one does in the host's."""
+    """Let a tensor of the device are in a storage as another one does in the host's."""
     return _set._op_dk(
         torch._C.DispatchKey.CPU, tensor, storage, like.storage_offset(), tuple(like.shape), tuple(like.stride())
     )

@@ -20,7 +20,7 @@ needs_torchdata = pytest.mark.skipif(
 
 
 class Numbers(Dataset):
-    """The numbers up to a length; `loaded` are those that were asked for."""
+    """The numbers up to a length; `loaded` are those that were requested."""
 
     def __init__(self, length=10):
         self.length, self.loaded = length, []

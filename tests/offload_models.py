@@ -26,7 +26,7 @@ class Net(nn.Module):
 
 
 class Block(nn.Module):
-    """A block with a parameter and buffers of its own beside its layers."""
+    """A block with a parameter and buffers of its own next to its layers."""
 
     def __init__(self):
         super().__init__()

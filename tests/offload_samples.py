@@ -49,7 +49,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def same(mine: torch.Tensor, other: torch.Tensor) -> bool:
-    """Say whether two tensors agree in dtype, shape and every bit that counts."""
+    """Return whether two tensors agree in dtype, shape and every bit that counts."""
     return mine.dtype == other.dtype and mine.shape == other.shape and torch.equal(mine, other)
 
 
@@ -91,7 +91,7 @@ def own_tensors(module: nn.Module) -> list[str]:
 def cut(
     choose: Callable[[Sequence[str]], str], model: nn.Module, places: Sequence[str] = ("cpu", "disk")
 ) -> dict[str, str]:
-    """Return a device map: each module goes to one place as a whole, or its parts and tensors go to several.
+    """Return a device map: each module goes to one place in full, or its parts and tensors go to several.
 
     Args:
         choose: Picks one of several words, at random.
@@ -190,7 +190,7 @@ class Reference:
         self.number, self.folder = 0, folder
 
     def make(self, empty: bool = False) -> nn.Module:
-        """Return the model anew; ``empty``: with its parameters on the meta device, tied again."""
+        """Return the model again; ``empty``: with its parameters on the meta device, tied again."""
         with init_empty_weights() if empty else nullcontext():
             model = self.sample.make().to(self.dtype)
         if empty and hasattr(model, "tie_weights"):
@@ -238,7 +238,7 @@ class Reference:
         return self._on_blocks(model, device_map, folder, **options)
 
     def _on_blocks(self, model: nn.Module, device_map: dict[str, Any], folder: Path, **options: Any) -> nn.Module:
-        """Hook the blocks by hand, as dispatch does where there is an accelerator: "memory" stays, "cpu" and "disk" do not."""
+        """Hook the blocks manually, as dispatch does where there is an accelerator: "memory" stays, "cpu" and "disk" do not."""
 
         def kept(place: str) -> dict[str, torch.Tensor]:
             blocks = [name for name, where in device_map.items() if where == place]

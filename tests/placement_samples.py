@@ -13,7 +13,7 @@ _DTYPES = [torch.float32, torch.float32, torch.float32, torch.float16, torch.int
 
 
 class BlockA(nn.Module):
-    """A container with a class name of its own."""
+    """A container with a separate class name."""
 
 
 class BlockB(nn.Module):

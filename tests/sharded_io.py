@@ -40,7 +40,7 @@ def write_names(optimizer, model, folder):
 
 
 def same(mine, theirs):
-    """Say whether two nested structures are equal in every bit."""
+    """Return whether two nested structures are equal in every bit."""
     if isinstance(mine, dict):
         return mine.keys() == theirs.keys() and all(same(mine[key], theirs[key]) for key in mine)
     if isinstance(mine, (list, tuple)):

@@ -13,7 +13,7 @@ BLOCKS = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_t
 
 
 class Block(nn.Module):
-    """Two layers around which the input is added, with dropout where it is asked for."""
+    """Two layers around which the input is added, with dropout where it is requested."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""Say which relative links in the project's Markdown files lead nowhere. Exit status 1 when there is one.
+"""Return which relative links in the project's Markdown files lead nowhere. Exit status 1 when there is one.
 
     python tools/check_links.py
 
-Checks files and headings; links to the web are left alone, because a test must not depend on somebody else's server.
+Checks files and headings; links to the web are left alone, because a test must not depend on another server.
 """
 
 import pathlib

@@ -44,7 +44,7 @@ Every command, every argument. **+** marks what this package has and upstream's 
 - Long options may be written with hyphens as well: `--num-processes` is `--num_processes`.
 - An option that is unknown is answered with the nearest one that exists.
 - Exit status: 0 is success; 1 a run that failed; 2 a request that cannot be run, with the reason on stderr; 130 an interrupt
-  (Ctrl-C); 141 an output that nobody reads any more. `accelerate launch` ends with the status of the process that failed first.
+  (Ctrl-C); 141 an output that is closed. `accelerate launch` ends with the status of the process that failed first.
 - `accelerate --version` prints the version.
 """
 
@@ -98,7 +98,7 @@ def _command(name: str, recorded: dict[str, Any] | None) -> Iterator[str]:
 def _section(
     title: str, parser: Any, recorded: dict[str, Any] | None, level: str, in_ours: bool = False
 ) -> Iterator[str]:
-    """Yield the section of a command and of its subcommands; below one that is ours as a whole, nothing is marked again."""
+    """Yield the section of a command and of its subcommands; below one that is ours in full, nothing is marked again."""
     ours = "" if in_ours or recorded is not None else f"\n{OURS}\n"
     yield f"{level} {title}\n{ours}\n{_plain(parser.description)}\n"
     if title == "accelerate launch":
@@ -121,7 +121,7 @@ def _section(
 
 
 def _arguments(parser: Any) -> tuple[list[argparse.Action], bool]:
-    """Return the arguments of a command, and whether it takes all those of a launch beside them."""
+    """Return the arguments of a command, and whether it takes all those of a launch next to them."""
     skipped = (argparse._HelpAction, argparse._SubParsersAction)
     actions = [action for action in parser._actions if not isinstance(action, skipped)]
     rows = {flag for option in OPTIONS for flag in (*option.spellings, option.negation) if flag}

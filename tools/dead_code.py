@@ -40,7 +40,7 @@ CALLED: dict[str, str] = {
     ),
     **dict.fromkeys(["_accelerate_loaded"], "ours, through __dict__"),
     **dict.fromkeys(["state_exists"], "the patch that tools/upstream_patches writes"),
-    **dict.fromkeys(["batches_yielded"], "tests of resume, which see by it where a loader stands"),
+    **dict.fromkeys(["batches_yielded"], "tests of resume, which see by it the position of a loader"),
     **dict.fromkeys(["_render_traceback_", "__test__"], "IPython, pytest"),
     **dict.fromkeys(["CB", "bnb_quantized", "support_avx512bf16_for_cpu"], "bitsandbytes"),
     **dict.fromkeys(

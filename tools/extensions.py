@@ -52,7 +52,7 @@ def table() -> str:
         purpose = (sys.modules[f"accelerate.extensions.{spec.name}"].__doc__ or "").partition("\n")[0].rstrip(".")
         texts = [file.read_text("utf-8") for file in sorted((FOLDER / spec.name).rglob("*.py"))]
         others = {name for text in texts for name in IMPORT.findall(text)} - {spec.name}
-        link = f"[{spec.name}](../src/accelerate/extensions/{spec.name}/README.md)"
+        link = f"[{spec.name}](https://github.com/OWNER/accelerate-fork/blob/main/src/accelerate/extensions/{spec.name}/README.md)"
         rows.append(f"| {link} | {purpose} | {', '.join(sorted(others)) or '-'} |")
     return "\n".join([*rows, ""])
 

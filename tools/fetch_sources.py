@@ -3,7 +3,7 @@
     python tools/fetch_sources.py [--out DIR] [NAME-VERSION ...]
 
 Without names it fetches all of them. pip downloads, so its own configuration says from where, compares the digest, and builds the
-metadata, which runs the distribution's `setup.py` in an environment of its own. What is unpacked already is left alone.
+metadata, which runs the distribution's `setup.py` in a separate environment. What is unpacked already is left alone.
 """
 
 import argparse
@@ -48,7 +48,7 @@ def fetch(source: str, out: Path) -> Path:
     target = out / source
     if not target.is_dir():
         out.mkdir(parents=True, exist_ok=True)
-        # Beside the target, so that the last step is a rename on one file system.
+        # Next to the target, so that the last step is a rename on one file system.
         with tempfile.TemporaryDirectory(prefix=".unpacking-", dir=out) as folder:
             with tarfile.open(download(source, Path(folder))) as packed:
                 packed.extractall(folder, filter="data")  # refuses what lies outside of the folder

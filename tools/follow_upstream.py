@@ -5,7 +5,7 @@
     python tools/follow_upstream.py folder            a folder that a wheel was unpacked or installed into
     python tools/follow_upstream.py --json 1.16.0     the same for a program
 
-The wheel is imported in a process of its own, where it is first on the path, and inspected; its text is not read. `removed` and
+The wheel is imported in a separate process, where it is first on the path, and inspected; its text is not read. `removed` and
 `changed` are recorded facts that do not hold there, as `make interface` counts them, `added` is what the record does not have:
 modules, names, parameters, members, fields, commands and options. Exit status 0 where there is no work, 1 where there is.
 """
@@ -36,7 +36,7 @@ sys.path.append(str(ROOT / "tests"))  # behind everything else: the wheel comes 
 from architecture import check_api  # noqa: E402
 
 KINDS = ("added", "removed", "changed")
-# What the record leaves out: helpers of upstream's own tests and of its menus, and a module that needs Megatron-LM.
+# What the record omits: helpers of upstream's own tests and of its menus, and a module that needs Megatron-LM.
 NOT_RECORDED = re.compile(r"accelerate\.(test_utils|commands\.menu|utils\.megatron_lm)\b.*|.*\.__main__")
 # How a gap is worded whose subject is not there at all.
 GONE = re.compile(r"(.+ )?is missing|ModuleNotFoundError: .*|its module does not import|lacks its default")
@@ -127,7 +127,7 @@ def additions(record: dict[str, Any]) -> Iterator[str]:
 
 
 def is_interface(module: types.ModuleType, name: str, value: object) -> bool:
-    """Say whether a name counts: public, and made by this module or, in a package's front, by another one of `accelerate`."""
+    """Return whether a name counts: public, and made by this module or, in a package's front, by another one of `accelerate`."""
     if name.startswith("_"):
         return False
     if inspect.isclass(value) or inspect.isfunction(value):

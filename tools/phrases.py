@@ -22,14 +22,14 @@ PAGES_LIMIT, CODE_LIMIT = 0.3, 0.5
 # What to write instead of each.
 PHRASES = {
     r"go(?:es|ing)? on\b(?! (?:rank|a rank|each|the (?:device|GPU|CPU)))": "resumes, continues",
-    r"beside(?!s)": "next to, with, compared with",
+    r"\bbeside\b(?!`)": "next to, with, compared with",
     r"by itself": "only, automatically",
     r"in vain": "timed out, without effect",
     r"says? so": "warns, reports, raises",
     r"left out|leaves? out": "skipped, omitted",
     r"leave \S+ (?:away|out)": "remove",
-    r"l(?:ies|ie) (?:in|at|on|beside|there|where|next)": "is in, is stored in",
-    r"(?:it|they|which|that|loader|run|where \w+) st(?:ands|and|ood)\b": "is, is at",
+    r"\bl(?:ies|ie) (?:in|at|on|beside|there|where|next)\b": "is in, is stored in",
+    r"(?:it|they|which|that|loader|run|where \w+) st(?:ands|and|ood)\b(?! (?:for|in for|still))": "is, is at",
     r"mended|repairs? (?:a|the) (?:bug|fault)": "fixed",
     r"by hand": "manually",
     r"of (?:its|their|one's) own(?: \w+)?(?=[ .,;:])": "per-rank, separate, custom",
@@ -37,7 +37,7 @@ PHRASES = {
     r"let(?:s|ting)? go of": "release, free",
     r"is asked for|are asked for|was asked for": "name the thing",
     r"any rank, alone|all ranks call (?:it|this)": "Not a collective. / Collective: call on every rank.",
-    r"say whether|say which|say what": "return whether",
+    r"say whether": "return whether",
     r"in earnest|\bdear\b|\banew\b|\bafresh\b|therein|thereby": "plain words",
     r"as a whole|the whole of|is whole|are whole|whole (?:tensor|tensors|weights|states?|parameters?)": "full, unsharded",
 }

@@ -316,7 +316,7 @@ def machines(palette: Palette) -> Any:
 
 
 def preemption(palette: Palette) -> Any:
-    """A run that is preempted, saves, leaves with status 75, and goes on."""
+    """A run that is preempted, saves, leaves with status 75, and continues."""
     figure, axes = canvas(7.6, 2.3)
     first = [("steps", 1.3, palette.first), ("step", 0.55, palette.first), ("save_state", 0.85, palette.second)]
     first += [("exit 75", 0.65, palette.fourth)]

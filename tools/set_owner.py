@@ -2,7 +2,7 @@
 
     python tools/set_owner.py acme/accelerate
 
-The address that stands now is read from `url=` in setup.py; each occurrence of it in the pages, README.md, mkdocs.yml and
+The address in use is read from `url=` in setup.py; each occurrence of it in the pages, README.md, mkdocs.yml and
 setup.py is replaced. `--check` names the files that have another address and changes nothing. Exit status 1 where something is
 wrong.
 """
@@ -24,7 +24,7 @@ def files(root: pathlib.Path) -> list[pathlib.Path]:
 
 
 def current(root: pathlib.Path) -> str:
-    """Return the address that stands in setup.py, as OWNER/NAME.
+    """Return the address in setup.py, as OWNER/NAME.
 
     Raises:
         ValueError: setup.py has no `url=` of GitHub.

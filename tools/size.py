@@ -4,7 +4,7 @@
     python tools/size.py --table    without the walks
 
 A closure is what importing one module loads. Imports in functions and for annotations are not in it; two folders import each other
-if any import says so.
+if any import does.
 
 A walk is what one rank of two runs of `src/accelerate` for one operation, seen with `sys.setprofile`: calls, functions, files.
 Each walk but the launcher's is taken the second time the operation runs, so that imports and caches do not count.
@@ -67,7 +67,7 @@ def taken(action: Callable[[], Any]) -> tuple[Any, list[int]]:
 
 
 def walks() -> dict[str, list[int]]:
-    """Return the walks of a training under the strategy that this process was started with. All ranks."""
+    """Return the walks of a training under the strategy that this process was started with. Collective: call on every rank."""
     import torch
 
     from accelerate import Accelerator
@@ -121,7 +121,7 @@ def launching() -> list[int]:
 
 
 def started(*command: str) -> Any:
-    """Run this file again in a process of its own, and return what it prints last."""
+    """Run this file again in a separate process, and return what it prints last."""
     settings = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, *command], env=settings, capture_output=True, text=True, timeout=300, check=False

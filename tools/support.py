@@ -52,7 +52,7 @@ def page(support: dict[str, Any]) -> str:
                 raise ValueError(
                     f"{name!r} has {len(cells)} cells, but {table['title']!r} has {len(columns)} columns."
                 )
-            marks = " ".join(f"[{numbers.setdefault(note, len(numbers) + 1)}]" for note in notes)
+            marks = ", ".join(str(numbers.setdefault(note, len(numbers) + 1)) for note in notes)
             symbols = " | ".join(SYMBOLS[cell] for cell in cells)
             lines.append(f"| {name} | {symbols} | {marks} | `{proof}` |")
         lines.append("")

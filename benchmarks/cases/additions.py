@@ -1,5 +1,5 @@
-"""What is asked for beside a step costs: averages, modules that ranks may leave out, a gather, precision by name, Muon, pipelines, packed rows,
-weights and adapters that are made whole; beside plain torch. additions.py [ROUNDS [WORD ...]]: those that have one of the words.
+"""What is requested next to a step costs: averages, modules that ranks may omit, a gather, precision by name, Muon, pipelines, packed rows,
+weights and adapters that are made whole; next to plain torch. additions.py [ROUNDS [WORD ...]]: those that have one of the words.
 """
 
 import json
@@ -282,7 +282,7 @@ def padded_rows():
     return of_documents(padded())
 
 
-# -- whole weights --
+# -- full weights --
 
 
 def prepared_shards(model):
@@ -339,7 +339,7 @@ def adapter_of_peft():
 
 KINDS = {
     "step with a moving average of the weights under DDP": (average, average_of_torch),
-    "step with a module that ranks may leave out, FSDP2": (conditional, sharded_of_torch),
+    "step with a module that ranks may omit, FSDP2": (conditional, sharded_of_torch),
     "step with gradients through a gather": (gather, gather_of_torch),
     "step with norms in float32 by name, FSDP2 in bf16": (precision_by_name, precision_of_torch),
     "step with Muon on shards of FSDP2": (muon, muon_of_torch),

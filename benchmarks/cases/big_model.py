@@ -90,7 +90,7 @@ def shard(folder, number):
 
 
 def make(folder, megabytes):
-    """Write the checkpoint twice: in float32, and in bfloat16 beside it."""
+    """Write the checkpoint twice: in float32, and in bfloat16 next to it."""
     from safetensors.torch import save_file
 
     torch.manual_seed(0)
@@ -387,7 +387,7 @@ def growth(repeats=2):
 
 
 def accelerator(folder, megabytes):
-    """Blocks in host memory and a forward on the accelerator, beside the copy of their bytes. None where there is none."""
+    """Blocks in host memory and a forward on the accelerator, next to the copy of their bytes. None where there is none."""
     if not torch.cuda.is_available():
         return {}
     from safetensors.torch import load_file

@@ -91,7 +91,7 @@ def save_times(accelerator, folder, repeats):
         series.setdefault("save_state, and on the disk (s)", []).append(saved + durable)
         settled(accelerator, folder)
         waits, os.fsync = os.fsync, lambda descriptor: None
-        series.setdefault("save_state, fsync left out (s)", []).append(
+        series.setdefault("save_state, fsync omitted (s)", []).append(
             clock(lambda: accelerator.save_state(str(folder)))
         )
         os.fsync = waits
@@ -108,7 +108,7 @@ def save(accelerator, megabytes, folder, repeats):
 
 
 def load(accelerator, megabytes, folder, repeats):
-    """Load once into what was just made, as a run does that goes on."""
+    """Load once into what was just made, as a run does that continues."""
     model = blocks(megabytes, 2.0)
     model, optimizer = accelerator.prepare(model, adamw(model))
     loaded = clock(lambda: accelerator.load_state(str(folder)))
@@ -149,7 +149,7 @@ def memory(accelerator, megabytes, folder, repeats):
 
 
 def background(accelerator, megabytes, folder, repeats):
-    """Save while the training goes on: how long that stops, and how long its steps take meanwhile. Ours alone."""
+    """Save while the training continues: how long that stops, and how long its steps take meanwhile. Ours alone."""
     model, optimizer = accelerator.prepare(*stepped(megabytes))
     state = [*model.parameters(), *(value for kept in optimizer.state.values() for value in kept.values())]
     copies = [tensor.detach().cpu().clone() for tensor in state]
@@ -192,7 +192,7 @@ def background(accelerator, megabytes, folder, repeats):
 
 
 def shards(accelerator, megabytes, folder, repeats):
-    """Save and load shards beside plain torch.distributed.checkpoint and one fsync. Under torchrun, ours alone."""
+    """Save and load shards next to plain torch.distributed.checkpoint and one fsync. Under torchrun, ours alone."""
     model = blocks(megabytes, 1.0)
     model, optimizer = accelerator.prepare(model, adamw(model))
     accelerator.backward(model(torch.ones(1, model[0].in_features, device=DEVICE)).square().mean())

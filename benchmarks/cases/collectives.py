@@ -1,4 +1,4 @@
-"""Collectives between two processes, per call, beside the raw ones they are made of. Runs under torchrun."""
+"""Collectives between two processes, per call, next to the raw ones they are made of. Runs under torchrun."""
 
 import json
 import statistics

@@ -1,4 +1,4 @@
-"""A step of a small Llama by Megatron core on two ranks: through the Accelerator, and by core's own classes by hand. megatron_core.py [ROUNDS]
+"""A step of a small Llama by Megatron core on two ranks: through the Accelerator, and by core's own classes manually. megatron_core.py [ROUNDS]
 
 Both are in one process, and take turns. Without GPUs what core asks of "cuda" is done by the host, as in the tests.
 """
@@ -129,9 +129,9 @@ def by_hand():
 def main():
     (accelerated, mine), (plain, theirs) = ours(), by_hand()
     assert mine == theirs, (mine, theirs)
-    times = {"ours": [], "by hand": []}
+    times = {"ours": [], "manually": []}
     for number in range(-1, ROUNDS):
-        for name, step in [("ours", accelerated), ("by hand", plain)][:: 1 if number % 2 else -1]:
+        for name, step in [("ours", accelerated), ("manually", plain)][:: 1 if number % 2 else -1]:
             begun = time.perf_counter()
             for _ in range(STEPS):
                 step()
@@ -140,7 +140,7 @@ def main():
     medians = {name: statistics.median(values) for name, values in times.items()}
     figures = {
         "step by Megatron core (ms)": medians["ours"],
-        "the same / core by hand": medians["ours"] / medians["by hand"],
+        "the same / core manually": medians["ours"] / medians["manually"],
     }
     if os.environ.get("RANK", "0") == "0":
         print(json.dumps(figures))

@@ -1,4 +1,4 @@
-"""A step of the transformer of `precision` under FSDP2 in bfloat16, and with what is asked for beside it: time, device memory, the losses."""
+"""A step of the transformer of `precision` under FSDP2 in bfloat16, and with what is requested next to it: time, device memory, the losses."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""What starting costs: the import, `--help`, and launching a script on one process and on two, beside torchrun."""
+"""What starting costs: the import, `--help`, and launching a script on one process and on two, next to torchrun."""
 
 import json
 import os
@@ -15,7 +15,7 @@ CLI = [PYTHON, "-m", "accelerate.commands.accelerate_cli"]
 LAUNCH = [*CLI, "launch", "--cpu", "--num_processes"]
 TORCHRUN = [PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
-# A launcher that starts one process where two were asked for has nobody to meet.
+# A launcher that starts one process where two were requested has nobody to meet.
 MEET = """
 import os
 import torch.distributed as dist

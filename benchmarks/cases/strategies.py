@@ -1,4 +1,4 @@
-"""What a strategy costs beside plain torch written by hand: a step, prepare, the gathered state, a checkpoint, memory at its peak.
+"""What a strategy costs next to plain torch written manually: a step, prepare, the gathered state, a checkpoint, memory at its peak.
 
 Run by itself, or under torchrun. `steps` has both in one process and takes turns, step by step; `life` has one of them.
 """
@@ -133,7 +133,7 @@ def sharded(strategy):
         shards = tuple(name for name in sizes if name != "tp")
         for part in (*model.layers, model) if shards else ():
             fully_shard(part, mesh=mesh[shards])
-    # `foreach` and `fused`, which are GPUs' default, refuse plain tensors beside split ones, which this plan leaves.
+    # `foreach` and `fused`, which are GPUs' default, refuse plain tensors next to split ones, which this plan leaves.
     one_by_one = {"foreach": False} if "tp" in strategy and CUDA else {}
     return model, torch.optim.AdamW(model.parameters(), lr=1e-4, **one_by_one)
 
@@ -193,7 +193,7 @@ class Ours:
 
 
 class PlainEngine:
-    """The same by hand, with DeepSpeed's engine."""
+    """The same manually, with DeepSpeed's engine."""
 
     def __init__(self, strategy):
         import deepspeed
@@ -229,7 +229,7 @@ class PlainEngine:
 
 
 class Plain:
-    """The same by hand."""
+    """The same manually."""
 
     def __init__(self, strategy):
         self.strategy = strategy

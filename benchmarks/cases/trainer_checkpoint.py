@@ -52,7 +52,7 @@ def sync(folder):
 
 
 def is_folder(place):
-    """Say whether a path is a folder, and no link to one; both in one look."""
+    """Return whether a path is a folder, and no link to one; both in one look."""
     try:
         return stat.S_ISDIR(os.lstat(place).st_mode)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""What looking on costs: a step of two ranks that is measured by `throughput`, or whose replicas are compared, beside a step alone."""
+"""What looking on costs: a step of two ranks that is measured by `throughput`, or whose replicas are compared, next to a step alone."""
 
 import json
 import os

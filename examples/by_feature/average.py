@@ -21,7 +21,7 @@ from accelerate.utils import broadcast_object_list, set_seed
 
 
 def accuracy(accelerator: Accelerator, model: nn.Module, loader: DataLoader) -> float:
-    """Return the share of samples that are recognised. All ranks."""
+    """Return the share of samples that are recognised. Collective: call on every rank."""
     right = torch.zeros(2, device=accelerator.device)
     with torch.no_grad():
         for images, targets in loader:
@@ -59,7 +59,7 @@ def main() -> None:
 
     folder = broadcast_object_list([tempfile.mkdtemp()])[0]
     accelerator.save_state(folder)
-    for images, targets in loader:  # goes on, and is taken back
+    for images, targets in loader:  # continues, and is taken back
         accelerator.backward(nn.functional.cross_entropy(model(images), targets))
         optimizer.step()
         optimizer.zero_grad()

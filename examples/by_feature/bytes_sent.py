@@ -46,12 +46,12 @@ class Sent(TorchDispatchMode):
             tensors = arguments[0] if isinstance(arguments[0], (list, tuple)) else [arguments[0]]
             self.total += 2 * sum(tensor.nbytes for tensor in tensors) * (self.replicas - 1) / self.replicas
         elif "_allgather_base_" in name or "_reduce_scatter_base_" in name:
-            self.total += abs(arguments[0].nbytes - arguments[1].nbytes)  # all ranks' parts but one's own
+            self.total += abs(arguments[0].nbytes - arguments[1].nbytes)  # all ranks' parts but your own
         return out
 
 
 def count(replicas: int = N, micro_batches: int = 1, **settings) -> float:
-    """Train three steps, and return the bytes that a rank sends in the third. All ranks."""
+    """Train three steps, and return the bytes that a rank sends in the third. Collective: call on every rank."""
     AcceleratorState._reset_state(reset_partial_state=False)
     accelerator = Accelerator(gradient_accumulation_steps=micro_batches, **settings)
     set_seed(0)

@@ -1,6 +1,6 @@
 """Cross validation: several trainings in one program, each prepared again.
 
-`free_memory` lets go of everything that was prepared, so that the next fold does not share checkpoints, hooks or memory with this one.
+`free_memory` releases everything that was prepared, so that the next fold does not share checkpoints, hooks or memory with this one.
 Each sample is predicted once, by the model that has not seen it.
 
     accelerate launch --cpu --num_processes 2 examples/by_feature/cross_validation.py
@@ -21,7 +21,7 @@ FOLDS = 5
 
 
 def predictions(accelerator: Accelerator, training: TensorDataset, held_out: TensorDataset) -> torch.Tensor:
-    """Train on one part and return the guesses for the other, in its order. All ranks."""
+    """Train on one part and return the guesses for the other, in its order. Collective: call on every rank."""
     set_seed(0)
     model = nn.Sequential(nn.Linear(30, 16), nn.ReLU(), nn.Linear(16, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

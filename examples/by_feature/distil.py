@@ -1,7 +1,7 @@
 """Distillation: a frozen teacher next to the model that is trained.
 
 `prepare_model(teacher, evaluation_mode=True)` places the teacher and gives it the same autocast, and no DDP wrapper: there is nothing to
-exchange for a model that is not trained. Its parameters are not handed to the optimizer, and it is left out of `accumulate`.
+exchange for a model that is not trained. Its parameters are not handed to the optimizer, and it is omitted of `accumulate`.
 
     accelerate launch --cpu --num_processes 2 examples/by_feature/distil.py
 
@@ -18,7 +18,7 @@ from accelerate.utils import set_seed
 
 
 def accuracy(accelerator: Accelerator, model: nn.Module, loader: DataLoader) -> float:
-    """Return the share of digits that are recognised. All ranks."""
+    """Return the share of digits that are recognised. Collective: call on every rank."""
     hits = []
     with torch.no_grad():
         for images, targets in loader:

@@ -20,7 +20,7 @@ from accelerate.utils import AORecipeKwargs, set_seed
 
 
 def train(precision: str) -> tuple[list[float], list[str]]:
-    """Train an epoch; return the mean loss of each step and the classes of the linear layers. All ranks."""
+    """Train an epoch; return the mean loss of each step and the classes of the linear layers. Collective: call on every rank."""
     AcceleratorState._reset_state(reset_partial_state=False)
     recipe = [AORecipeKwargs()] if precision == "fp8" else []
     accelerator = Accelerator(mixed_precision=precision, kwargs_handlers=recipe)

@@ -26,7 +26,7 @@ def distance(pictures: torch.Tensor, digits: torch.Tensor) -> float:
 
 
 def equal_on_all_ranks(accelerator: Accelerator, model: nn.Module) -> bool:
-    """Compare a model's weights over the ranks. All ranks."""
+    """Compare a model's weights over the ranks. Collective: call on every rank."""
     weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
     all_ranks = accelerator.gather(weights[None])
     return torch.equal(all_ranks, all_ranks[:1].expand_as(all_ranks))

@@ -25,7 +25,7 @@ LENGTH, STEPS = 32, 4
 
 
 def train(sharded: bool) -> torch.Tensor:
-    """Train four steps of a small Llama over bytes, and return the mean loss of each. All ranks."""
+    """Train four steps of a small Llama over bytes, and return the mean loss of each. Collective: call on every rank."""
     AcceleratorState._reset_state(reset_partial_state=False)
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
     accelerator = Accelerator(fsdp_plugin=plugin if sharded else None)

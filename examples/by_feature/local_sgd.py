@@ -22,7 +22,7 @@ LOCAL_STEPS = 8
 
 
 def spread(accelerator: Accelerator, model: nn.Module) -> float:
-    """Return the largest difference of a weight between the ranks. All ranks."""
+    """Return the largest difference of a weight between the ranks. Collective: call on every rank."""
     weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
     all_ranks = accelerator.gather(weights[None])
     return (all_ranks - all_ranks[0]).abs().max().item()

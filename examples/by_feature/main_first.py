@@ -1,7 +1,7 @@
 """Download and preprocess once, then let the other ranks read the result.
 
 In `main_process_first()` the main process runs the block while the others wait, and then they run it and find the file there.
-`local_main_process_first()` does it once per machine, for machines with disks of their own. `on_main_process` makes a function do
+`local_main_process_first()` does it once per machine, for machines with separate disks. `on_main_process` makes a function do
 nothing on other ranks; `wait_for_everyone` is a barrier.
 
     accelerate launch --cpu --num_processes 2 examples/by_feature/main_first.py

@@ -42,7 +42,7 @@ def main() -> None:
     guesses, targets = torch.cat(guesses).cpu(), torch.cat(targets).cpu()
     accelerator.print(f"gather returned {with_repeats} labels, gather_for_metrics {len(targets)}")
 
-    # A number of one's own: each rank counts its part, and `reduce` adds the counts up.
+    # A number of your own: each rank counts its part, and `reduce` adds the counts up.
     mine = slice(accelerator.process_index, None, accelerator.num_processes)
     counts = torch.tensor([float((guesses[mine] == targets[mine]).sum()), float(len(targets[mine]))])
     right, seen = accelerator.reduce(counts.to(accelerator.device), "sum").tolist()

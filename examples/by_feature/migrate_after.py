@@ -37,7 +37,7 @@ def train(accelerator: Accelerator) -> list[float]:
             scheduler.step()
             optimizer.zero_grad()
             losses.append(accelerator.reduce(loss.detach(), "mean").item())  # <- of all ranks
-    accelerator.save_model(model, "after")  # <- whole weights as safetensors, under every strategy
+    accelerator.save_model(model, "after")  # <- full weights as safetensors, under every strategy
     return losses
 
 

@@ -1,7 +1,7 @@
 """Be stopped by a scheduler, and continue when submitted again.
 
 A run that knows which signals mean "leave" (`save_on_signal`) finishes its step when one comes to any rank, saves on all ranks together,
-and ends with status 75, "try again later". The same command goes on with the next batch. Here rank 1 sends the signal to itself at
+and ends with status 75, "try again later". The same command continues with the next batch. Here rank 1 sends the signal to itself at
 its 20th step; a scheduler would send it from outside.
 
     accelerate launch --cpu --num_processes 2 examples/by_feature/preempt.py  # status 75
@@ -50,10 +50,10 @@ def main() -> None:
     model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(rows, batch_size=48, shuffle=True))
     progress = Progress()
     accelerator.register_for_checkpointing(progress)
-    # The first start finds no checkpoint and begins; the next one goes on.
+    # The first start finds no checkpoint and begins; the next one continues.
     first_start = accelerator.load_state(latest=True, missing_ok=True) is None
     steps_before = progress.steps
-    accelerator.print("first start" if first_start else f"going on after step {steps_before}")
+    accelerator.print("first start" if first_start else f"continuing after step {steps_before}")
 
     for _ in range(loader.iteration, EPOCHS):
         for images, targets in loader:  # asked for the next batch after a signal, the loader saves and leaves

@@ -1,6 +1,6 @@
 """Where the time of a step goes: a trace per rank with torch's profiler.
 
-The schedule leaves out one step, warms up for one and records two. Each rank writes `profile_<rank>.json` into `output_trace_dir`; open it
+The schedule omits one step, warms up for one and records two. Each rank writes `profile_<rank>.json` into `output_trace_dir`; open it
 at https://ui.perfetto.dev or chrome://tracing. The program reads its own trace back and sums up the time of matrix products and of the
 exchange of gradients.
 

@@ -1,6 +1,6 @@
 """Split prompts over the processes, generate, and gather the texts in their order.
 
-For inference each process has a whole model and works on its own prompts; nothing is exchanged in between. Where the prompts do not divide,
+For inference each process has a full model and works on its own prompts; nothing is exchanged in between. Where the prompts do not divide,
 the first processes get one more; `gather_for_metrics(..., use_gather_object=True)` takes lists of different lengths.
 
     accelerate launch --cpu --num_processes 2 examples/by_feature/prompts.py

@@ -27,7 +27,7 @@ def main() -> None:
     accelerator = Accelerator()
     set_seed(0)
     folder = pathlib.Path("out/qlora")
-    with accelerator.main_process_first():  # a model of one's own would come from the Hub
+    with accelerator.main_process_first():  # a model of your own would come from the Hub
         if accelerator.is_main_process:
             sizes = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
             LlamaForCausalLM(LlamaConfig(vocab_size=256, **sizes)).save_pretrained(folder / "base")
@@ -35,7 +35,7 @@ def main() -> None:
     base = AutoModelForCausalLM.from_pretrained(
         folder / "base", quantization_config=quantised, dtype=torch.float32, device_map={"": accelerator.device}
     )
-    # The output layer trains whole: the random base has nothing in it yet. A base of one's own needs the adapters alone.
+    # The output layer trains whole: the random base has nothing in it yet. A base of your own needs the adapters alone.
     lora = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", modules_to_save=["lm_head"])
     model = get_peft_model(base, lora)
     frozen = {name: each.clone() for name, each in model.named_parameters() if not each.requires_grad}

@@ -2,7 +2,7 @@
 
 `save_state` holds models, optimizers, schedulers, generators, the position in each prepared loader, and what was registered with
 `register_for_checkpointing`. `load_state(latest=True)` takes the newest complete checkpoint. The loop needs no arithmetic of batches
-to skip: the loader knows its epoch (`loader.iteration`) and goes on with the batch that was next.
+to skip: the loader knows its epoch (`loader.iteration`) and continues with the batch that was next.
 
     accelerate launch --cpu --num_processes 2 examples/by_feature/resume.py
 

@@ -20,7 +20,7 @@ from accelerate.utils import set_seed
 
 
 def accuracy(accelerator: Accelerator, model: nn.Module, loader: DataLoader) -> float:
-    """Return the share of samples that are recognised. All ranks."""
+    """Return the share of samples that are recognised. Collective: call on every rank."""
     model.eval()
     right = torch.zeros(2, device=accelerator.device)
     with torch.no_grad():

@@ -6,7 +6,7 @@ who reads what.
 
     accelerate launch --cpu --num_processes 2 examples/by_feature/stream.py
 
-Prints: after load_state the stream gives the next texts, none twice and none left out: True
+Prints: after load_state the stream gives the next texts, none twice and none omitted: True
 """
 
 import pydoc_data.topics
@@ -73,7 +73,7 @@ def main() -> None:
     after = train(accelerator, resume=True)
     accelerator.print(f"{len(before)} texts before, {len(after)} after")
     shown = b"".join(before + after) == Topics().text and len(before) == 2 * STOP_AFTER * accelerator.num_processes
-    accelerator.print(f"after load_state the stream gives the next texts, none twice and none left out: {shown}")
+    accelerator.print(f"after load_state the stream gives the next texts, none twice and none omitted: {shown}")
     accelerator.end_training()
 
 

@@ -1,8 +1,8 @@
 """Ray Train starts the workers, our Accelerator trains in them; a worker is killed, and the run continues with fewer.
 
-`TorchTrainer` places workers on the cluster's machines and starts their process group; `Accelerator()` takes part in it as it stands. Rank 0
+`TorchTrainer` places workers on the cluster's machines and starts their process group; `Accelerator()` takes part in it unchanged. Rank 0
 reports a checkpoint of `save_state` with `ray.train.report`, and Ray keeps it. Here rank 1 is killed on the way. The same run is then
-fitted again with one worker: `get_checkpoint` gives the newest checkpoint, `load_state` goes on with the next sample, and the
+fitted again with one worker: `get_checkpoint` gives the newest checkpoint, `load_state` continues with the next sample, and the
 global batch stays what it was. On several machines the folder must be one that all of them see.
 
     python examples/clusters/ray_train.py

@@ -180,7 +180,7 @@ class Accelerator(Processes, ExtensionMethods):
 
     Raises:
         ValueError: A setting is unknown, or contradicts another one or the state that is live already.
-        NotImplementedError: A strategy was asked for that this version does not have.
+        NotImplementedError: A strategy was requested that this version does not have.
 
     Example:
         >>> accelerator = Accelerator(cpu=True)
@@ -345,7 +345,7 @@ class Accelerator(Processes, ExtensionMethods):
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """Whether the last step of any prepared optimizer was left out because gradients overflowed."""
+        """Whether the last step of any prepared optimizer was omitted because gradients overflowed."""
         return any(optimizer.step_was_skipped for optimizer in self._optimizers)
 
     @property
@@ -400,17 +400,19 @@ class Accelerator(Processes, ExtensionMethods):
     # -- prepare -------------------------------------------------------------------------------------------------
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """Prepare models, optimizers, data loaders and schedulers for this run, in any order. All ranks.
+        """Prepare models, optimizers, data loaders and schedulers for this run, in any order.
 
         An object that this Accelerator prepared before, or the object inside one, is not wrapped again: the prepared one
         is returned, with a UserWarning that points at the calling line.
+
+        Collective: call on every rank.
 
         Args:
             *args: The objects; anything else (a loss function, None) comes back untouched.
             device_placement: For each object whether it moves to the device; None leaves it to the Accelerator.
 
         Returns:
-            The prepared objects in the order given; a single one by itself.
+            The prepared objects in the order given; a single one without a tuple.
 
         Raises:
             ValueError: Nothing was given, or the settings do not fit.
@@ -454,7 +456,9 @@ class Accelerator(Processes, ExtensionMethods):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Prepare one model: place it, wrap its forward for mixed precision and itself for its strategy. All ranks.
+        """Prepare one model: place it, wrap its forward for mixed precision and itself for its strategy.
+
+        Collective: call on every rank.
 
         Args:
             model: The model.
@@ -463,7 +467,7 @@ class Accelerator(Processes, ExtensionMethods):
 
         Raises:
             TypeError: It is not a module.
-            ValueError: Its trainable weights are float16 while gradients are scaled, or it lies where it cannot train.
+            ValueError: Its trainable weights are float16 while gradients are scaled, or it is where it cannot train.
 
         Example:
             >>> accelerator = Accelerator(cpu=True)
@@ -472,7 +476,9 @@ class Accelerator(Processes, ExtensionMethods):
         return preparation.prepare_model(self, model, device_placement, evaluation_mode)
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
-        """Prepare one optimizer. All ranks.
+        """Prepare one optimizer.
+
+        Collective: call on every rank.
 
         Args:
             optimizer: The optimizer.
@@ -490,7 +496,9 @@ class Accelerator(Processes, ExtensionMethods):
         return preparation.prepare_optimizer(self, optimizer, device_placement)
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """Prepare one learning-rate scheduler, after its optimizer. All ranks.
+        """Prepare one learning-rate scheduler, after its optimizer.
+
+        Collective: call on every rank.
 
         Args:
             scheduler: A torch scheduler.
@@ -513,7 +521,9 @@ class Accelerator(Processes, ExtensionMethods):
         device_placement: bool | None = None,
         slice_fn_for_dispatch: Callable[..., Any] | None = None,
     ) -> torch.utils.data.DataLoader[Any]:
-        """Prepare one data loader, so that each rank reads its own part. All ranks.
+        """Prepare one data loader, so that each rank reads its own part.
+
+        Collective: call on every rank.
 
         Args:
             data_loader: The loader.
@@ -543,7 +553,9 @@ class Accelerator(Processes, ExtensionMethods):
         return preparation.in_order(self, args)
 
     def shard_model(self, model: nn.Module) -> nn.Module:
-        """Shard a model in place with FSDP2, which `prepare` calls, by the function that libraries replace in this module. All ranks.
+        """Shard a model in place with FSDP2, which `prepare` calls, by the function that libraries replace in this module.
+
+        Collective: call on every rank.
 
         Args:
             model: The model, not wrapped.
@@ -562,7 +574,9 @@ class Accelerator(Processes, ExtensionMethods):
         return registry.load("megatron").prepare_together(self, args)
 
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: nn.Module) -> Any:
-        """Adapt a loader to DeepSpeed's sequence parallelism, as ``prepare`` does for those that come with their model. All ranks.
+        """Adapt a loader to DeepSpeed's sequence parallelism, as ``prepare`` does for those that come with their model.
+
+        Collective: call on every rank.
 
         Args:
             dl: A prepared loader; another one is prepared first. Its batches are dicts with "input_ids" and "position_ids".
@@ -580,7 +594,9 @@ class Accelerator(Processes, ExtensionMethods):
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> nn.Module:
-        """Return the model as it was before ``prepare``. Any rank, alone.
+        """Return the model as it was before ``prepare``.
+
+        Not a collective.
 
         Args:
             model: A prepared model; one that has no wrapper comes back as it is.
@@ -596,7 +612,7 @@ class Accelerator(Processes, ExtensionMethods):
         return self._strategy.unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
 
     def verify_device_map(self, model: nn.Module) -> bool:
-        """Say whether a model, or a part of it, was placed on several devices by a device map.
+        """Return whether a model, or a part of it, was placed on several devices by a device map.
 
         Args:
             model: The model.
@@ -608,10 +624,12 @@ class Accelerator(Processes, ExtensionMethods):
         return any(len(getattr(module, "hf_device_map", None) or ()) > 1 for module in model.modules())
 
     def free_memory(self, *objects: Any) -> list[Any]:
-        """Let go of everything prepared and free the memory; what is prepared next is prepared afresh. All ranks.
+        """Release all prepared objects and free their memory. Objects prepared after this call are treated as new.
+
+        Collective: call on every rank.
 
         Args:
-            *objects: Objects of yours to let go of as well.
+            *objects: Objects of yours to release as well.
 
         Returns:
             One None for each object, to assign back.
@@ -696,7 +714,9 @@ class Accelerator(Processes, ExtensionMethods):
     def join_uneven_inputs(
         self, joinables: Sequence[Any], even_batches: bool | None = None
     ) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which ranks may have different numbers of batches. All ranks.
+        """Return a context in which ranks may have different numbers of batches.
+
+        Collective: call on every rank.
 
         Args:
             joinables: The prepared models (or other ``torch.distributed.algorithms.Joinable``).
@@ -719,7 +739,9 @@ class Accelerator(Processes, ExtensionMethods):
         return gradients.join_uneven(self, joinables, even_batches)
 
     def backward(self, loss: torch.Tensor, *, num_items: Any = None, **kwargs: Any) -> None:
-        """Run the backward pass, with the loss scaled for accumulation and for float16. All ranks.
+        """Run the backward pass, with the loss scaled for accumulation and for float16.
+
+        Collective: call on every rank.
 
         Args:
             loss: The loss of this rank's micro-batch, a scalar tensor.
@@ -767,7 +789,9 @@ class Accelerator(Processes, ExtensionMethods):
         gradients.unscale(self, optimizer)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
-        """Unscale the gradients and clip them to a total norm. All ranks, when gradients are synchronised.
+        """Unscale the gradients and clip them to a total norm.
+
+        Collective: call on every rank, when gradients are synchronised.
 
         Args:
             parameters: The parameters whose gradients are clipped together.
@@ -785,7 +809,9 @@ class Accelerator(Processes, ExtensionMethods):
         return gradients.clip_norm(self, parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Unscale the gradients and clip each element to ``[-clip_value, clip_value]``. All ranks.
+        """Unscale the gradients and clip each element to ``[-clip_value, clip_value]``.
+
+        Collective: call on every rank.
 
         Args:
             parameters: The parameters whose gradients are clipped.
@@ -812,7 +838,9 @@ class Accelerator(Processes, ExtensionMethods):
         return comm.for_type(self.state.distributed_type)
 
     def gather(self, tensor: Any, *, differentiable: bool = False) -> Any:
-        """Gather tensors from all ranks, concatenated along their first dimension in rank order. All ranks.
+        """Gather tensors from all ranks, concatenated along their first dimension in rank order.
+
+        Collective: call on every rank.
 
         Args:
             tensor: A tensor, or lists, tuples and dicts of tensors, nested; the same shapes on every rank
@@ -828,7 +856,9 @@ class Accelerator(Processes, ExtensionMethods):
             return operations.gather_with(self._communicator, tensor, differentiable)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather predictions and labels of an evaluation loop, without the samples that fill up its last batch. All ranks.
+        """Gather predictions and labels of an evaluation loop, without the samples that fill up its last batch.
+
+        Collective: call on every rank.
 
         Args:
             input_data: Nested tensors, or any picklable objects.
@@ -844,7 +874,9 @@ class Accelerator(Processes, ExtensionMethods):
             return metrics.gather_for_metrics(self, input_data, use_gather_object)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Sum or average tensors over all ranks, or take the largest values. All ranks.
+        """Sum or average tensors over all ranks, or take the largest values.
+
+        Collective: call on every rank.
 
         Args:
             tensor: Nested tensors of the same shapes on every rank.
@@ -859,7 +891,9 @@ class Accelerator(Processes, ExtensionMethods):
             return operations.reduce_with(self._communicator, tensor, reduction, scale)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-        """Pad tensors to the largest size that one dimension has on any rank, so that they can be gathered. All ranks.
+        """Pad tensors to the largest size that one dimension has on any rank, so that they can be gathered.
+
+        Collective: call on every rank.
 
         Args:
             tensor: Nested tensors that differ between ranks in ``dim`` alone.
@@ -874,7 +908,9 @@ class Accelerator(Processes, ExtensionMethods):
         return operations.pad_with(self._communicator, tensor, dim, pad_index, pad_first)
 
     def set_trigger(self) -> None:
-        """Raise a flag on this rank, which ``check_trigger`` shows to every rank. Any rank, alone.
+        """Raise a flag on this rank, which ``check_trigger`` shows to every rank.
+
+        Not a collective.
 
         Example:
             >>> accelerator = Accelerator(cpu=True)
@@ -885,7 +921,9 @@ class Accelerator(Processes, ExtensionMethods):
         self.flag_tensor = torch.tensor(1, device=self.device)
 
     def check_trigger(self) -> bool:
-        """Say whether some rank raised its flag, and lower it. All ranks.
+        """Return whether some rank raised its flag, and lower it.
+
+        Collective: call on every rank.
 
         Example:
             >>> accelerator = Accelerator(cpu=True)
@@ -917,7 +955,9 @@ class Accelerator(Processes, ExtensionMethods):
 
     @contextlib.contextmanager
     def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[torch.profiler.profile]:
-        """Return a context that profiles its region, and writes a trace per rank where a folder is set. All ranks.
+        """Return a context that profiles its region, and writes a trace per rank where a folder is set.
+
+        Collective: call on every rank.
 
         Args:
             profile_handler: Settings for this region, instead of the Accelerator's.
@@ -974,10 +1014,12 @@ class Accelerator(Processes, ExtensionMethods):
         blocking: bool | None = None,
         **save_model_func_kwargs: Any,
     ) -> Path | str:
-        """Save models, optimizers, schedulers, loaders, scaler, generators and registered objects. All ranks.
+        """Save models, optimizers, schedulers, loaders, scaler, generators and registered objects.
 
         The checkpoint is written aside and takes its place in one step when all of it is there, with a manifest of sizes and
         checksums. One that was there before stays until then. See docs/guides/checkpointing.md.
+
+        Collective: call on every rank.
 
         Args:
             output_dir: The folder, or a URL that fsspec understands; with automatic naming, the next
@@ -1008,7 +1050,9 @@ class Accelerator(Processes, ExtensionMethods):
             return saving.save_state(self, output_dir, safe_serialization, blocking, **save_model_func_kwargs)
 
     def wait_for_checkpoint(self) -> None:
-        """Wait until what ``save_state(blocking=False)`` writes is in its place. Any rank, alone.
+        """Wait until what ``save_state(blocking=False)`` writes is in its place.
+
+        Not a collective.
 
         Raises:
             RuntimeError: It could not be saved, on this rank or another one.
@@ -1026,10 +1070,12 @@ class Accelerator(Processes, ExtensionMethods):
         missing_ok: bool = False,
         **load_model_func_kwargs: Any,
     ) -> Path | str | None:
-        """Restore what ``save_state`` saved, into the objects prepared and registered in the same order. All ranks.
+        """Restore what ``save_state`` saved, into the objects prepared and registered in the same order.
 
         The checkpoint is verified and read in full first. What cannot be restored leaves everything as it was. If the
         checkpoint holds more models, optimizers, schedulers or loaders than are prepared, a warning names their states.
+
+        Collective: call on every rank.
 
         Args:
             input_dir: The checkpoint, a folder or URL; None takes the newest complete one of the project.
@@ -1058,7 +1104,7 @@ class Accelerator(Processes, ExtensionMethods):
         return restoring.load_state(self, input_dir, load_kwargs, latest, missing_ok, **load_model_func_kwargs)
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
-        """Save an object to disk, once per run (or per machine, where the project says so). All ranks may call it.
+        """Save an object to disk, once per run (or per machine, where the project is set so). All ranks may call it.
 
         Args:
             obj: The object.
@@ -1082,7 +1128,9 @@ class Accelerator(Processes, ExtensionMethods):
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Save a model's weights in shards with an index, as the hub's libraries read them. All ranks.
+        """Save a model's weights in shards with an index, as the hub's libraries read them.
+
+        Collective: call on every rank.
 
         Args:
             model: The model, prepared or not.
@@ -1101,7 +1149,9 @@ class Accelerator(Processes, ExtensionMethods):
         weights.save_model(self, model, save_directory, max_shard_size, safe_serialization)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
-        """Return a prepared model's full state dict. All ranks.
+        """Return a prepared model's full state dict.
+
+        Collective: call on every rank.
 
         Args:
             model: The model.
@@ -1123,19 +1173,21 @@ class Accelerator(Processes, ExtensionMethods):
     def stream_weights(
         self, model: nn.Module, dtype: torch.dtype | None = None, bucket_bytes: int = 1 << 30
     ) -> Iterator[dict[str, torch.Tensor]]:
-        """Return an iterator over a model's whole weights, bucket by bucket, for an inference engine or an average on the host. All ranks.
+        """Return an iterator over a model's full weights, bucket by bucket, for an inference engine or an average on the host.
 
         Every rank gets every tensor, and holds one bucket and the tensor that comes next; under FSDP1 also the unit that is gathered.
         The ranks gather together: each takes all buckets, and does not run the model before the last one.
 
+        Collective: call on every rank.
+
         Args:
             model: A prepared model, under any strategy.
             dtype: What floating tensors are cast to; packed 4-bit weights and their scales stay. None keeps what they are trained in.
-            bucket_bytes: Largest size of a bucket, in bytes; a larger tensor has a bucket of its own.
+            bucket_bytes: Largest size of a bucket, in bytes; a larger tensor has a separate bucket.
 
         Returns:
-            An iterator over dicts: names of the model's own state dict, without wrappers, and copies of the whole tensors on the device.
-            Of tied names the first one comes. A dict is emptied when the next one is asked for; a tensor that is kept stays.
+            An iterator over dicts: names of the model's own state dict, without wrappers, and copies of the full tensors on the device.
+            Of tied names the first one comes. A dict is emptied when the next one is requested; a tensor that is kept stays.
 
         Raises:
             ValueError: ``bucket_bytes`` is below 1.
@@ -1156,11 +1208,13 @@ class Accelerator(Processes, ExtensionMethods):
         return weights.stream_weights(self, model, dtype, bucket_bytes)
 
     def whole_parameters(self, model: nn.Module) -> contextlib.AbstractContextManager[nn.Module]:
-        """Return a context in which each rank has a model's parameters whole, so that forwards need no other rank. All ranks.
+        """Return a context in which each rank has a model's parameters whole, so that forwards need no other rank.
 
         For ``generate`` and evaluation: all units are gathered at once, and each rank then runs as many forwards as it likes. The ranks
         enter together; the model trains on afterwards. Change nothing inside: where parameters are sharded, changes are lost.
-        FSDP, HSDP, and strategies whose ranks have whole parameters anyway; layers that tensor parallelism splits stay split.
+        FSDP, HSDP, and strategies whose ranks have full parameters anyway; layers that tensor parallelism splits stay split.
+
+        Collective: call on every rank.
 
         Args:
             model: A prepared model.
@@ -1181,11 +1235,13 @@ class Accelerator(Processes, ExtensionMethods):
         return self._strategy.whole_parameters(self, model)
 
     def save_adapter(self, model: nn.Module, save_directory: str | os.PathLike[str]) -> None:
-        """Save the adapters of a model that PEFT has extended, whole, as ``PeftModel.from_pretrained`` reads them. All ranks.
+        """Save the adapters of a model that PEFT has extended, whole, as ``PeftModel.from_pretrained`` reads them.
 
         Rank 0 writes ``adapter_model.safetensors`` and ``adapter_config.json``; an adapter that is not called "default" goes into a
         folder of its name. Each rank first compares its DTensors with what was gathered. The configuration is written last, and that of an
         earlier adapter goes first: a save that is killed leaves the former adapter, the new one, or none that loads.
+
+        Collective: call on every rank.
 
         Args:
             model: A prepared model with adapters, such as LoRA, around its layers or in their place; its layers may be quantised,
@@ -1260,9 +1316,11 @@ class Accelerator(Processes, ExtensionMethods):
         return saving.register_hook(self._load_model_state_pre_hook, hook)
 
     def data_plan(self, loader: Any) -> DataPlan:
-        """Return who reads what of a prepared loader: shards, samples, batches, duplicates. Any rank, alone.
+        """Return who reads what of a prepared loader: shards, samples, batches, duplicates.
 
         The plan is made when the loader is prepared, and then also logged in one line at the level INFO.
+
+        Not a collective.
 
         Args:
             loader: A prepared data loader.
@@ -1292,11 +1350,11 @@ class Accelerator(Processes, ExtensionMethods):
         return plan_of(loader)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """Return a loader that leaves out the first batches of its next epoch, to go on in the middle of one.
+        """Return a loader that omits the first batches of its next epoch, to continue in the middle of one.
 
         Args:
             dataloader: A prepared loader.
-            num_batches: How many batches to leave out.
+            num_batches: How many batches to omit.
 
         Example:
             >>> accelerator = Accelerator(cpu=True)
@@ -1345,7 +1403,10 @@ class Accelerator(Processes, ExtensionMethods):
         metrics.log(self, values, step, log_kwargs)
 
     def end_training(self) -> None:
-        """Finish checkpoints and trackers, give signals back to their handlers, leave the process group. All ranks, at the end."""
+        """Finish checkpoints and trackers, give signals back to their handlers, leave the process group.
+
+        Collective: call on every rank, at the end.
+        """
         for hook in self.extensions.ended:
             hook()
         try:

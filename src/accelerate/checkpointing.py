@@ -144,7 +144,9 @@ def load_accelerator_state(
 
 
 def save_custom_state(obj: Any, path: Folder, index: int = 0, save_on_each_node: bool = False) -> None:
-    """Write the state of an object to ``custom_checkpoint_{index}.pkl``. All ranks call it, one process writes.
+    """Write the state of an object to ``custom_checkpoint_{index}.pkl``.
+
+    Collective: call on every rank, one process writes.
 
     Args:
         obj: An object with ``state_dict``.

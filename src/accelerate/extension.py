@@ -377,7 +377,10 @@ class Extensions:
         return changed
 
     def require(self, settings: Iterable[str]) -> None:
-        """Raise ValueError for a setting that no extension of the run serves, since its folder was deleted. Not a collective."""
+        """Raise ValueError for a setting that no extension of the run serves, since its folder was deleted.
+
+        Not a collective.
+        """
         served = {setting for extension in self.attached for setting in extension.serves}
         if missing := [setting for setting in settings if setting not in served]:
             raise ValueError(

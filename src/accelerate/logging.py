@@ -113,7 +113,7 @@ class MultiProcessAdapter(logging.LoggerAdapter):
 
     @staticmethod
     def _should_log(main_process_only: bool) -> bool:
-        """Say whether this rank logs. A subclass may override it."""
+        """Return whether this rank logs. A subclass may override it."""
         return not main_process_only or storage.process.current["process_index"] == 0
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:

@@ -73,7 +73,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     """A torch optimizer that knows about gradient accumulation and gradient scaling.
 
     ``step`` and ``zero_grad`` do nothing while gradients accumulate. With a scaler, ``step_was_skipped`` says whether
-    the last step was left out because of an overflow. State, parameter groups and defaults are the inner optimizer's,
+    the last step was omitted because of an overflow. State, parameter groups and defaults are the inner optimizer's,
     which is there as ``optimizer``.
 
     Args:
@@ -97,7 +97,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     _extensions = _UNPREPARED
 
     def __init__(self, optimizer: torch.optim.Optimizer, device_placement: bool = True, scaler: Any = None) -> None:
-        # torch's own __init__ is left out on purpose: it would build a second set of parameter groups.
+        # torch's own __init__ is omitted on purpose: it would build a second set of parameter groups.
         self.optimizer = optimizer
         self.scaler = scaler
         self.accelerator_state = AcceleratorState()
@@ -196,7 +196,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step was left out because the scaled gradients overflowed; waits for a fused optimizer's device."""
+        """Whether the last step was omitted because the scaled gradients overflowed; waits for a fused optimizer's device."""
         self._is_overflow = bool(self._is_overflow)
         return self._is_overflow
 

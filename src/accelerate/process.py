@@ -217,7 +217,7 @@ class ProcessView(Processes):
         """Leave a process group, by default all of them. Every rank of it must call this.
 
         Ranks can still be asked for afterwards; the next `Accelerator()`, or a `PartialState` with arguments or after a reset, starts
-        afresh.
+        again.
         """
         if dist.is_available() and dist.is_initialized():
             if group is None:
@@ -349,7 +349,7 @@ class PartialState(ProcessView):
 
     @staticmethod
     def _reset_state() -> None:
-        """Let the next instance be built anew; existing instances keep their attributes."""
+        """Let the next instance be built again; existing instances keep their attributes."""
         storage.process.renew()
 
     @property
@@ -358,7 +358,7 @@ class PartialState(ProcessView):
         return torch.device(detect().type)
 
     def set_device(self) -> None:
-        """Make the state's device the current one of this process; where it is None, choose it anew."""
+        """Make the state's device the current one of this process; where it is None, choose it again."""
         if self.device is None:
             distributed = traits_of(self.distributed_type).distributed
             hardware = device_for(self._cpu, self.backend) if distributed else detect(self._cpu)
@@ -389,7 +389,7 @@ def _settings(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def group_is_gone(values: dict[str, Any]) -> bool:
-    """Say whether a state's dictionary speaks of a process group that was destroyed since."""
+    """Return whether a state's dictionary speaks of a process group that was destroyed since."""
     had_one = values.get("num_processes", 1) > 1 and traits_of(values["distributed_type"]).torch_distributed
     return had_one and not dist.is_initialized()
 

@@ -55,7 +55,7 @@ _common: weakref.WeakKeyDictionary[ThreadLocalSharedDict, dict[str, Any]] = weak
 
 
 def is_initialized() -> bool:
-    """Say whether an `Accelerator` has set up the shared `AcceleratorState`.
+    """Return whether an `Accelerator` has set up the shared `AcceleratorState`.
 
     Example:
         >>> from accelerate import Accelerator
@@ -182,7 +182,7 @@ class AcceleratorState(ProcessView):
     def _set_engine(self, spec: StrategySpec, plugin: Any) -> None:
         if traits_of(self.distributed_type).traced:
             raise NotImplementedError(
-                f"{spec.plugin} does not work on XLA devices. Leave it out to train with data parallelism."
+                f"{spec.plugin} does not work on XLA devices. Omit it to train with data parallelism."
             )
         self.distributed_type = spec.kinds[0]
         flag = BY_NAME[spec.switch].env
@@ -211,7 +211,7 @@ class AcceleratorState(ProcessView):
         )
 
     def _check_plugins(self, plugins: dict[str, Any], engine: str | None) -> None:
-        """Raise where an engine comes too late, and say so where other settings do."""
+        """Raise where an engine comes too late, and warn where other settings do."""
         for name, value in plugins.items():
             live = self.__dict__.get(name)
             if live is None and (value is not None or name == engine) and name in engines():
@@ -227,7 +227,7 @@ class AcceleratorState(ProcessView):
 
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:
-        """Let the next instance be built anew; existing instances keep their attributes.
+        """Let the next instance be built again; existing instances keep their attributes.
 
         `reset_partial_state` does the same for `PartialState`: needed for another device, backend or process count.
         """
@@ -318,7 +318,7 @@ _MIRRORED = "tRUE"
 
 
 def asked_for(plugin: str) -> bool:
-    """Say whether the environment asks for a plugin's engine, as the launcher and TrainingArguments do.
+    """Return whether the environment asks for a plugin's engine, as the launcher and TrainingArguments do.
 
     Not a collective.
     """
@@ -442,7 +442,7 @@ class GradientState:
         return -1 if loader is None else loader.remainder
 
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
-        """Say whether the coming backward pass ends an accumulation step."""
+        """Return whether the coming backward pass ends an accumulation step."""
         self.sync_gradients = sync_gradients
         if sync_gradients and not self.is_xla_gradients_synced and "distributed_type" in storage.process.current:
             if traits_of(storage.process.current["distributed_type"]).traced:
@@ -477,7 +477,7 @@ class GradientState:
 
     @staticmethod
     def _reset_state() -> None:
-        """Let the next instance be built anew; existing instances keep their attributes."""
+        """Let the next instance be built again; existing instances keep their attributes."""
         storage.gradient.renew()
 
     def __getattr__(self, name: str) -> Any:

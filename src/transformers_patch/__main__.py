@@ -52,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
         options: the arguments of the parser's `run`.
 
     Returns:
-        0 when the program ends by itself, 2 when it cannot be started. Its own exits and exceptions pass through.
+        0 when the program ends normally, 2 when it cannot be started. Its own exits and exceptions pass through.
     """
     target = options.target
     try:

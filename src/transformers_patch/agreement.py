@@ -21,7 +21,7 @@ _warned: set[str] = set()
 
 
 def state_exists() -> bool:
-    """Say whether this process has a shared accelerator state, made by an `Accelerator` or a `PartialState`."""
+    """Return whether this process has a shared accelerator state, made by an `Accelerator` or a `PartialState`."""
     return bool(PartialState._shared_state)
 
 
@@ -121,7 +121,7 @@ def _check_layout(arguments: Any, kept: Any) -> None:
     requested = getattr(arguments, "parallelism_config", None)
     if requested is not None and requested is not kept and requested != kept:
         asked = f"the training arguments ask for parallelism_config={requested!r}"
-        leave = "leave parallelism_config out of the training arguments"
+        leave = "omit parallelism_config of the training arguments"
         build = "build `Accelerator(parallelism_config=...)` with it"
         raise _refusal(ValueError, asked, f"has {kept!r}", leave, build)
 

@@ -120,7 +120,7 @@ def apply(strategy: Strategy = "preserve", checkpoints: Checkpoints = False, los
             `preserve_accelerator_state`, whose default is True. "conditional" keeps a state that was made outside of
             training arguments, and resets a state of other arguments.
         checkpoints: whether a Trainer's checkpoints are atomic: complete or absent. They need this fork's accelerate. With
-            upstream's a warning says so, and the Trainer's checkpoints are not changed. "async" lets the training continue once
+            upstream's it warns, and the Trainer's checkpoints are not changed. "async" lets the training continue once
             the files are written, while they are hashed, synced to the disk and published.
         losses: whether a Trainer's loss and norm of gradients on several ranks equal those of one process. Then call it before
             models are loaded.

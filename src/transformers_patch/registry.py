@@ -129,7 +129,7 @@ ENTRIES = (
     _entry("checkpoints", "build", "trainer:Trainer.__init__",
            "it refuses to save the optimizer of a model that arrives sharded"),
     _entry("checkpoints", "train", "trainer:Trainer.train",
-           "resume_from_checkpoint=True takes the highest number, whole or not, on each rank by itself"),
+           "resume_from_checkpoint=True takes the highest number, complete or not, on each rank separately"),
     _entry("checkpoints", "last_checkpoint", "trainer_utils:get_last_checkpoint",
            "it returns the highest number, whole or not"),
     _entry("losses", "loss", "trainer:Trainer.compute_loss",

@@ -22,7 +22,7 @@ class Patch:
         parameters: Its first parameters.
         reads: Names that its code must read, because the replacement acts on them.
         replacement: Returns the replacement of the function that it gets.
-        mended: A part of a name that its code reads in a release with the fix, which must not be applied twice.
+        fixed: A part of a name that its code reads in a release with the fix, which must not be applied twice.
     """
 
     owner: str

@@ -115,7 +115,7 @@ def install(module: ModuleType, strategy: Callable[[], Strategy], undo: ExitStac
 
 
 def keeping(cls: type, strategy: Callable[[], Strategy]) -> Any:
-    """Return a property of the class's kind that sets up devices and keeps the state if the strategy says so.
+    """Return a property of the class's kind that sets up devices and keeps the state if the strategy requires it.
 
     Args:
         cls: `transformers.TrainingArguments`, patched or not.
@@ -130,7 +130,7 @@ def keeping(cls: type, strategy: Callable[[], Strategy]) -> Any:
 
 
 def device_setup(original: Any, strategy: Callable[[], Strategy]) -> Callable[[Any], Any]:
-    """Return a function that calls the original, and keeps the shared state if the strategy says so."""
+    """Return a function that calls the original, and keeps the shared state if the strategy requires it."""
 
     @functools.wraps(original)
     def _setup_devices(self: Any) -> Any:

@@ -38,7 +38,7 @@ model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters()
 accelerator.backward(model(torch.ones(1, 2)).sum())
 optimizer.step()
 """
-# What downstream libraries reach for without an import of its own.
+# What downstream libraries reach for without a separate import.
 PARTS = "import accelerate as a; a.utils.modeling, a.utils.dataclasses, a.hooks, a.accelerator; assert callable(a.utils.tqdm)"
 
 

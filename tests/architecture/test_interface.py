@@ -10,7 +10,7 @@ FACTS = 3068
 
 
 def test_every_recorded_fact_holds():
-    # A process of its own: importing every recorded module must not change the modules that other tests have loaded.
+    # a separate process: importing every recorded module must not change the modules that other tests have loaded.
     done = subprocess.run([sys.executable, str(CHECKER), "--json"], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     scopes = json.loads(done.stdout.splitlines()[-1])

@@ -79,7 +79,7 @@ def test_workflows_call_targets_that_are_there():
         workflow = yaml.safe_load(path.read_text("utf-8"))
         # YAML 1.1 reads the key `on` as a truth value.
         assert {"name", True, "permissions", "jobs"} <= set(workflow), path.name
-        limit = 350 if "schedule" in workflow[True] else 90  # nobody waits for what runs at night
+        limit = 350 if "schedule" in workflow[True] else 90  # it runs at night
         for name, job in workflow["jobs"].items():
             assert job["runs-on"] and job["steps"], name
             commands = "\n".join(step.get("run", "") for step in job["steps"])

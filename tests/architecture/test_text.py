@@ -66,7 +66,7 @@ def test_source_claims_nobody_elses_copyright():
 
 
 def names_a_type(node: ast.AST) -> bool:
-    """Say whether an expression names a member of DistributedType, alone or inside a container."""
+    """Return whether an expression names a member of DistributedType, alone or inside a container."""
     return any(
         isinstance(part, ast.Attribute) and ast.unparse(part.value).rpartition(".")[2] == "DistributedType"
         for part in ast.walk(node)
@@ -74,12 +74,12 @@ def names_a_type(node: ast.AST) -> bool:
 
 
 def asks_for_the_type(node: ast.AST) -> bool:
-    """Say whether an expression reads some object's `distributed_type`."""
+    """Return whether an expression reads some object's `distributed_type`."""
     return isinstance(node, (ast.Attribute, ast.Name)) and ast.unparse(node).rpartition(".")[2] == "distributed_type"
 
 
 def compares_types(node: ast.Compare) -> bool:
-    """Say whether a comparison tells one kind of distribution from another."""
+    """Return whether a comparison tells one kind of distribution from another."""
     operands = [node.left, *node.comparators]
     if any(names_a_type(operand) for operand in operands):
         return True

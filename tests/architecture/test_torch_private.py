@@ -46,7 +46,7 @@ ALLOWED_NAMES = {name for names in ALLOWED.values() for name in names.split()}
 
 
 def is_private(name: str) -> bool:
-    """Say whether a name begins with one underscore."""
+    """Return whether a name begins with one underscore."""
     return name.startswith("_") and not name.startswith("__")
 
 

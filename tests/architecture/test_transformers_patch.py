@@ -1,4 +1,4 @@
-"""`transformers_patch` stands beside upstream's accelerate as well as beside ours, so it may know very little."""
+"""`transformers_patch` stands next to upstream's accelerate as well as next to ours, so it may know very little."""
 
 import ast
 import subprocess

@@ -84,7 +84,7 @@ def done(command: Iterable[str], **options: Any) -> subprocess.CompletedProcess:
 def started_by_hand(
     script: str, *words: str, size: int, inside: Sequence[str] = (), cwd: Path, **variables: str
 ) -> list[subprocess.Popen]:
-    """Start the ranks of a script without a launcher: one that dies takes nobody along, and rank 0 holds the store."""
+    """Start the ranks of a script without a launcher: one that dies does not end the others, and rank 0 holds the store."""
     shared = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
     shared |= {"MASTER_PORT": str(get_free_port()), "ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1"}
     command = [*inside, sys.executable, str(SCRIPTS / script), *words]
@@ -103,7 +103,7 @@ def interruptible() -> Iterator[None]:
 
 @pytest.fixture
 def launch(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess]:
-    """Run a script of ``scripts/`` under the launcher, and require that it succeeds (or fails, where a test says so)."""
+    """Run a script of ``scripts/`` under the launcher, and require that it succeeds (or fails, where a test expects it)."""
 
     def run(
         script: str,

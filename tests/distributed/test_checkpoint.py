@@ -1,4 +1,4 @@
-"""Checkpoints of real processes: published together, in the background, on disks of their own, on other numbers of processes."""
+"""Checkpoints of real processes: published together, in the background, on separate disks, on other numbers of processes."""
 
 import re
 import shutil

@@ -1,4 +1,4 @@
-"""DeepSpeed, where it is installed: `make test-deepspeed` has an environment of its own, because importing it changes torch."""
+"""DeepSpeed, where it is installed: `make test-deepspeed` has a separate environment, because importing it changes torch."""
 
 import os
 import sys
@@ -53,7 +53,7 @@ def test_launchers(tmp_path, stage, command):
     words = [str(stage), *(["notebook"] if len(command) == 1 else [])]
     if (
         "answers.yaml" in command
-    ):  # machines of one's own, CPU processes, one machine, DeepSpeed, and Enter for the rest
+    ):  # machines of your own, CPU processes, one machine, DeepSpeed, and Enter for the rest
         interview = [word if word != "launch" else "config" for word in command]
         done(interview, input="\n".join(["1", "2", "", "3", *[""] * 20]), cwd=tmp_path)
     variables = {**os.environ, "ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1", **own}

@@ -70,7 +70,7 @@ def seed(name, *texts, slow=True):
 )
 def test_a_seeded_hang_is_reported_with_ranks_lines_and_operations(launch, name, texts):
     ended = launch("../hangs/seeds.py", name, succeeds=False, environment=LIMIT)
-    # `save_state` has a diagnosis of its own, which is as fast, and raises.
+    # `save_state` has a separate diagnosis, which is as fast, and raises.
     raises = name == "save_on_main_alone"
     _, waited, report = ("", 0, ended.stderr) if raises else REPORT.search(ended.stderr).groups()
     assert int(waited) <= 2 + 10

@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.usefixtures("interruptible"),
 ]
 
-# Each rank starts a process of its own, as loaders and compilers do, and says when all are up.
+# Each rank starts a separate process, as loaders and compilers do, and says when all are up.
 RANK = """
 import os, signal, subprocess, sys, time
 for name in {ignored!r}:

@@ -283,7 +283,7 @@ def test_a_host_that_comes_back_resumes_the_run(hosts, tmp_path, how):
         pids = subprocess.run(["ip", "netns", "pids", hosts.names[1]], check=True, capture_output=True, text=True)
         subprocess.run(["kill", "-9", *pids.stdout.split()], check=True)
         job.end(1)
-    # Mended sooner, the connections of the processes break first, which is a failure like any other.
+    # Fixed sooner, the connections of the processes break first, which is a failure like any other.
     for machine in (0, 1) if how == "cable" else (0,):
         job.wait_for(lambda at=machine: "has not answered" in job.said(at), f"machine {machine} to miss the other")
     hosts.mend()

@@ -1,4 +1,4 @@
-"""Megatron core, where it is installed: `make test-megatron` has an environment of its own. What it asks of GPUs is done by the host."""
+"""Megatron core, where it is installed: `make test-megatron` has a separate environment. What it asks of GPUs is done by the host."""
 
 import importlib
 import inspect

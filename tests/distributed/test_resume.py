@@ -257,7 +257,7 @@ class Victim:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 pass
-        self.process.stdout.read()  # to its end: nobody holds it any more
+        self.process.stdout.read()  # to its end: it is not held any more
         self.process.wait(timeout=LIMIT_S)
 
     def end(self) -> None:
@@ -319,4 +319,4 @@ def test_kills_at_random_steps(tmp_path, processes, kills, options):
 
 def test_what_cannot_go_on_is_refused_and_changes_nothing(worlds):
     for processes in (1, 2):
-        assert "ok refused" in worlds[processes] and "ok anew" in worlds[processes]
+        assert "ok refused" in worlds[processes] and "ok again" in worlds[processes]

@@ -41,7 +41,7 @@ ZERO = "distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: {}\n"
     ids=["fsdp2", "fsdp1", "tp", "deepspeed-2", "deepspeed-3"],
 )
 def test_the_self_check_passes_with_a_strategy_that_is_configured(tmp_path, strategy):
-    """Layers, and accumulation, that the file names for the user's own program are left out."""
+    """Layers, and accumulation, that the file names for the user's own program are omitted."""
     if "DEEPSPEED" in strategy:
         pytest.importorskip("deepspeed", exc_type=ImportError)
     (tmp_path / "c.yaml").write_text(f"num_processes: 2\nuse_cpu: true\n{strategy}")

@@ -16,7 +16,7 @@ SCRIPT = "twenty_steps.py"
 
 
 def passed(done, phase):
-    return set(re.findall(rf"^(?:ok {phase}|left out) (.*):", done.stdout, re.MULTILINE))
+    return set(re.findall(rf"^(?:ok {phase}|omitted) (.*):", done.stdout, re.MULTILINE))
 
 
 def test_two_processes_and_one_that_goes_on(launch, tmp_path):

@@ -1,4 +1,4 @@
-"""The Trainer, TRL and PEFT with DeepSpeed, beside the same runs without; `make test-deepspeed` has the environment."""
+"""The Trainer, TRL and PEFT with DeepSpeed, next to the same runs without; `make test-deepspeed` has the environment."""
 
 import pytest
 import yaml

@@ -1,7 +1,7 @@
 """Suites of downstream libraries, from their source distributions: each test ends alike on this package and on the peer's wheel.
 
 Of the libraries that train with accelerate, the registry has the trainer's tests of pytorch-accelerated alone: the source
-distributions of transformers, TRL, diffusers and sentence-transformers leave theirs out.
+distributions of transformers, TRL, diffusers and sentence-transformers omit theirs.
 """
 
 import sys

@@ -25,7 +25,7 @@ LARGER = ["lm.py", "vision.py", "denoise.py", "stream_mix.py", "lora_sft.py", "d
 # What a newcomer runs first; the others take minutes together.
 BASIC = {f"by_feature/{name}.py" for name in ("first", "resume")}
 RAY = "clusters/ray_train.py"
-# Packages that not every environment of the tests has. Some have one of their own: `make test-deepspeed`, `test-liger`, `test-ray`.
+# Packages that not every environment of the tests has. Some have a separate one: `make test-deepspeed`, `test-liger`, `test-ray`.
 NEEDED = {
     RAY: ("ray",),
     "by_feature/deepspeed_zero.py": ("deepspeed",),

@@ -8,7 +8,7 @@ pytestmark = pytest.mark.interop
 PEER_FAILS = {
     "hooks-pickled": "its hooked forward is a local function",
     "transformers-t5": "tied weights on the CPU and on disk",
-    "peft-on-checkpoint": "no whole model to disk; and weights written anew, which PEFT cannot use",
+    "peft-on-checkpoint": "no whole model to disk; and weights written again, which PEFT cannot use",
     "diffusers-sequential": "buffers that are offloaded come back as parameters",
 }
 

@@ -1,4 +1,4 @@
-"""Models of transformers and PEFT train sharded as they do whole, by hand and in the Trainer; what is saved loads again."""
+"""Models of transformers and PEFT train sharded as they do whole, manually and in the Trainer; what is saved loads again."""
 
 import re
 
@@ -7,7 +7,7 @@ import pytest
 from interop.programs import ROOT, figures, finished, need, starter
 
 pytestmark = pytest.mark.interop
-# What the quick run leaves out, of meshes and the other ways to keep a checkpoint.
+# What the quick run omits, of meshes and the other ways to keep a checkpoint.
 MORE = ["fsdp1", "context", "mesh", "shards", "fsdp1_orig", "arrived:fsdp", "arrived:tp", "arrived:ep-tp"]
 
 

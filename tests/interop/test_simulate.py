@@ -25,7 +25,7 @@ def test_a_trainer_is_simulated(tmp_path):
     assert (
         report["run"]["steps"] == 3 and "rank 9 of 128" in ended.stdout and "after 3 optimizer steps" in ended.stdout
     )
-    # The Trainer accumulates by itself.
+    # The Trainer accumulates automatically.
     [plan] = report["data"]
     assert (plan["global_batch"], plan["batches"], plan["steps"]) == (2 * 2 * 128, 16, 8)
     calls = {(call["group"], call["kind"]): call["count"] for call in report["step"]["collectives"]}

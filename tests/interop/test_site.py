@@ -119,7 +119,7 @@ def complaints(browser):
 
 
 def pages(site):
-    """Return the addresses of all pages below the site's, redirects left out."""
+    """Return the addresses of all pages below the site's, redirects omitted."""
     files = [path for path in sorted(site.rglob("*.html")) if 'http-equiv="refresh"' not in path.read_text("utf-8")]
     return [path.relative_to(site).as_posix().removesuffix("index.html") for path in files]
 

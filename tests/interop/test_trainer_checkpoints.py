@@ -1,4 +1,4 @@
-"""Checkpoints of transformers' Trainer in real programs: on one process and two, beside the stock Trainer's, on a disk that is full."""
+"""Checkpoints of transformers' Trainer in real programs: on one process and two, next to the stock Trainer's, on a disk that is full."""
 
 import shutil
 import subprocess
@@ -43,7 +43,7 @@ def test_an_error_of_one_rank_comes_out_on_all(found, processes):
     told = found["a rank fails"]
     assert all("Input/output error" in text for text in told)
     assert all(f"failed on other ranks. Rank {processes - 1}: OSError" in text for text in told[:-1])
-    assert found["after it"] == ["checkpoint-2"] and found["goes on"]
+    assert found["after it"] == ["checkpoint-2"] and found["continues"]
 
 
 def test_a_folder_that_a_rank_lacks_or_that_is_damaged_is_refused_on_all(found, processes):
@@ -66,4 +66,4 @@ def test_a_full_disk_leaves_the_checkpoint_before(found):
     if "full disk" not in found:
         pytest.skip("this system mounts no small disk")
     assert all("No space left on device" in text for text in found["full disk"]), found["full disk"]
-    assert found["kept"] == ["checkpoint-2"] and found["kept one goes on"]
+    assert found["kept"] == ["checkpoint-2"] and found["kept one continues"]

@@ -1,4 +1,4 @@
-"""Runs of transformers' Trainer, killed at random moments in and around their saves: each goes on, with the losses of one never killed.
+"""Runs of transformers' Trainer, killed at random moments in and around their saves: each continues, with the losses of one never killed.
 
 One process and two under our launcher. `make test-slow` kills sixty runs, a third of them with saves in the background; the quick version six.
 """

@@ -26,7 +26,7 @@ AVERAGES = {"ddp+average": PLAIN, "fsdp2+average+sharded": SHARDS}
 STREAMS = ["stream", "stream+short", "shuffled+apply"]
 
 
-# Beside what ranks have parts of, the weights are gathered.
+# Next to what ranks have parts of, the weights are gathered.
 SPLIT = {*SHARDS, "optimizer_0/__1_0.distcp", "model.safetensors"}
 
 
@@ -123,7 +123,7 @@ def test_other_trainers_and_streams_resume_with_equal_losses(libraries, cases, t
 
 
 def killed(folder, count, *cases):
-    """Kill runs of two ranks in and around their saves; each goes on, and has the losses of one that was never stopped."""
+    """Kill runs of two ranks in and around their saves; each continues, and has the losses of one that was never stopped."""
     pytest.importorskip("fcntl", reason="runs are killed as on Linux")
     found = last_figures(
         finished([sys.executable, str(SCRIPTS / SCRIPT), "--kill", "5", str(count), str(folder), *cases])

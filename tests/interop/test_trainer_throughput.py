@@ -39,7 +39,7 @@ def test_throughput_is_in_the_logs_of_a_trainer(processes, run_ours):
     assert named == {-1} if processes == 1 else 1 in named, named
     assert not any(name.startswith("throughput/") for entry in found["others"] for name in entry)
     assert found["left"] == []
-    # Once it has trained on several ranks, a Trainer keeps a model that its Accelerator has let go of.
+    # Once it has trained on several ranks, a Trainer keeps a model that its Accelerator has released.
     assert ("throughput/mfu" in found["again"]) == (processes == 1) and len(found["told"]) == processes - 1
 
 
@@ -60,5 +60,5 @@ def test_a_hang_report_names_the_users_code(who, tmp_path):
 @pytest.mark.slow  # `make demo` runs it
 def test_the_demo_of_a_kill_in_a_save():
     shown = finished([sys.executable, str(ROOT / "examples" / "trainer_killed.py")]).stdout
-    assert "transformers as it is : does not go on (FileNotFoundError)\n" in shown
-    assert "transformers patched  : goes on after step 2, the same losses\n" in shown
+    assert "transformers as it is : does not continue (FileNotFoundError)\n" in shown
+    assert "transformers patched  : continues after step 2, the same losses\n" in shown

@@ -126,7 +126,7 @@ def test_libraries_imported_before_and_after_share_the_state(before, after, pack
 
 
 def run_program(start, folder, *words, code=0, module=False):
-    """Run the program that knows nothing of the patch through `python -m transformers_patch run`, beside it."""
+    """Run the program that knows nothing of the patch through `python -m transformers_patch run`, next to it."""
     command, variables = start
     target = ["-m", "shim_program"] if module else ["shim_program.py"]
     # The launcher and torchrun take -m themselves.
@@ -147,7 +147,7 @@ def test_run_serves_a_script_as_it_is(start, tmp_path):
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=SLOW)], indirect=True)
 def test_run_serves_a_module_and_keeps_its_exit_code(start, tmp_path):
-    # torchrun has an exit code of its own for a worker that failed; a launcher of ours hands the worker's on.
+    # torchrun has a separate exit code for a worker that failed; a launcher of ours hands the worker's on.
     code = 5 if "torch.distributed.run" not in start[0] else 0
     found = last_figures(run_program(start, tmp_path, "-m", code=code, module=True))
     script = str(SCRIPTS / "shim_program.py")

@@ -18,7 +18,7 @@ import pytest
 pytestmark = [pytest.mark.slow, pytest.mark.interop]
 ROOT = Path(__file__).parents[2]
 SOURCES = Path(os.environ.get("UPSTREAM_SOURCES_DIR", ROOT / ".cache" / "upstream"))
-# An older transformers runs in an environment of its own.
+# An older transformers runs in a separate environment.
 ENVIRONMENTS = {"transformers-4.57.6": ROOT / ".venv-transformers-4.57.6" / "bin" / "python"}
 NEWEST = "accelerate-1.15.0"
 ACCELERATES, TRANSFORMERS = ["accelerate-1.12.0", NEWEST], ["transformers-4.57.6", "transformers-5.23.0"]
@@ -349,7 +349,7 @@ def git(folder, *command):
 
 @pytest.fixture(scope="module")
 def release(request, tmp_path_factory):
-    """Export the pull request for one release, and apply it in a repository of its own with `git am`."""
+    """Export the pull request for one release, and apply it in a separate repository with `git am`."""
     name, _, patch_name = request.param.partition(" ")
     for needed in (SOURCES / name, SOURCES / NEWEST, ENVIRONMENTS.get(name, Path(sys.executable))):
         if not needed.exists():

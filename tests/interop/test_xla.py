@@ -1,4 +1,4 @@
-"""torch_xla on the processor: one device, and two virtual ones of one process (SPMD). `make test-xla`, in an environment of its own."""
+"""torch_xla on the processor: one device, and two virtual ones of one process (SPMD). `make test-xla`, in a separate environment."""
 
 import importlib.util
 import sys

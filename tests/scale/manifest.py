@@ -40,7 +40,7 @@ def _grow(folder: Path, rank: int, files: int) -> dict[str, FileEntry]:
 
 
 def _list(folder: Path, rank: int, entries: dict[str, FileEntry], wait: Callable[[], None]) -> None:
-    """Add the files to the manifest: those of rank 0 to its root, those of others to their parts. All ranks."""
+    """Add the files to the manifest: those of rank 0 to its root, those of others to their parts. Collective: call on every rank."""
     listing = Manifest.read(folder)
     if rank:
         own = {name for name, entry in listing.files.items() if entry.rank == rank and name != part_file(rank)}
@@ -58,7 +58,7 @@ def _list(folder: Path, rank: int, entries: dict[str, FileEntry], wait: Callable
 
 
 def measure(folder: Path, files: int) -> None:
-    """Save, add the large files, check and load. All ranks."""
+    """Save, add the large files, check and load. Collective: call on every rank."""
     import torch
 
     os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_VERSION="2", FSDP_AUTO_WRAP_POLICY="NO_WRAP")

@@ -1,6 +1,6 @@
 """What the package costs with many ranks: `python tests/scale/run.py` measures, compares with the bars, and writes docs/scale.md.
 
-Each part is a program of its own beside this file and prints a line of JSON at its end. With names of parts, only those run, and
+Each part is a separate program next to this file and prints a line of JSON at its end. With names of parts, only those run, and
 nothing is written.
 """
 
@@ -71,7 +71,7 @@ def bars(found: Figures) -> Iterator[Bar]:
                 # What the steady rate of the hang watchers hides is small; a value below these is no growth.
                 floor = {"KiB": _ANSWERS_KIB if phase == "hang report" else 2.0, "requests": 8.0}[unit]
                 yield (
-                    f"{phase}, {mode}: {unit} a rank, {sizes[-1]} ranks beside {sizes[0]}",
+                    f"{phase}, {mode}: {unit} a rank, {sizes[-1]} ranks next to {sizes[0]}",
                     max(many[phase][unit], floor) / max(few[phase][unit], floor),
                     1.3,
                 )
@@ -82,16 +82,16 @@ def bars(found: Figures) -> Iterator[Bar]:
             row = found["object_store"][phase]
             moved = row["written" if phase == "save" else "read"]
             pairs = zip(moved, row["needed"], strict=True)
-            yield f"object store, {phase}: bytes of a node beside what it needs", max(a / b for a, b in pairs), most
+            yield f"object store, {phase}: bytes of a node next to what it needs", max(a / b for a, b in pairs), most
 
 
 def _bars_of_sampling(row: Figures) -> Iterator[Bar]:
     for kind in ("in order", "shuffled"):
-        yield f"sampling, {kind}: a batch with 16,384 ranks beside 8", row[kind]["16384"] / row[kind]["8"], 1.3
+        yield f"sampling, {kind}: a batch with 16,384 ranks next to 8", row[kind]["16384"] / row[kind]["8"], 1.3
     large = row["large"]
     # The order is drawn with torch's draws, so that it is the order of a plain loop.
     draws = large["all_draws_s"] / large["torch_randperm_s"]
-    yield "sampling: all draws of 50 million samples beside torch.randperm", draws, 1.5
+    yield "sampling: all draws of 50 million samples next to torch.randperm", draws, 1.5
     yield "sampling: a first batch of 50 million samples (s)", large["first_batch_s"], 0.6
     yield "sampling: a first batch of 50 million samples (MiB)", large["first_batch_MiB"], 450
 

@@ -50,7 +50,7 @@ sys.exit(int(os.environ.get("FAKE_STATUS", "0")))
 
 
 class Programs:
-    """Fake programs in a folder of their own."""
+    """Fake programs in a separate folder."""
 
     def __init__(self, folder):
         self.folder, self.record = folder, folder.parent / "record.jsonl"

@@ -82,7 +82,7 @@ def test_the_hooks_of_a_step_and_of_an_epoch(trained):
         accelerator.backward(loss)
         optimizer.step()
     step = [("begins", "backward", 2.0), ("ends", "backward"), ("step begins", 50), ("step ends", 50)]
-    # The loader is asked for the next batch twice: at the end of the last one the epoch is over.
+    # The loader is requested the next batch twice: at the end of the last one the epoch is over.
     assert calls == [("between batches", 3), *step, ("between batches", 3), *step, ("between batches", 3), *step]
 
 

@@ -108,7 +108,7 @@ def test_warnings_point_at_the_users_line(call):
 
 @pytest.fixture
 def chosen(monkeypatch):
-    """Let a process begin that is asked for a format, with handlers of its own."""
+    """Let a process begin that is requested a format, with separate handlers."""
 
     def choose(word, *handlers, folder=""):
         PartialState(cpu=True)

@@ -57,7 +57,7 @@ def parse(arguments):
 
 
 def server_for(kind, program, arguments):
-    """Return the server that has imported what a program needs; None if it needs an interpreter of its own."""
+    """Return the server that has imported what a program needs; None if it needs a separate interpreter."""
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     if any(os.path.isfile(os.path.join(path, f"{name}customize.py")) for path in paths for name in ("site", "user")):
         return None

@@ -1,7 +1,7 @@
 """Write a pull request that carries a fix upstream: `python tools/upstream_patches --package NAME --source DIR --out DIR`.
 
 A source tree is read, edited at places that its syntax tree names, and written as a patch that `git am` applies. What the
-patches add lies in `payload/` and is ours.
+patches add is in `payload/` and is ours.
 """
 
 import argparse

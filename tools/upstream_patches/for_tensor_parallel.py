@@ -1,7 +1,7 @@
 """The pull request for transformers' tensor parallelism: tokens are divided, and gradients summed, over its ranks as often as needed.
 
 The change consists of single lines: a statement in front of the division in `Trainer._get_num_items_in_batch`, and a second hook of
-a replicated parameter beside the one that sums its gradient over the ranks.
+a replicated parameter next to the one that sums its gradient over the ranks.
 """
 
 import ast

@@ -1,4 +1,4 @@
-"""The pull request for transformers' Trainer: a checkpoint is written under another name, and renamed when it is whole.
+"""The pull request for transformers' Trainer: a checkpoint is written under another name, and renamed when it is complete.
 
 The change consists of a new file and of single lines: in `_save_checkpoint` one where the folder is named, two where the best
 checkpoint is looked for, and a few in front of the push; and one in `get_last_checkpoint`.
@@ -11,7 +11,7 @@ from source_file import SourceFile, UnknownSource
 
 NAME = "trainer-checkpoints"
 PACKAGE = "transformers"
-SUBJECT = "Write Trainer checkpoints under another name, and rename them when they are whole"
+SUBJECT = "Write Trainer checkpoints under another name, and rename them when they are complete"
 PATCH = "0001-trainer-checkpoints.patch"
 TRAINER = "src/transformers/trainer.py"
 UTILS = "src/transformers/trainer_utils.py"
@@ -21,7 +21,7 @@ NEW = {
     "tests/trainer/test_trainer_staging.py": "test_trainer_staging.py",
 }
 STAGE = """\
-# Everything is written under another name, which the folder loses when it is whole
+# Everything is written under another name, which the folder loses when it is complete
 wait = smp.barrier if is_sagemaker_mp_enabled() else self.accelerator.wait_for_everyone
 checkpoint_dir, output_dir = output_dir, stage_checkpoint(output_dir, self.args, wait)
 """

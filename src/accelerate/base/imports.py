@@ -219,7 +219,7 @@ def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = Fals
         check_is_gpu: ask for a GPU behind it.
 
     Raises:
-        ValueError: both were asked for.
+        ValueError: both were requested.
     """
     if check_is_tpu and check_is_gpu:
         raise ValueError("check_is_tpu and check_is_gpu cannot both be true; a device is one or the other.")

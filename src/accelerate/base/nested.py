@@ -10,7 +10,7 @@ import torch
 
 
 def is_torch_tensor(tensor: Any) -> bool:
-    """Say whether the argument is a tensor.
+    """Return whether the argument is a tensor.
 
     Example:
         >>> from accelerate.utils import is_torch_tensor
@@ -21,7 +21,7 @@ def is_torch_tensor(tensor: Any) -> bool:
 
 
 def is_namedtuple(data: Any) -> bool:
-    """Say whether the argument looks like an instance of a named tuple: a tuple with field names.
+    """Return whether the argument looks like an instance of a named tuple: a tuple with field names.
 
     Example:
         >>> from collections import namedtuple
@@ -104,7 +104,7 @@ def recursively_apply(
 def over_leaves(
     function: Callable[..., Any], data: Any, *others: Any, is_leaf: Callable[[Any], bool] | None = None
 ) -> Any:
-    """Apply a function to the corresponding leaves of equal structures, and build the containers anew; else ValueError.
+    """Apply a function to the corresponding leaves of equal structures, and build the containers again; else ValueError.
 
     A leaf is anything except a list, tuple or mapping, or a list or tuple that `is_leaf` accepts.
     """
@@ -182,7 +182,7 @@ class TensorInformation:
 
 
 def is_tensor_information(tensor_info: Any) -> bool:
-    """Say whether the argument is a `TensorInformation`.
+    """Return whether the argument is a `TensorInformation`.
 
     Example:
         >>> from accelerate.utils import get_data_structure, is_tensor_information

@@ -13,7 +13,7 @@ STR_OPERATION_TO_FUNC = {">": gt, ">=": ge, "==": eq, "!=": ne, "<=": le, "<": l
 
 
 def __getattr__(name: str) -> Any:
-    if name == "torch_version":  # read when it is asked for, because every import of the package passes here
+    if name == "torch_version":  # read when it is requested, because every import of the package passes here
         return installed_version("torch")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -358,7 +358,7 @@ class Ranks:
         lost = search.gone(missing or search.latest) or (search.stuck(list(missing)) if may_be_stuck else [])
         if self._round > 0:
             lines = _lines({rank: str(search.latest[rank]) for rank in lost})
-            text = f"did not come to its end. The others wait in vain: {'; '.join(lines)}."
+            text = f"did not come to its end. The others cannot continue: {'; '.join(lines)}."
             return {"error": text, "lost": lost} if lost else None
         calls = {rank: note["value"] for rank, note in notes.items()}
         misuse = _disagreement(calls) or (_never_called(calls, missing, lost) if lost else None)

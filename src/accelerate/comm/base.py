@@ -73,7 +73,7 @@ class Communicator:
             raise disagreement(self.gather_object((call.operation, call.in_words())))
 
     def is_same(self, value: Any) -> bool:
-        """Say whether all ranks pass values with the same `repr`."""
+        """Return whether all ranks pass values with the same `repr`."""
         from accelerate.comm.check import checksum
 
         return len(set(self.gather_object(checksum(value)))) == 1

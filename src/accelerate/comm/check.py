@@ -71,7 +71,7 @@ def checksum(value: Any) -> int:
 
 
 def same_on_all(value: Any, device: torch.device | str, group: Any = None) -> bool:
-    """Say whether all ranks of a group pass values with the same `repr`, by one all-reduce on a device.
+    """Return whether all ranks of a group pass values with the same `repr`, by one all-reduce on a device.
 
     Collective: call on every rank of the group.
     """
@@ -128,7 +128,7 @@ class CallChecker:
         self._calls.append(call)
 
     def is_valid(self, call: Call, expected: Call, flags: torch.Tensor) -> bool:
-        """Say whether all ranks made the expected call. The `flags` say whether any rank did not, and whether any did."""
+        """Return whether all ranks made the expected call. The `flags` return whether any rank did not, and whether any did."""
         follows = call == expected
         module = getattr(torch, flags.device.type)
         # Objects are read at once; ranks whose objects have grown are no error.
@@ -138,7 +138,7 @@ class CallChecker:
             copy, event = flags.to("cpu", non_blocking=True), module.Event()
             event.record()
             self._unread = event, copy, call
-        elif flags[1]:  # the others go on, and learn of it before their next operation
+        elif flags[1]:  # the others continue, and learn of it before their next operation
             raise self._late(
                 f"process {self.rank} called `{call.operation}` of {call.in_words()}, and others called", expected
             )

@@ -27,7 +27,7 @@ _loops = 0
 
 @contextmanager
 def uneven_ends() -> Iterator[None]:
-    """Let loops that begin inside the block end where their own data ends, as under torch's `Join`. All ranks."""
+    """Let loops that begin inside the block end where their own data ends, as under torch's `Join`. Collective: call on every rank."""
     global _uneven
     _uneven += 1
     try:
@@ -114,5 +114,5 @@ def _stop(communicator: Communicator, loop: int, step: int, status: int, item: A
     if ranks[_READY] and communicator.rank == 0:
         logger.warning(
             f"The data of rank {', '.join(ranks[_ENDED])} ended after {step} batches, and all processes stop there: rank "
-            f"{', '.join(ranks[_READY])} had at least one batch more each, which this epoch leaves out."
+            f"{', '.join(ranks[_READY])} had at least one batch more each, which this epoch omits."
         )

@@ -63,7 +63,7 @@ class CannotPadNestedTensorWarning(UserWarning):
 
 
 def is_torch_xpu_tensor(tensor: Any) -> bool:
-    """Say whether the argument is a tensor on an Intel GPU."""
+    """Return whether the argument is a tensor on an Intel GPU."""
     return isinstance(tensor, torch.Tensor) and tensor.device.type == "xpu"
 
 
@@ -150,7 +150,7 @@ def gather_object_with(communicator: Communicator, object: Any) -> Any:
 
 
 def holds_columns(data: Any) -> bool:
-    """Say whether the values of a mapping or tuple are lists or tensors that are gathered one by one."""
+    """Return whether the values of a mapping or tuple are lists or tensors that are gathered one by one."""
     if isinstance(data, tuple):
         columns = all(isinstance(item, (list, torch.Tensor, np.ndarray, Mapping)) for item in data)
         return columns and any(isinstance(item, list) for item in data)

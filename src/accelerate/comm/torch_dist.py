@@ -143,7 +143,7 @@ class TorchCommunicator(Communicator):
         return [result.to(tensor.device) for result, tensor in zip(results, tensors, strict=True)]
 
     def is_same(self, value: Any) -> bool:
-        """Say whether all ranks pass values with the same `repr`, by one all-reduce."""
+        """Return whether all ranks pass values with the same `repr`, by one all-reduce."""
         self._checker.flush()
         return same_on_all(value, self._default_device(), self.group)
 

@@ -32,7 +32,7 @@ def test_command(args: argparse.Namespace) -> None:
     try:
         launch.console(launch.launch_command_parser().parse_args(words), replace=False)
     except SystemExit as ended:
-        what = "could not be started" if ended.code == 2 else "failed; the messages above say what failed"
+        what = "could not be started" if ended.code == 2 else "failed; see the messages above"
         print(f"The self check {what}.", file=sys.stderr)
         raise
     print("The self check passed: this machine is ready to train.")

@@ -29,7 +29,7 @@ class DataLoaderConfiguration:
         already_sharded: True means the same for every loader and dataset: each process reads exactly its own loader's data.
             Samplers that know their rank, such as torch's `DistributedSampler`, are recognised without it, with a warning.
         continue_after_load: after `load_state`, a loader that was being iterated when the checkpoint was saved continues
-            within its epoch; False begins epochs anew.
+            within its epoch; False begins epochs again.
 
     Example:
         >>> from accelerate import Accelerator

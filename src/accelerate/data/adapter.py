@@ -39,7 +39,7 @@ def is_stream(loader: DataLoader) -> bool:
 
 
 def is_stateful(loader: Any) -> bool:
-    """Whether a loader can save and restore its position by itself, like torchdata's `StatefulDataLoader`."""
+    """Whether a loader can save and restore its position without help, like torchdata's `StatefulDataLoader`."""
     return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
 
 
@@ -76,7 +76,7 @@ def set_sampler(dataloader: DataLoader, sampler: Any) -> None:
     elif dataloader.batch_sampler is not None:
         raise ValueError(
             f"The batch sampler of this dataloader ({type(inner).__name__}) has no `sampler` that could be replaced. "
-            "Build the batch sampler anew and pass it as batch_sampler."
+            "Build the batch sampler again and pass it as batch_sampler."
         )
     if not below or dataloader.batch_sampler is not None:
         # Assigning to a torch loader is refused, because its iterator would not notice; before iteration it is safe.
@@ -146,7 +146,7 @@ def samples_per_epoch(loader: DataLoader) -> int | None:
 
 
 def iterates_plainly(loader: DataLoader) -> bool:
-    """Whether a loader yields what its `collate_fn` returns: its class has no iteration of its own on top."""
+    """Whether a loader yields what its `collate_fn` returns: its class adds no iteration on top."""
     iteration = type(loader).__iter__
     return iteration is DataLoader.__iter__ or iteration.__module__.partition(".")[0] == "torchdata"
 
@@ -243,7 +243,7 @@ def iterating(loader: DataLoader, sampler: Any) -> DataLoader:
 
 
 def skipping(loader: DataLoader, number: int, extra: int = 0) -> DataLoader:
-    """A copy of a torch loader with a map-style dataset that leaves out its first batches; they are not loaded."""
+    """A copy of a torch loader with a map-style dataset that omits its first batches; they are not loaded."""
     return iterating(loader, SkipBatchSampler(batching_sampler(loader), number, extra))
 
 
@@ -413,7 +413,7 @@ class DataLoaderAdapter:
         """Take the state that `state_dict` reports now, before the wrapped loader reads the next batch ahead.
 
         Prepared loaders know whether a batch is the last one because they read one batch ahead. A state taken after
-        that would leave out the batch read ahead on resuming.
+        that would omit the batch read ahead on resuming.
         """
         if is_stateful(self.base_dataloader):
             self._yielded_state = self.base_dataloader.state_dict()
@@ -427,7 +427,7 @@ class DataLoaderAdapter:
 
 
 class DataLoaderStateMixin:
-    """Loop state of a loader: it tells `GradientState` that it is being iterated, and where it stands.
+    """Loop state of a loader: it tells `GradientState` that it is being iterated, and its position.
 
     `begin` and `end` bracket an iteration. The loaders of this package call them, also when a loop is left early: when
     the running iterator is closed or dropped.

@@ -98,7 +98,7 @@ def prepare_data_loader(
     if not isinstance(dataloader, DataLoader):
         raise TypeError(f"dataloader is a {type(dataloader).__name__}; pass a torch.utils.data.DataLoader.")
     skipped = 0
-    if type(dataloader) is SkipDataLoader:  # of a stream that nobody has sharded yet
+    if type(dataloader) is SkipDataLoader:  # of a stream that is not sharded yet
         dataloader, skipped = dataloader.base_dataloader, dataloader.skip_batches
     if isinstance(dataloader, PreparedLoader):
         warn_user("dataloader is prepared already; it is returned as it is, not sharded again.")
@@ -187,7 +187,7 @@ def _is_divided(
         raise ValueError(
             f"{gives}, but this process reads part {expected.shard_index} of {expected.num_shards}: data "
             "would be read twice, or not at all. Build the sampler for that part (processes that differ only along tp, cp or "
-            "sp share one), leave it away, since `prepare` divides a plain loader, or pass "
+            "sp share one), omit it, since `prepare` divides a plain loader, or pass "
             "DataLoaderConfiguration(already_sharded=True) to read exactly what it gives."
         )
     if layout.num_shards > 1 and not dispatch:
@@ -281,18 +281,18 @@ def _for_workers(loader: DataLoader, dataset: Any) -> dict[str, Any]:
 
 
 def skip_first_batches(dataloader: DataLoader, num_batches: int = 0) -> DataLoader:
-    """Make a loader that leaves out the first batches of an epoch.
+    """Make a loader that omits the first batches of an epoch.
 
-    With a map-style dataset the batches are left out by their indices and never loaded; a stream has to be read and
+    With a map-style dataset the batches are omitted by their indices and never loaded; a stream has to be read and
     dropped. Of a prepared loader the result is a view: the two count epochs together, so that after the shortened epoch
-    the original goes on with the next one. Every process has to call it with the same number.
+    the original continues with the next one. Every process has to call it with the same number.
 
     Args:
         dataloader: a prepared loader, or a torch loader.
-        num_batches: number of batches to leave out, as a process counts them.
+        num_batches: number of batches to omit, as a process counts them.
 
     Returns:
-        A loader over the remaining batches; the given one if there is nothing to leave out.
+        A loader over the remaining batches; the given one if there is nothing to omit.
 
     Raises:
         TypeError: `dataloader` is not a torch loader.
@@ -308,7 +308,7 @@ def skip_first_batches(dataloader: DataLoader, num_batches: int = 0) -> DataLoad
     """
     num_batches = math.ceil(num_batches or 0)
     if num_batches < 0:
-        raise ValueError(f"num_batches is {num_batches}; pass the number of batches to leave out, 0 or more.")
+        raise ValueError(f"num_batches is {num_batches}; pass the number of batches to omit, 0 or more.")
     # What DeepSpeed's sequence parallelism hands out is no torch loader.
     if hasattr(type(dataloader), "_skipping_parts"):
         return dataloader._skipping_parts(num_batches)

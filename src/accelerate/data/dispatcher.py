@@ -231,7 +231,7 @@ class BatchScatter:
 
 
 def _rows(parts: Sequence[Sequence[torch.Tensor]], pinned: bool = False) -> torch.Tensor:
-    """Put tensors of bytes one after the other, those of each part in a row of their own."""
+    """Put tensors of bytes one after the other, those of each part in a separate row."""
     size = max(sum(aligned(len(tensor)) for tensor in tensors) for tensors in parts)
     rows = torch.empty(len(parts), size, dtype=torch.uint8, pin_memory=pinned)
     for row, tensors in zip(rows, parts, strict=True):
@@ -361,7 +361,7 @@ class DataLoaderDispatcher(PreparedLoader):
         yield send(Round([None], real=ENDED))
 
     def _head(self) -> list[Any]:
-        """Read the first round of the epoch, of which the beginning is left out, without a trace in any generator."""
+        """Read the first round of the epoch, of which the beginning is omitted, without a trace in any generator."""
         put_back, base, sampler = resume.kept(self), self.base_dataloader, self.get_sampler()
         if isinstance(sampler, ReplayableRandomSampler):
             sampler.replay = None  # drawn once more instead, like all that is drawn after it

@@ -89,13 +89,15 @@ class FromStart:
 
         hidden, number = not PartialState().is_local_main_process, self.to_drop
         # Shown when it takes long: a stream that cannot be restored has to be read again from its beginning.
-        bar = tqdm(range(number), desc="reading up to where the run stood", unit=" batches", delay=2.0, disable=hidden)
+        bar = tqdm(
+            range(number), desc="reading up to the position of the run", unit=" batches", delay=2.0, disable=hidden
+        )
         for done in bar:
             if next(batches, _NOTHING) is _NOTHING:
                 if number - done < self.reads:
                     return  # the last step of the epoch had fewer
                 raise ValueError(
-                    f"{number} batches were to be left out, but the data ended after {done} of them. Skip fewer batches, or read "
+                    f"{number} batches were to be omitted, but the data ended after {done} of them. Skip fewer batches, or read "
                     "the data that the checkpoint was saved with."
                 )
         yield from ()

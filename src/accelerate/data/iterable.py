@@ -26,7 +26,7 @@ _DATAPIPE: Any = getattr(torch.utils.data, "IterDataPipe", ())
 class IterableDatasetShard(Part, IterableDataset):
     """Gives one process its part of an iterable dataset.
 
-    Every process reads the whole stream and yields the samples of its own batches. The samples of a round are those
+    Every process reads the whole stream and yields only its samples. The samples of a round are those
     that `num_processes` batches hold together; a last, incomplete round is completed with the first samples of the
     stream, or dropped.
 
@@ -76,7 +76,7 @@ class IterableDatasetShard(Part, IterableDataset):
     def __iter__(self) -> Iterator[Any]:
         generator = getattr(self.dataset, "generator", None)
         if isinstance(generator, torch.Generator) and not hasattr(self.dataset, "set_epoch"):
-            # Every process reads the stream by itself: only an equal seed makes it the same stream.
+            # Every process reads the stream separately: only an equal seed makes it the same stream.
             generator.manual_seed(self.epoch)
         self.round_log.clear()
         head, samples = split_head(self.dataset, self._rounds().total, 0)
@@ -124,7 +124,7 @@ def uncounted(batches: Iterator[Any], start: int, log: dict[int, tuple[int, ...]
 
 
 def is_datapipe(dataset: Any) -> bool:
-    """Whether a dataset is one of torch's iterable datapipes, which torch's loader treats in a way of its own."""
+    """Whether a dataset is one of torch's iterable datapipes, which torch's loader treats in a separate way."""
     return isinstance(dataset, _DATAPIPE)
 
 
@@ -185,13 +185,13 @@ def _splits_in_pipeline(dataset: Any) -> bool:
 
 
 def can_shard_itself(dataset: Any, num_shards: int) -> bool:
-    """Whether a stream is stored in enough pieces to give each process pieces of its own."""
+    """Whether a stream is stored in enough pieces to give each process separate pieces."""
     count = getattr(dataset, "num_shards", getattr(dataset, "n_shards", None))
     return callable(getattr(dataset, "shard", None)) and isinstance(count, int) and count >= num_shards
 
 
 def has_buffer(dataset: Any) -> bool:
-    """Whether a stream of the library `datasets` shuffles in a buffer, which its state leaves out: samples would be lost."""
+    """Whether a stream of the library `datasets` shuffles in a buffer, which its state omits: samples would be lost."""
     stages = [getattr(dataset, "_ex_iterable", None)]  # what it goes through; grows while it is walked
     for stage in stages:
         below = (getattr(stage, "ex_iterable", None), *getattr(stage, "ex_iterables", ()))
@@ -200,7 +200,7 @@ def has_buffer(dataset: Any) -> bool:
 
 
 def restores(loader: DataLoader) -> bool:
-    """Whether a loader reads a stream, in this process, that can save and restore its position by itself."""
+    """Whether a loader reads a stream, in this process, that can save and restore its position without help."""
     dataset = loader.dataset
     own = callable(getattr(dataset, "state_dict", None)) and callable(getattr(dataset, "load_state_dict", None))
     return own and isinstance(dataset, IterableDataset) and not (loader.num_workers or has_buffer(dataset))

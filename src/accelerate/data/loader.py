@@ -31,7 +31,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     # Who reads what, worked out when the loader was prepared.
     plan: DataPlan | None = None
-    # Whether an epoch that was running when a checkpoint was saved continues by itself after that is loaded.
+    # Whether an epoch that was running when a checkpoint was saved continues automatically after a load.
     continue_after_load = True
     # Whether this kind of loader reads a batch before the loop asks for it.
     _reads_ahead = False
@@ -193,7 +193,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             position = self._position_of(state)
         # A caller of this function wants to continue there, whether or not the loader was being iterated.
         batches = 0 if position is None else resume.restore(self, {**position, "running": True})
-        # At the beginning of an epoch only a dataset with a state of its own has something to restore; loading the
+        # At the beginning of an epoch only a dataset with a separate state has something to restore; loading the
         # rest would make the wrapped loader run through the finished epoch's order once more.
         # Nor does the state fit that counts the batches of another number of processes, or of a loader without its first ones.
         if position is not None:
@@ -346,7 +346,7 @@ class DataLoaderShard(PreparedLoader):
         if self._parts() > 1:
             return 0  # nothing is filled up here; what the user's sampler has filled up is counted in the last batch
         if is_stream(self.base_dataloader) and self.base_dataloader.num_workers > 1:
-            return -1  # each worker ends with a batch of its own, so the total tells nothing about the last one
+            return -1  # each worker ends with a separate batch, so the total tells nothing about the last one
         size = self._samples_per_step()
         samples = adapter.samples_per_epoch(self.base_dataloader)
         # A run of another size may have consumed samples beyond whole steps.
@@ -356,7 +356,7 @@ class DataLoaderShard(PreparedLoader):
 class SkipDataLoader(PreparedLoader):
     """A loader without its first batches, for streams: they are read and dropped.
 
-    `prepare` shards it like the loader below it; each process leaves out so many batches of its own.
+    `prepare` shards it like the loader below it; each process omits so many of its batches.
 
     Args:
         dataset: the dataset to load from.

@@ -116,7 +116,10 @@ def kept(loader: DataLoaderAdapter) -> Callable[[], None]:
 
 
 def check(loader: DataLoaderAdapter, position: dict[str, Any], name: str = "The loader") -> None:
-    """Raise ValueError, before anything has changed, for a position within an epoch of other data. Not a collective."""
+    """Raise ValueError, before anything has changed, for a position within an epoch of other data.
+
+    Not a collective.
+    """
     saved = position.get("data")
     if saved is None or position["batches"] == 0:
         return
@@ -133,7 +136,7 @@ def restore(loader: DataLoaderAdapter, position: dict[str, Any], continuing: boo
     """Put a loader into the epoch of a position, whose order it draws again; return the batches behind.
 
     The next iteration continues there if the loader was being iterated and `continuing` is true, or if it skips as many batches
-    (`skip_first_batches`). Any other begins the epoch anew. The number of processes may differ.
+    (`skip_first_batches`). Any other begins the epoch again. The number of processes may differ.
 
     Not a collective.
     """
@@ -190,13 +193,15 @@ def _behind(loader: DataLoaderAdapter, position: dict[str, Any]) -> tuple[int, i
     steps, rest = divmod(behind, size)
     if unit == "samples" and (steps, rest) != (position["batches"], 0):
         place = f"{steps} steps" + (f" and {rest} samples" if rest else "")
-        _report(f"The interrupted epoch has {behind} samples behind it; with {size} a step it goes on after {place}.")
+        _report(
+            f"The interrupted epoch has {behind} samples behind it; with {size} a step it continues after {place}."
+        )
     base, plan = loader.base_dataloader, loader.plan
     before, parts = position.get("shards"), loader._parts()
     if parts > 1 and plan.uneven and before not in (None, loader._batches_per_step()):
         warn_user(
             f"The interrupted epoch had steps of {before} batches, and its sampler divides the data among {parts} processes now: "
-            "some samples will be seen again and others left out, unless it deals them out in turn."
+            "some samples will be seen again and others omitted, unless it deals them out in turn."
         )
     if rest and parts == 1 and unit == "samples" and adapter.skips_by_index(base):
         if samplers.skips_samples(adapter.batching_sampler(base)):
@@ -235,7 +240,10 @@ def replacement_iterator(view: DataLoaderAdapter) -> Iterable[Any] | None:
 
 
 def take_pending_position(loader: DataLoaderAdapter) -> Position | None:
-    """Return the loaded position that an iteration continues at, or None for an epoch that begins anew. Not a collective."""
+    """Return the loaded position that an iteration continues at, or None for an epoch that begins again.
+
+    Not a collective.
+    """
     progress = loader._progress
     pending, progress.pending = progress.pending, None
     if pending is None:
@@ -244,8 +252,8 @@ def take_pending_position(loader: DataLoaderAdapter) -> Position | None:
     if left_out == pending.batches or (pending.resume_without_skip and loader._origin is None):
         if loader._origin is None:
             _report(
-                f"The loader goes on in epoch {progress.epoch} after {pending.batches} of its batches, where the checkpoint was "
-                "saved. DataLoaderConfiguration(continue_after_load=False) begins epochs anew."
+                f"The loader continues in epoch {progress.epoch} after {pending.batches} of its batches, where the checkpoint was "
+                "saved. DataLoaderConfiguration(continue_after_load=False) begins epochs again."
             )
         return pending
     _drop_loaded_state(loader)

@@ -113,7 +113,7 @@ class TensorOrder:
             ReplayableRandomSampler.adopt(sampler)
         self.length, self.generator, self.drawn = len(sampler.data_source), sampler._epoch_generator(), 0
         # torch draws whole permutations, and with replacement 32 at a time: where the program has the generator for itself, it may
-        # go on with it after a loop that is left early.
+        # continue with it after a loop that is left early.
         seeded = isinstance(sampler, SeedableRandomSampler) or sampler.generator is None
         stepwise = sampler.replacement and not (seeded or getattr(sampler, "generator_is_ours", False))
         self.block = 32 if stepwise else max(self.length, len(sampler) * sampler.replacement)
@@ -146,7 +146,7 @@ class TensorOrder:
         return part.tolist() if isinstance(part, torch.Tensor) else list(part)
 
     def finish(self) -> None:
-        """Do what torch does at the end: it draws a permutation more, and the generator of a program may go on from there."""
+        """Do what torch does at the end: it draws a permutation more, and the generator of a program may continue from there."""
         sampler = self.sampler
         self.draw(len(sampler))
         del self.indices
@@ -195,7 +195,7 @@ def innermost(sampler: Any) -> Any:
 
 
 def unskipped(sampler: Any) -> tuple[Any, int]:
-    """The sampler below the skips of this package, and the number of batches that they leave out."""
+    """The sampler below the skips of this package, and the number of batches that they omit."""
     count = 0
     while isinstance(sampler, SkipBatchSampler):
         sampler, count = sampler.batch_sampler, count + sampler.skip_batches
@@ -448,8 +448,8 @@ class SkipBatchSampler(BatchSampler):
 
     Args:
         batch_sampler: iterable of batches.
-        skip_batches: how many to leave out.
-        skip_samples: how many samples, of all processes together, to leave out beyond them.
+        skip_batches: how many to omit.
+        skip_samples: how many samples, of all processes together, to omit beyond them.
 
     Example:
         >>> from torch.utils.data import BatchSampler
@@ -507,12 +507,12 @@ class EndAhead:
         self.source, self.ended, self._items = source, False, None
 
     def __iter__(self) -> EndAhead:
-        # Nothing is drawn yet: torch draws a seed of its own between opening a loader and asking for the first item.
+        # Nothing is drawn yet: torch draws a separate seed between opening a loader and asking for the first item.
         self._items = None
         return self
 
     def draw(self) -> None:
-        """Let the sampler draw its order now, rather than when the running iteration is asked for its first item."""
+        """Let the sampler draw its order now, rather than when the running iteration is requested its first item."""
         self._items = iter(self.source)
         self._following = next(self._items, _END)
 

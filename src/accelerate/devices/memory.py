@@ -59,7 +59,7 @@ def release_memory(*objects: Any) -> list[None]:
 
 
 def should_reduce_batch_size(exception: Exception) -> bool:
-    """Say whether an exception means that memory ran out, so that a smaller batch may work.
+    """Return whether an exception means that memory ran out, so that a smaller batch may work.
 
     Example:
         >>> from accelerate.utils.memory import should_reduce_batch_size

@@ -40,7 +40,7 @@ class Device:
     shareable: bool = False
 
     def available(self) -> bool:
-        """Say whether this machine has such a device; asks anew at every call."""
+        """Return whether this machine has such a device; asks again at every call."""
         return bool(self.usable())
 
     def namespace(self) -> ModuleType:
@@ -299,7 +299,7 @@ def detect(cpu: bool = False) -> Device:
 
 
 def forget() -> None:
-    """Search anew at the next `detect`; for tests, and after devices were hidden or shown."""
+    """Search again at the next `detect`; for tests, and after devices were hidden or shown."""
     _search.cache_clear()
 
 

@@ -80,7 +80,7 @@ def find_required(given: str | os.PathLike[str] | None) -> pathlib.Path:
 
 
 def load_mapping(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read a YAML file, or a JSON file by its ending, as it stands; a LaunchError if it is no mapping."""
+    """Read a YAML file, or a JSON file by its ending, unchanged; a LaunchError if it is no mapping."""
     return _load(path)[0]
 
 
@@ -222,7 +222,7 @@ def read(path: pathlib.Path) -> "FileSettings":
 
 
 def inspect(path: pathlib.Path) -> "FileSettings":
-    """Compare a configuration file with the option table, and go on where something is wrong."""
+    """Compare a configuration file with the option table, and continue where something is wrong."""
     content, lines = _load(path)
     notes: list[str] = []
     found = FileSettings(path, modernise(content, notes), notes, lines)
@@ -261,7 +261,7 @@ class FileSettings:
 
     @property
     def elsewhere(self) -> Feature | None:
-        """The feature that runs what the file describes on other machines than one's own; None if there is none."""
+        """The feature that runs what the file describes on other machines than your own; None if there is none."""
         place = self.content.get("compute_environment")
         return next((feature for feature in elsewhere() if feature.wanted == place), None)
 
@@ -350,7 +350,7 @@ def _parsed(option: Option, raw: Any, source: str) -> Any:
 
 
 def elsewhere() -> list[Feature]:
-    """Return the features that run a script on other machines than one's own."""
+    """Return the features that run a script on other machines than your own."""
     return [feature for feature in FEATURES.values() if feature.switch == "compute_environment"]
 
 
@@ -364,7 +364,7 @@ def _options_of(section: str) -> list[Option]:
 
 
 def of_section(section: str, key: Any) -> Option | None:
-    """Return the option that a key of a section sets; the prefix of the section may be left out."""
+    """Return the option that a key of a section sets; the prefix of the section may be omitted."""
     words = [prefix + str(key) for prefix in ("", section.removesuffix("config"), f"{section}_")]
     return next((option for option in _options_of(section) if {option.name, option.file_key} & {*words}), None)
 

@@ -52,7 +52,7 @@ _LINGERING_S = 5.0
 _CAUSE_S = 2.0
 # How long the descendants of failed processes have to end.
 _ORPHANS_S = 3.0
-# A longer pause between two looks would outlast any patience, and a sleep has a limit of its own.
+# A longer pause between two looks would outlast any patience, and a sleep has a separate limit.
 _LONGEST_S = 3600.0
 # Torch wants a signal to handle, and the agent handles the others. No user sends these two by accident.
 _SIGNAL_OF_TORCH = "SIGQUIT" if hasattr(signal, "SIGQUIT") else "SIGBREAK"
@@ -186,7 +186,7 @@ class Agent(OpenAgent):
 
     def _install_handlers(self) -> None:
         for number in self._handled:
-            # `nohup` means that the run goes on when the terminal is closed.
+            # `nohup` means that the run continues when the terminal is closed.
             ignored = number not in (*FORWARDED, signal.SIGINT) and _hangups_are_ignored
             signal.signal(number, signal.SIG_IGN if ignored else self._on_signal)
 
@@ -246,7 +246,7 @@ class Agent(OpenAgent):
         result = super()._monitor_workers(worker_group)
         statuses = self.statuses if result.failures else {}
         for local in (local for local, status in statuses.items() if status):
-            # Up to 2.9, torch leaves out those that it has stopped, or that have ended meanwhile.
+            # Up to 2.9, torch omits those that it has stopped, or that have ended meanwhile.
             found = ProcessFailure(local, self.processes[local].pid, statuses[local], self.error_files[local])
             found.died = self._died.get(local)
             result.failures.setdefault(worker_group.workers[local].global_rank, found)

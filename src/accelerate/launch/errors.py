@@ -42,7 +42,7 @@ class MissingAccountError(LaunchError, OSError):
 
 
 class RunError(RuntimeError):
-    """A run has begun and cannot go on for a reason that lies outside the script; the command line answers with `status`."""
+    """A run has begun and cannot continue for a reason that lies outside the script; the command line answers with `status`."""
 
     status = 1
 
@@ -59,7 +59,7 @@ class WorkerFailure:
         record: what it left in its error file, see `accelerate.runtime.failure.record`; empty if it left nothing.
         time: when, in seconds since 1970, as well as that is known.
         stopped: it was alive when the launcher began to stop all ranks.
-        fault: where its threads stood when the system killed it for a fault of its own.
+        fault: where its threads stood when the system killed it for a separate fault.
     """
 
     rank: int
@@ -97,7 +97,7 @@ class WorkerFailure:
 
     @property
     def own(self) -> bool:
-        """Whether it ended by itself."""
+        """Whether it ended without a signal of the launcher."""
         return not self.stopped or bool(self.record)
 
     @property
@@ -192,7 +192,7 @@ class Reporter:
 
     @staticmethod
     def about(endings: list[WorkerFailure]) -> list[str]:
-        """Return a line for each group of ranks beside the first failure, and why the system may have killed it."""
+        """Return a line for each group of ranks next to the first failure, and why the system may have killed it."""
         first, *others = endings
         groups: dict[str, list[int]] = {}
         for ending in others:

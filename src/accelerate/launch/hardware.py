@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from accelerate.devices.cores import usable_cores as usable_cores
 from accelerate.launch.errors import RunError
 
-# Packages that bring a device torch does not know by itself; only torch can then say what is there.
+# Packages that bring a device that torch does not know; only torch can then say what is there.
 _PLUGINS = (
     "torch_tpu torch_npu torch_mlu torch_sdaa torch_musa habana_frameworks torch_neuronx intel_extension_for_pytorch"
 )

@@ -67,7 +67,7 @@ class Cluster:
         machine_rank: which machine this is, from 0; None for a task where no variable says.
         address: of machine 0, or of the process with rank 0; None where no variable says.
         port: a port that all of them compute from the number of the job; None without such a number.
-        task: which process this is, where each process has been started by itself: the launcher starts that one only.
+        task: which process this is, where each process has been started separately: the launcher starts that one only.
         notes: lines for the user.
     """
 
@@ -90,7 +90,7 @@ class LaunchPlan:
         num_processes: how many processes there are, on all machines together.
         hardware: the devices that those of this machine may use.
         runner: who starts them: the name of a runner, see `accelerate.launch.runners`.
-        extra: further variables of every process, beside those of the options.
+        extra: further variables of every process, next to those of the options.
         notes: lines of information for the user.
     """
 

@@ -312,7 +312,7 @@ def _count_tasks(values: Values, task: Ranks, scheduler: str) -> tuple[Changes, 
         notes.append(f"num_processes is {count} ({scheduler}'s tasks), not {asked.value} ({asked.origin}).")
     for name in ("max_restarts", "log_dir", "tee"):
         if values[name].source is Source.COMMAND_LINE:
-            notes.append(f"--{name} has no effect: {scheduler} has started each process by itself.")
+            notes.append(f"--{name} has no effect: {scheduler} has started each process separately.")
     return {"num_processes": Resolved(count, Source.ENVIRONMENT, f"{scheduler}'s tasks")}, notes
 
 
@@ -427,7 +427,7 @@ def _check_port(values: Values) -> None:
         # It sets SO_REUSEADDR, as torch's store does: a port whose last connections are merely closing down is free.
         socket.create_server(("127.0.0.1", values["main_process_port"].value)).close()
     except (OSError, OverflowError) as error:
-        raise LaunchError(f"{_shown(values, 'main_process_port')}: {error} Leave it out to get a free one.") from None
+        raise LaunchError(f"{_shown(values, 'main_process_port')}: {error} Omit it to get a free one.") from None
 
 
 def _extra(values: Values, environ: Environ, on: set[str], tasks: Cluster | None, is_alone: bool) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""What must not be printed: values by their names, wherever they stand, logins in addresses, and tokens by how they begin."""
+"""What must not be printed: values by their names, wherever they are, logins in addresses, and tokens by how they begin."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -9,7 +9,7 @@ _SECRET = re.compile(
     r"((^|_|API|ACCESS|PRIVATE|ACCOUNT)KEY|TOKEN)(_|$)|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|AUTHORIZATION"
     r"|(^|_)(PAT|O?AUTH)$|_PWD$|^SIG$|SIGNATURE$"
 )
-_INNER_WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")  # where "accountKey" goes on
+_INNER_WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")  # where "accountKey" continues
 _HARMLESS = "GOOGLE_APPLICATION_CREDENTIALS"  # the path of a file
 # No secret consists of these, whatever it is called: `calculate_per_token_loss` is a switch.
 _TELLING_NOTHING = frozenset(["", "true", "false", "yes", "no", "0", "1", "none"])
@@ -28,7 +28,7 @@ _TOKEN = re.compile(
 
 
 def is_secret(name: str) -> bool:
-    """Say whether a variable or an option of this name, in any case, with underscores or hyphens, holds a secret."""
+    """Return whether a variable or an option of this name, in any case, with underscores or hyphens, holds a secret."""
     plain = _INNER_WORD.sub("_", name).upper().replace("-", "_")
     return plain != _HARMLESS and _SECRET.search(plain) is not None
 

@@ -18,7 +18,7 @@ def offloading_hook(module: nn.Module) -> Any | None:
 
 
 def has_offloaded_params(module: nn.Module) -> bool:
-    """Say whether a module's own hook keeps its weights elsewhere between forwards.
+    """Return whether a module's own hook keeps its weights elsewhere between forwards.
 
     Args:
         module: Any module; its submodules are not looked at.

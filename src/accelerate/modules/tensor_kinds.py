@@ -18,7 +18,7 @@ class TensorKind:
         return {}
 
     def is_kept_by(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Say whether the state of an optimizer has tensors of this kind."""
+        """Return whether the state of an optimizer has tensors of this kind."""
         return False
 
     def plain(self, value: Any) -> Any:
@@ -26,7 +26,7 @@ class TensorKind:
         return value
 
     def is_parts(self, value: Any) -> bool:
-        """Say whether a stored value is a dict of parts of this kind."""
+        """Return whether a stored value is a dict of parts of this kind."""
         return False
 
     def rebuilt(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -51,7 +51,7 @@ def kept_by(optimizer: torch.optim.Optimizer) -> list[TensorKind]:
 
 
 def is_parts(value: Any) -> bool:
-    """Say whether a stored value is a dict of parts of a tensor."""
+    """Return whether a stored value is a dict of parts of a tensor."""
     return any(kind.is_parts(value) for kind in kinds())
 
 

@@ -45,7 +45,7 @@ def loaded_wrappers() -> tuple[type, ...]:
 
 
 def is_compiled_module(module: nn.Module) -> bool:
-    """Say whether a module is the wrapper that ``torch.compile`` returns.
+    """Return whether a module is the wrapper that ``torch.compile`` returns.
 
     A module compiled in place with ``module.compile()`` is no wrapper, and neither is one compiled by regions.
 
@@ -141,7 +141,7 @@ def restore_forward(module: nn.Module) -> None:
 
 
 def has_compiled_regions(module: nn.Module) -> bool:
-    """Say whether a module, or anything inside it, is a ``torch.compile`` wrapper.
+    """Return whether a module, or anything inside it, is a ``torch.compile`` wrapper.
 
     Args:
         module: Any module.
@@ -155,7 +155,7 @@ def has_compiled_regions(module: nn.Module) -> bool:
 
 
 def is_repeated_blocks(module: nn.Module) -> bool:
-    """Say whether a module is a list of blocks of one class, such as the layers of a transformer.
+    """Return whether a module is a list of blocks of one class, such as the layers of a transformer.
 
     Args:
         module: Any module.
@@ -168,7 +168,7 @@ def is_repeated_blocks(module: nn.Module) -> bool:
 
 
 def has_repeated_blocks(module: nn.Module) -> bool:
-    """Say whether a module is, or contains at any depth, a list of blocks of one class.
+    """Return whether a module is, or contains at any depth, a list of blocks of one class.
 
     Args:
         module: Any module.
@@ -202,7 +202,7 @@ def get_module_children_bottom_up(
 
 
 def _is_region(module: nn.Module) -> bool:
-    """Say whether a module is compiled as one piece: no mere container, and without repeated blocks inside."""
+    """Return whether a module is compiled as one piece: no mere container, and without repeated blocks inside."""
     called = type(module).forward is not nn.Module.forward or "forward" in module.__dict__
     return called and not has_repeated_blocks(module)
 
@@ -222,7 +222,7 @@ _TABLES = vars(nn.Module()).keys()
 
 
 def _needs_identity(module: nn.Module) -> bool:
-    """Say whether a module calls itself or its parts through something that a twin cannot replace.
+    """Return whether a module calls itself or its parts through something that a twin cannot replace.
 
     Such are the forward of a hook, a closure around the former forward, and a list of submodules.
     """
@@ -494,7 +494,7 @@ def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str,
 
 
 def model_has_dtensor(model: nn.Module) -> bool:
-    """Say whether any parameter of a model is a DTensor, that is, spread over a device mesh.
+    """Return whether any parameter of a model is a DTensor, that is, spread over a device mesh.
 
     Args:
         model: Any module.
@@ -526,7 +526,7 @@ def get_model_tp_size(model: nn.Module) -> int | None:
 
 
 def is_peft_model(model: nn.Module) -> bool:
-    """Say whether a model, taken out of its parallel wrappers, is a ``PeftModel``. Does not import peft.
+    """Return whether a model, taken out of its parallel wrappers, is a ``PeftModel``. Does not import peft.
 
     Args:
         model: Any module.

@@ -42,7 +42,7 @@ def line_of(frame: FrameType) -> str:
 
 
 def is_users(frame: FrameType) -> bool:
-    """Say whether a line is outside of torch, this library and Python's own; one of another package may be a user's."""
+    """Return whether a line is outside of torch, this library and Python's own; one of another package may be a user's."""
     file = frame.f_code.co_filename
     standard = file.startswith("<frozen") or (file.startswith(_LIBRARY) and not _is_installed(frame))
     return not (standard or file.startswith((_OURS, _TORCH)))

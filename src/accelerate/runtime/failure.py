@@ -68,7 +68,7 @@ def watch(explain: Callable[[BaseException], str] | None = None) -> None:
 
 
 def is_rank() -> bool:
-    """Say whether this process is a rank that our launcher has started."""
+    """Return whether this process is a rank that our launcher has started."""
     return bool(os.environ.get(ERROR_FILE)) and os.environ.get(LAUNCHER) == str(os.getppid())
 
 

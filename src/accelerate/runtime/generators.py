@@ -90,12 +90,12 @@ def _sources(device: torch.device) -> dict[str, tuple[str, Callable[[], Any], Ca
 
 
 def collect(device: torch.device) -> dict[str, Any]:
-    """Return the state of every generator of this process, by its key in a checkpoint. Any rank, alone."""
+    """Return the state of every generator of this process, by its key in a checkpoint. Not a collective."""
     return {key: get() for key, (_, get, _) in _sources(device).items()}
 
 
 def restore(states: dict[str, Any], device: torch.device, origin: str) -> None:
-    """Set every generator that the states have; warn about one that cannot be set. Any rank, alone."""
+    """Set every generator that the states have; warn about one that cannot be set. Not a collective."""
     for key, (name, _, set_state) in _sources(device).items():
         try:
             set_state(states[key])

@@ -23,7 +23,7 @@ class MissingRanks:
         self.latest: dict[int, Any] = dict.fromkeys(ranks, f"has not come (the limit is {limit_s:.0f} s)")
 
     def news(self) -> bool:
-        """Go on with the search; say whether `latest` may have changed. Does not wait."""
+        """Continue the search; return whether `latest` may have changed. Does not wait."""
         if not self._leads or time.monotonic() < self._next:
             return False
         self._next = time.monotonic() + self._again_s

@@ -6,7 +6,7 @@ from accelerate.runtime.ranks import DEFAULT_PORT
 
 
 def is_port_in_use(port: int | str | None = None) -> bool:
-    """Say whether a program on this machine listens on a port, by default 29500, where processes meet.
+    """Return whether a program on this machine listens on a port, by default 29500, where processes meet.
 
     Example:
         >>> from accelerate.utils import is_port_in_use

@@ -77,7 +77,7 @@ def synchronize_rng_state(rng_type: RNGType | str | None = None, generator: torc
 
     Raises:
         ValueError: the type is unknown.
-        AssertionError: "generator" is asked for without one, or a device that this machine does not have.
+        AssertionError: "generator" is requested without one, or a device that this machine does not have.
     """
     communicator = comm.current()
     alone = communicator.world_size == 1
@@ -94,7 +94,7 @@ def synchronize_rng_state(rng_type: RNGType | str | None = None, generator: torc
         device = DEVICES[rng_type.value]
         if not device.available():
             raise AssertionError(
-                f"rng_type={rng_type.value!r} asks for the generator of a device that this machine does not have. Leave it out."
+                f"rng_type={rng_type.value!r} asks for the generator of a device that this machine does not have. Omit it."
             )
         get, put = device.get_rng_state, device.set_rng_state
     if alone:

@@ -84,7 +84,7 @@ _HYDRA_OPTIONS = (("--control-port",), ("--upstream-host", "--upstream-port"))
 
 
 def is_of_agent(environ: Mapping[str, str]) -> bool:
-    """Say whether these are the variables of a rank of torch's elastic launcher."""
+    """Return whether these are the variables of a rank of torch's elastic launcher."""
     return not environ.keys().isdisjoint(_OF_AGENT)
 
 

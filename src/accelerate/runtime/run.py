@@ -92,7 +92,7 @@ class Run(Protocol):
         """Whether a batch is split across ranks."""
 
     def verify_device_map(self, model: nn.Module) -> bool:
-        """Say whether a device map has placed a model on several devices."""
+        """Return whether a device map has placed a model on several devices."""
 
     def shard_model(self, model: nn.Module) -> nn.Module:
         """Shard a model in place, with the function that libraries replace."""

@@ -106,7 +106,7 @@ def live_timeout() -> timedelta | None:
 
 
 def set_live_timeout(timeout: timedelta) -> bool:
-    """Change how long collectives of the live process group may wait; say whether torch could."""
+    """Change how long collectives of the live process group may wait; return whether torch could."""
     change = getattr(dist.distributed_c10d, "_set_pg_timeout", None)
     if change is None:
         return False
@@ -127,7 +127,7 @@ def group_named(name: str) -> Any:
 
 
 def is_distributed(kind: type) -> bool:
-    """Say whether a class of tensors is that of DTensors, without an import of it."""
+    """Return whether a class of tensors is that of DTensors, without an import of it."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and issubclass(kind, module.DTensor)
 
@@ -149,7 +149,7 @@ def join_alone(rank: int, world_size: int, store: Any) -> None:
 
 
 def is_fake(group: Any = None) -> bool:
-    """Say whether a process group is torch's fake one, whose other ranks do not exist."""
+    """Return whether a process group is torch's fake one, whose other ranks do not exist."""
     return dist.get_backend(group) == "fake"
 
 
@@ -167,7 +167,7 @@ def shapes_only() -> Any:
 
 
 def is_shape(tensor: torch.Tensor) -> bool:
-    """Say whether a tensor was made in `shapes_only`."""
+    """Return whether a tensor was made in `shapes_only`."""
     module = sys.modules.get("torch._subclasses.fake_tensor")
     return module is not None and isinstance(tensor, module.FakeTensor)
 
@@ -213,7 +213,7 @@ def shapes_of_wholes_unseen() -> contextlib.AbstractContextManager[None]:
 
 
 def reads_value(operator: Any) -> bool:
-    """Say whether an operator of torch reads the one value of a tensor, as `item` does."""
+    """Return whether an operator of torch reads the one value of a tensor, as `item` does."""
     return operator is torch.ops.aten._local_scalar_dense.default
 
 
@@ -359,7 +359,7 @@ def sharded_parameters(model: nn.Module) -> Iterator[tuple[nn.Parameter, dict[st
             policy = getattr(item, "mp_policy", None) or getattr(group, "mp_policy", None)
             compute = getattr(policy, "param_dtype", None) or shard.dtype
             reduce = getattr(policy, "reduce_dtype", None)
-            # While nothing is exchanged, gradients add up in the dtype of the exchange; since 2.15 in the shard's if none was asked for.
+            # While nothing is exchanged, gradients add up in the dtype of the exchange; since 2.15 in the shard's if none was requested.
             unreduced = reduce or (shard.dtype if hasattr(type(item), "unsharded_grad_dtype") else compute)
             details = {"whole": math.prod(getattr(item, "_orig_size", shard.shape)), "compute": compute}
             whole = getattr(item, "_unsharded_param", None)
@@ -369,7 +369,7 @@ def sharded_parameters(model: nn.Module) -> Iterator[tuple[nn.Parameter, dict[st
 
 
 def acts_in_backward(parameter: torch.Tensor) -> bool:
-    """Say whether a hook acts in backward as soon as a parameter's gradient is computed, such as its update."""
+    """Return whether a hook acts in backward as soon as a parameter's gradient is computed, such as its update."""
     return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
@@ -396,7 +396,7 @@ def output_dtype(module: nn.Module) -> torch.dtype | None:
 
 
 def is_wrap_policy(policy: Any) -> bool:
-    """Say whether a policy is an object of torch's, such as `ModuleWrapPolicy`."""
+    """Return whether a policy is an object of torch's, such as `ModuleWrapPolicy`."""
     return hasattr(policy, "_run_policy")
 
 
@@ -464,7 +464,7 @@ def flat_parameters(wrapper: nn.Module) -> Iterator[tuple[set[int], dict[str, An
 
 
 def is_compiled_in_place(module: nn.Module) -> bool:
-    """Say whether torch.compile has replaced the call of a module, or its forward, without a module around it."""
+    """Return whether torch.compile has replaced the call of a module, or its forward, without a module around it."""
     forward = module.__dict__.get("forward")
     return module._compiled_call_impl is not None or hasattr(forward, "_torchdynamo_orig_callable")
 
@@ -486,7 +486,7 @@ def traced_graph(module: torch.nn.Module, tensors: tuple[torch.Tensor, ...]) -> 
 
 
 def is_view(tensor: torch.Tensor) -> bool:
-    """Say whether a tensor is a view of another one in autograd's eyes, which cannot be detached in place."""
+    """Return whether a tensor is a view of another one in autograd's eyes, which cannot be detached in place."""
     return tensor._is_view()
 
 

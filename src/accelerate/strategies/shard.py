@@ -29,7 +29,7 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Say whether `fully_shard` was applied to a module out of its compiled shell, or to one in it.
+    """Return whether `fully_shard` was applied to a module out of its compiled shell, or to one in it.
 
     Not a collective.
     """

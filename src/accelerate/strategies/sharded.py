@@ -39,7 +39,7 @@ class Sharded(Strategy):
         """
         if accelerator.device.type in _WITHOUT_COLLECTIVES:
             raise ValueError(
-                f"FSDP was asked for on {accelerator.device}, where torch has no collectives. Train there without an FSDP "
+                f"FSDP was requested on {accelerator.device}, where torch has no collectives. Train there without an FSDP "
                 "plugin (one process holds the model), or pass cpu=True."
             )
         if not torch.distributed.is_initialized():

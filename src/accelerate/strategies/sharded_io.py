@@ -50,7 +50,7 @@ class ShardedIO(StateIO):
     def load_model(
         self, accelerator: Run, model: nn.Module, folder: CheckpointFolder, index: int, **options: Any
     ) -> Change:
-        """Read this rank's shards of a model, whichever ranks wrote it. All ranks."""
+        """Read this rank's shards of a model, whichever ranks wrote it. Collective: call on every rank."""
         model_options = options.get("model_options", {})
         if unknown := sorted(model_options.keys() - {"strict", "adapter_only"}):
             raise TypeError(f"{type(model).__name__} does not take {unknown}; nothing was loaded.")
@@ -73,7 +73,7 @@ class ShardedIO(StateIO):
     def load_optimizer(
         self, accelerator: Run, optimizer: Any, folder: CheckpointFolder, index: int, **options: Any
     ) -> dict[str, Any]:
-        """Read this rank's shards of an optimizer's state, whichever ranks wrote it. All ranks."""
+        """Read this rank's shards of an optimizer's state, whichever ranks wrote it. Collective: call on every rank."""
         model, groups = model_of(optimizer, accelerator._models)
         return optimizers.read_for_optimizer(optimizer, model, folder, index, self.layout(accelerator), groups)
 

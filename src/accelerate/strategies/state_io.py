@@ -67,7 +67,7 @@ class StateIO:
     def load_model(
         self, accelerator: Run, model: nn.Module, folder: CheckpointFolder, index: int, **options: Any
     ) -> Change:
-        """Read a model's state from a checkpoint folder, and return what gives it to the model, which stays as it is. All ranks.
+        """Read a model's state from a checkpoint folder, and return what gives it to the model, which stays as it is. Collective: call on every rank.
 
         `options` are `map_location`, `load_kwargs` of ``torch.load`` and `model_options` of the model's ``load_state_dict``.
         """
@@ -81,7 +81,7 @@ class StateIO:
     def load_optimizer(
         self, accelerator: Run, optimizer: Any, folder: CheckpointFolder, index: int, **options: Any
     ) -> Any:
-        """Return an optimizer's state in a checkpoint folder, for its ``load_state_dict``; None if its model's state has it. All ranks."""
+        """Return an optimizer's state in a checkpoint folder, for its ``load_state_dict``; None if its model's state has it. Collective: call on every rank."""
         return optimizers.read_full_optimizer(optimizer, accelerator._models, folder, index, **options)
 
     def checkpointed_schedulers(self, accelerator: Run) -> list[Any]:

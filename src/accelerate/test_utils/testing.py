@@ -80,7 +80,7 @@ def run_command(
     """Run a command and wait for it; `env` are all variables, by default those of this process.
 
     Returns:
-        The output as text if it was asked for.
+        The output as text if it was requested.
 
     Raises:
         SubprocessCallException: the command failed; the message holds its output and errors.

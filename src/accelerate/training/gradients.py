@@ -168,17 +168,17 @@ def _check_items(accelerator: TrainingRun, num_items: Any) -> None:
     if not accelerator._scales_loss:
         raise ValueError(
             f"num_items={num_items!r} is not possible with {accelerator.distributed_type}, whose engine divides each loss by "
-            "gradient_accumulation_steps. Leave num_items away."
+            "gradient_accumulation_steps. Omit num_items."
         )
     if window.joining:
         raise ValueError(
             f"num_items={num_items!r} was given inside join_uneven_inputs. Items are counted over all ranks, and here some "
-            "may have no batches left. Use even_batches=True without join_uneven_inputs, or leave num_items away."
+            "may have no batches left. Use even_batches=True without join_uneven_inputs, or omit num_items."
         )
     if window.held:
         raise ValueError(
             f"num_items={num_items!r} was given inside no_sync, where {accelerator.distributed_type} keeps gradients that cannot be "
-            "weighed afterwards. Leave no_sync away: `accumulate` exchanges gradients in every micro-batch then."
+            "weighed afterwards. Omit no_sync: `accumulate` exchanges gradients in every micro-batch then."
         )
 
 

@@ -113,7 +113,7 @@ def _over_columns(function: Any, gathered: Any, inside: bool = False) -> Any:
 
 
 def needs_every_rank(accelerator: TrainingRun) -> bool:
-    """Say whether some tracker works on every rank, so that the calls must reach all of them."""
+    """Return whether some tracker works on every rank, so that the calls must reach all of them."""
     return any(not _class_of(choice).main_process_only for choice in (*accelerator.log_with, *accelerator.trackers))
 
 
@@ -196,5 +196,7 @@ def _guarded(tracker: GeneralTracker, what: str, call: Any, *args: Any, **kwargs
     try:
         call(*args, **kwargs)
     except Exception as error:
-        message = f"The tracker {tracker.name!r} failed in `{what}`; training goes on. {type(error).__name__}: {error}"
+        message = (
+            f"The tracker {tracker.name!r} failed in `{what}`; training continues. {type(error).__name__}: {error}"
+        )
         logger.warning(message, exc_info=logger.isEnabledFor(logging.DEBUG))

@@ -179,7 +179,7 @@ def find_prepared(accelerator: TrainingRun, obj: Any, evaluation: bool = False) 
             f"({type(outer).__name__}); the prepared one is returned"
         )
     warn_user(
-        f"{what}. {_WOULD_HAVE[entry.kind]}. Call `prepare` once and use what it returned; to prepare it afresh, call "
+        f"{what}. {_WOULD_HAVE[entry.kind]}. Call `prepare` once and use what it returned; to prepare it again, call "
         "`accelerator.free_memory()` first."
     )
     return outer
@@ -401,7 +401,7 @@ def _check_device_map(accelerator: TrainingRun, model: nn.Module) -> bool:
         index = accelerator.device.index or 0
         if (placed.type, placed.index or 0) != (accelerator.device.type, index):
             raise ValueError(
-                f"This quantized model lies on {placed}, but this process trains on {accelerator.device}. Load it with "
+                f"This quantized model is on {placed}, but this process trains on {accelerator.device}. Load it with "
                 f"device_map={{'': {index}}}."
             )
     return mapped
@@ -425,7 +425,7 @@ def prepare_optimizer(
         )
     if device_placement is None:
         device_placement = accelerator.device_placement
-    if isinstance(optimizer, AcceleratedOptimizer):  # its Accelerator let go of it; nothing is wrapped twice
+    if isinstance(optimizer, AcceleratedOptimizer):  # its Accelerator release it; nothing is wrapped twice
         optimizer = optimizer.optimizer
     for hook in accelerator.extensions.convert_optimizer:
         hook(optimizer)
@@ -469,7 +469,7 @@ def prepare_data_loader(
     if device_placement is None:
         device_placement = accelerator.device_placement and traits_of(accelerator.distributed_type).places_batches
     if isinstance(data_loader, PreparedLoader) and type(data_loader) is not SkipDataLoader:
-        # Its Accelerator let go of it; nothing is sharded twice.
+        # Its Accelerator release it; nothing is sharded twice.
         return register(accelerator, "loader", data_loader)
     config = accelerator.dataloader_config
     meshes.build(accelerator)  # in a direct call, it may not be there yet

@@ -132,7 +132,7 @@ def find_elsewhere(registry: PreparedObjects, obj: Any) -> Entry | None:
 
 
 def others_alive() -> bool:
-    """Say whether another Accelerator may still train. Called before a new one has a registry."""
+    """Return whether another Accelerator may still train. Called before a new one has a registry."""
     if _LIVE:
         gc.collect()  # one in a reference cycle is gone
     return bool(_LIVE)
@@ -150,7 +150,7 @@ def optimizers() -> list[torch.optim.Optimizer]:
 
 
 def check_optimizers(objects: Sequence[Any]) -> None:
-    """Refuse an optimizer of a model as it was before its parameters were replaced by hand: its steps change nothing.
+    """Refuse an optimizer of a model as it was before its parameters were replaced manually: its steps change nothing.
 
     An optimizer of anything but a prepared model is not refused, unless it has the same shapes.
     """
@@ -180,7 +180,7 @@ def check_optimizers(objects: Sequence[Any]) -> None:
 
 
 def shared_part(registry: PreparedObjects, model: nn.Module) -> str | None:
-    """Say which part a new model shares with one that is prepared already; None when it shares none."""
+    """Return which part a new model shares with one that is prepared already; None when it shares none."""
     itself = registry.find(model)
     models = [outer for outer in registry.alive("model") if itself is None or outer is not itself.outer()]
     if not models:

@@ -1,6 +1,6 @@
 """Loading a run's checkpoint: choose it, verify its files, read all states and compare them with the objects, and only then apply them.
 
-Rank 0 chooses the checkpoint; where machines have disks of their own, one rank of each looks at its copy. Every phase ends with an `Outcome`
+Rank 0 chooses the checkpoint; where machines have separate disks, one rank of each looks at its copy. Every phase ends with an `Outcome`
 on each rank, and the ranks meet to agree on one of them. No object changes before all ranks have read everything.
 """
 
@@ -104,7 +104,7 @@ def _load_chosen(
         if not isinstance(verified, Ok):
             return verified
         reading = choice.outcome(lambda: read(accelerator, choice.folder, options, model_options))
-        # Before any rank gives its objects anything: they may have collectives of their own.
+        # Before any rank gives its objects anything: they may call collectives.
         outcome = _agree(ranks, reading)
         if not isinstance(outcome, Ok):
             return outcome
@@ -122,7 +122,7 @@ def _load_chosen(
 
 
 def _agree(ranks: Ranks, outcome: Outcome[T]) -> Outcome[T]:
-    """Return the outcome that counts: to start over if one rank says so, else to try another one, else a rank's error. All ranks."""
+    """Return the outcome that counts: to start over if one rank requires it, else to try another one, else a rank's error. All ranks."""
     if not ranks.any(not isinstance(outcome, Ok)):
         return outcome
     if ranks.any(isinstance(outcome, TryNext) and outcome.replaced):

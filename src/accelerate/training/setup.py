@@ -40,7 +40,7 @@ HANDLERS: dict[type, str] = {
 
 
 def project(config: ProjectConfiguration | None, folder: str | os.PathLike[str] | None) -> ProjectConfiguration:
-    """Return the project configuration, with the folder given beside it."""
+    """Return the project configuration, with the folder given next to it."""
     config = config if config is not None else ProjectConfiguration(project_dir=folder)
     if folder is None:
         return config
@@ -67,7 +67,7 @@ def sort_handlers(handlers: Iterable[KwargsHandler] | None) -> dict[str, KwargsH
         if name is None:
             raise TypeError(
                 f"kwargs_handlers got {handler!r} ({type(handler).__name__}). Pass objects of these classes, or derived from them: "
-                f"{[kind.__name__ for kind in kinds]}; a plugin has an argument of its own."
+                f"{[kind.__name__ for kind in kinds]}; a plugin has a separate argument."
             )
         if found[name] is not None:
             raise ValueError(f"kwargs_handlers got two {type(handler).__name__}; pass one.")
@@ -117,7 +117,7 @@ def accumulation(plugin: GradientAccumulationPlugin | None, steps: int) -> Gradi
 
 
 def loaders(config: DataLoaderConfiguration | None, split_batches: bool | None) -> DataLoaderConfiguration:
-    """Return the loader settings; ``split_batches`` beside them is the old spelling."""
+    """Return the loader settings; ``split_batches`` next to them is the old spelling."""
     config = config if config is not None else DataLoaderConfiguration()
     if split_batches is not None:
         if config.split_batches and not split_batches:

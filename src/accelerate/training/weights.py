@@ -62,7 +62,7 @@ def _refuse_meta(state: Mapping[str, Any]) -> None:
 def stream_weights(
     accelerator: TrainingRun, model: nn.Module, dtype: torch.dtype | None, limit: int
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield copies of a model's whole tensors in buckets of at most so many bytes, or of one tensor. All ranks, in step."""
+    """Yield copies of a model's full tensors in buckets of at most so many bytes, or of one tensor. All ranks, in step."""
     # A cast must not change packed weights and their scales.
     scales = canonical_names(tensor_kinds.of_model(accelerator._strategy.unwrap_model(model)))
     packed = tuple([name.rpartition(".")[0] for name in scales])
@@ -123,7 +123,7 @@ def save_model(
 
 
 def save_adapter(accelerator: TrainingRun, model: nn.Module, folder: Folder) -> None:
-    """Gather a model's adapters, compare them with the shards of each rank, and let rank 0 write them. All ranks."""
+    """Gather a model's adapters, compare them with the shards of each rank, and let rank 0 write them. Collective: call on every rank."""
     inner = accelerator._strategy.unwrap_model(model, keep_torch_compile=False)
     adapters = getattr(inner, "peft_config", None) or {}
     if not adapters or any(config.is_prompt_learning for config in adapters.values()):

@@ -108,7 +108,7 @@ def look_again(plan: SavePlan, stamps: dict[str, Stamp]) -> None:
 
 
 def is_foreign(function: Any) -> bool:
-    """Say whether a function is a project's, not one of transformers or of this package."""
+    """Return whether a function is a project's, not one of transformers or of this package."""
     module = getattr(function, "__module__", None) or ""
     return function is not None and module.partition(".")[0] not in ("transformers", "transformers_patch")
 

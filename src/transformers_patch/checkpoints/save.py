@@ -162,7 +162,7 @@ _FLIGHT, _IN_BACKGROUND = "_flight_of_checkpoints", "_saves_in_background"
 
 
 def _goes_on(trainer: Any, save: Save) -> bool:
-    """Say whether the training continues while a checkpoint is hashed and published: not after its last step."""
+    """Return whether the training continues while a checkpoint is hashed and published: not after its last step."""
     asked = vars(trainer).get(_IN_BACKGROUND, False) and not trainer.control.should_training_stop
     if asked and not save.ranks.in_background:
         capture.say_once("checkpoints='async' saves at once here: these ranks have no key-value store.")
@@ -231,7 +231,7 @@ def _rotate(trainer: Any, run_dir: str, new: CheckpointStorage, limited: bool = 
     folder, limit, best = LocalStorage(run_dir), trainer.args.save_total_limit, trainer.state.best_model_checkpoint
 
     def by_age() -> list[CheckpointStorage]:
-        """Return complete ones by time of creation, if the file system has it: a run may start anew below the numbers of others."""
+        """Return complete ones by time of creation, if the file system has it: a run may start again below the numbers of others."""
         places = [choose.place_of(folder.location, number) for number in reversed(choose.numbers(folder.location))]
         places = [place for place in places if not os.path.islink(place)]  # the target of a link is not the run's
         times = {place: os.stat(place).st_mtime for place in places if not choose.flaw(place)}

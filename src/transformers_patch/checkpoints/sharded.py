@@ -18,7 +18,7 @@ from accelerate.utils import fsdp_utils
 
 
 def is_split(trainer: Any) -> bool:
-    """Say whether ranks have parts of the model in a way that the Trainer does not know: by tensors, experts, or by FSDP2 before it came."""
+    """Return whether ranks have parts of the model in a way that the Trainer does not know: by tensors, experts, or by FSDP2 before it came."""
     knows = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
     return not knows and any(map(state.is_distributed_tensor, trainer.model.parameters()))
 
@@ -106,7 +106,7 @@ def _reader_of(trainer: Any, folder: str, kind: layouts.Kind) -> str:
 
 
 def _convert(model: Any, folder: str) -> None:
-    """Let transformers read weights into a model of this kind, split in the same way, and copy them: its Trainer would leave them out."""
+    """Let transformers read weights into a model of this kind, split in the same way, and copy them: its Trainer would omit them."""
     kind = next(kind for kind in type(model).__mro__ if not kind.__name__.startswith("FSDP"))
     split = {name: value for name in ("distributed_config",) if (value := getattr(model.config, name, None))}
     read, loading_info = kind.from_pretrained(folder, output_loading_info=True, **split)

@@ -22,7 +22,7 @@ STREAM = "_stream_of_checkpoints"
 class Passes:
     """The loader of a stream, which counts passes and batches. It begins with pass `number`, after `batches`.
 
-    `restore` lets the run go on where nothing of that pass is left: releases before 5 give the generators back with its first batch.
+    `restore` lets the run continue where nothing of that pass is left: releases before 5 give the generators back with its first batch.
     """
 
     def __init__(self, loader: Any, number: int | None, batches: int, restore: Callable[[], Any]) -> None:

@@ -75,7 +75,7 @@ def synchronises_each_batch(strategy: Strategy) -> list[str]:
 
 
 def holds_gradients_back(strategy: Strategy) -> list[str]:
-    """`no_sync` by hand, then a backward pass outside of it: one step of the whole batch."""
+    """`no_sync` manually, then a backward pass outside of it: one step of the whole batch."""
     run = Run(strategy, 1)
     accelerator = run.accelerator
     held, last = list(run.loader)
@@ -141,7 +141,7 @@ def prepares_once(strategy: Strategy) -> list[str]:
 
 
 def continues_after_loading(strategy: Strategy) -> list[str]:
-    """A run that is saved amid an epoch and loaded into another model has the same weights, and goes on as it would have."""
+    """A run that is saved amid an epoch and loaded into another model has the same weights, and continues as it would have."""
     middle: dict[str, torch.Tensor] = {}
 
     def save(step: int) -> None:

@@ -31,7 +31,7 @@ def findings(what: str, work: Callable[[], list[str]]) -> list[str]:
     started = time.perf_counter()
     try:
         mine = work()
-    except Exception as error:  # printed below, and the next check goes on
+    except Exception as error:  # printed below, and the next check continues
         mine = [f"{type(error).__name__}: {error}\n{''.join(traceback.format_tb(error.__traceback__)[-3:])}"]
     found = [f"{what}: rank {rank}: {text}" for rank, texts in enumerate(everywhere(mine)) for text in texts]
     say("\n".join([f"{'FAILED' if found else 'ok'} {what} ({time.perf_counter() - started:.2f} s)", *found]))

@@ -22,7 +22,7 @@ class Strategy:
 
     name: str
     processes: tuple[int, ...]  # the numbers of processes that it runs on
-    options: Callable[[], dict[str, Any]] = dict  # the arguments of an Accelerator, anew for each
+    options: Callable[[], dict[str, Any]] = dict  # the arguments of an Accelerator, again for each
     same_batch: int = 1  # how many ranks work on one batch (tensor, context and sequence parallelism)
     part: float | None = None  # of all parameters on one rank; None if they are divided evenly among all
     splits_sequence: bool = False  # ranks take parts of the sequences, in `maybe_context_parallel`
@@ -31,8 +31,8 @@ class Strategy:
     without: Mapping[str, str] = field(default_factory=dict)  # checks that do not apply, and why
     environment: Mapping[str, str] = field(default_factory=dict)  # what turns it on
     slow: tuple[int, ...] = ()  # the numbers of processes on which it is left to the slow tests
-    arrives: Callable[[nn.Module], Any] | None = None  # shards the model by hand, in place, before it is prepared
-    needs: str = ""  # a library that changes what other tests see: its tests have an environment of their own
+    arrives: Callable[[nn.Module], Any] | None = None  # shards the model manually, in place, before it is prepared
+    needs: str = ""  # a library that changes what other tests see: its tests have a separate environment
 
 
 def _fsdp(version: int, **more: Any) -> FullyShardedDataParallelPlugin:
@@ -86,7 +86,7 @@ def _zero(stage: int, processes: tuple[int, ...] = (2,), offload: str = "none") 
         return {"deepspeed_plugin": DeepSpeedPlugin(offload_optimizer_device=offload, **settings)}
 
     without = dict.fromkeys(
-        ("computes_in_bf16", "reports"), "buffers stay in float32 beside weights in bf16; check_deepspeed.py"
+        ("computes_in_bf16", "reports"), "buffers stay in float32 next to weights in bf16; check_deepspeed.py"
     )
     if stage == 3:
         without["has_its_part"] = "between two forwards the parameters are empty"
@@ -159,7 +159,7 @@ _ALL = (
     _arrives(("tp",), slow=True, same_batch=2, part=_SPLIT_LAYERS),
     _arrives(("replicate", "shard"), slow=True, part=1 / 2),
     _arrives(("dp", "tp"), slow=True, same_batch=2, part=_SPLIT_LAYERS / 2),
-    # Not of this package: see `averaging`, which the tests install beside it.
+    # Not of this package: see `averaging`, which the tests install next to it.
     Strategy("third-party", (2,), part=1.0, environment={"USE_AVERAGING": "true"}),
     _zero(0),
     _zero(1),

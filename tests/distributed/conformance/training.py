@@ -106,7 +106,7 @@ class Run:
                 yield len(trace.losses)
 
     def step_on(self, parts: list[torch.Tensor]) -> None:
-        """Do one optimizer step on a whole batch, of which this rank takes its part by hand, without loader or schedule."""
+        """Do one optimizer step on a whole batch, of which this rank takes its part manually, without loader or schedule."""
         accelerator = self.accelerator
         shards, shard = accelerator.num_processes // self.strategy.same_batch, self.shard
         for micro in zip(*(part.split(zoo.SAMPLES) for part in parts), strict=True):
@@ -123,7 +123,7 @@ class Run:
         return self.accelerator.process_index // self.strategy.same_batch
 
     def apart(self, trace: Trace, expected: Trace, tolerance: float | None = None) -> list[str]:
-        """Say what of a training differs from the expected one: which step or tensor, and by how much."""
+        """Return what of a training differs from the expected one: which step or tensor, and by how much."""
         tolerance, found = self.strategy.tolerance if tolerance is None else tolerance, []
         for what in ("losses", "norms", "rates"):
             have, wanted = getattr(trace, what), getattr(expected, what)
@@ -135,7 +135,7 @@ class Run:
         return found + (tensors_apart(trace.weights, expected.weights, tolerance) if main else [])
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Return copies of the whole weights; rank 0 has them with every strategy, the others with some."""
+        """Return copies of the full weights; rank 0 has them with every strategy, the others with some."""
         state = self.accelerator.get_state_dict(self.model)
         return {name: value.detach().cpu().clone() for name, value in state.items()} if state else {}
 

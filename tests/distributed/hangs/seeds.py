@@ -19,7 +19,7 @@ FOREVER_S = 600
 
 
 class TwoHeads(nn.Module):
-    """A model with a layer that a rank may leave out."""
+    """A model with a layer that a rank may omit."""
 
     def __init__(self):
         super().__init__()
@@ -94,7 +94,7 @@ def caught_exception(accelerator, rank):
 
 
 def dead_worker(accelerator, rank):
-    """Read with a worker process that stands still on rank 1."""
+    """Read with a worker process without progress on rank 1."""
     for _ in DataLoader(Stalling(rank == 1), num_workers=1):  # rank 1
         accelerator.reduce(torch.ones(1))  # rank 0
 
@@ -113,7 +113,7 @@ def sleeping_rank(accelerator, rank):
 
 
 class LockedTracker(GeneralTracker):
-    """A tracker whose lock nobody gives back."""
+    """A tracker whose lock is never released."""
 
     name, requires_logging_directory, main_process_only = "locked", False, True
 

@@ -1,4 +1,4 @@
-"""Loops within, beside and after each other: accumulation, end, remainder and metrics are those of the right loader."""
+"""Loops within, next to and after each other: accumulation, end, remainder and metrics are those of the right loader."""
 
 import gc
 import warnings
@@ -136,7 +136,7 @@ def check_a_loader_in_two_loops_at_once():
 
 
 def check_a_loop_that_is_not_closed():
-    """An iterator that somebody keeps does not hold the other loops up."""
+    """An iterator that is kept does not hold the other loops up."""
     for kind in KINDS:
         accelerator = accelerator_for(kind, steps=2)
         model = accelerator.prepare(torch.nn.Linear(1, 1))

@@ -1,4 +1,4 @@
-"""Trainable parameters that all ranks have whole beside shards: adapters of models that arrive sharded, and `ignored_modules`."""
+"""Trainable parameters that all ranks have whole next to shards: adapters of models that arrive sharded, and `ignored_modules`."""
 
 import itertools
 import os
@@ -32,7 +32,7 @@ class Adapted(nn.Module):
 
 
 def adapt(model, seed=0):
-    """Put adapters beside two layers, of which one alone is left to train."""
+    """Put adapters next to two layers, of which one alone is left to train."""
     model.first = Adapted(model.first, seed)
     model.blocks[1][0] = Adapted(model.blocks[1][0], seed + 10)
     for name, parameter in model.named_parameters():
@@ -99,7 +99,7 @@ def check_adapters_of_a_sharded_model_train_as_on_one_process():
     for window in (1, 3):
         accelerator = fresh_accelerator(gradient_accumulation_steps=window)
         model, optimizer, values = equals_one_process(accelerator, arrived(), window, window)
-        assert optimizer.param_groups[0]["foreach"] is False, "torch's default on GPUs refuses DTensors beside others"
+        assert optimizer.param_groups[0]["foreach"] is False, "torch's default on GPUs refuses DTensors next to others"
         assert_same_everywhere([model.first.down, model.blocks[1][0].up], window)
         with shared_folder() as folder:
             place = os.path.join(folder, "state")

@@ -1,4 +1,4 @@
-"""Errors in collectives of a training loop reach every rank, and the processes can go on together afterwards."""
+"""Errors in collectives of a training loop reach every rank, and the processes can continue together afterwards."""
 
 import torch
 from expect import assert_all_close, assert_same_everywhere, raised

@@ -1,4 +1,4 @@
-"""Modules that some ranks leave out of a step: equal to one process with the batches of all ranks, whoever calls them."""
+"""Modules that some ranks omit of a step: equal to one process with the batches of all ranks, whichever ranks call them."""
 
 import torch
 from expect import assert_all_close, full, raised
@@ -128,7 +128,7 @@ def check_outputs_in_which_no_tensor_is_found() -> None:
     model = Wrapped()
     accelerator.conditional(model.pictures, given="pictures", inputs=torch.zeros(1, 6))
     model = accelerator.prepare(model)
-    model(*list(batches(world() ** 2 - 1, 0))[rank()])  # nobody calls it: nothing to join
+    model(*list(batches(world() ** 2 - 1, 0))[rank()])  # no rank calls it: nothing to join
     with raised(TypeError, "Wrapped.forward returned a type in which no tensor with gradients is found"):
         model(*list(batches(1, 0))[rank()])
 

@@ -1,4 +1,4 @@
-"""Checkpoints of DeepSpeed: exact at the same stage, at another one, on other ranks, and in other strategies; refused as a whole."""
+"""Checkpoints of DeepSpeed: exact at the same stage, at another one, on other ranks, and in other strategies; refused in full."""
 
 import itertools
 import os
@@ -75,7 +75,7 @@ def begun(strategy, width=5, mixed_precision="no", changed=False, teacher=False)
 
 
 def trained(strategy, folder=None, updates=range(3), **options):
-    """Train, save and go on; the losses after the save."""
+    """Train, save and continue; the losses after the save."""
     accelerator, objects = begun(strategy, **options)
     train(accelerator, *objects, updates=updates)
     if folder:
@@ -85,7 +85,7 @@ def trained(strategy, folder=None, updates=range(3), **options):
 
 
 def gone_on(strategy, folder, **options):
-    """Load into a run that began elsewhere, and go on; the losses."""
+    """Load into a run that began elsewhere, and continue; the losses."""
     accelerator, objects = begun(strategy, changed=True, **options)
     accelerator.load_state(folder)
     for teacher in accelerator._models[:-1]:

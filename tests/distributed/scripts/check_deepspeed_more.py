@@ -18,7 +18,7 @@ USUAL = ("check_",)
 
 
 class Experts(nn.Module):
-    """One expert for each row, so that ranks run experts in an order and number of their own."""
+    """One expert for each row, so that ranks run experts in a different order and number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ def sparse():
 
 
 def check_any_optimizer_trains_offloaded_states():
-    """Adagrad's schedule counts: ZeRO replaces that optimizer by one of its own."""
+    """Adagrad's schedule counts: ZeRO replaces that optimizer by another one."""
     for kind in (torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adagrad):
         losses, _, weights = plain(kind)
         for stage, options in ((1, {}), (2, {}), (3, {}), (3, {"offload_param_device": "cpu"})):
@@ -67,7 +67,7 @@ def check_what_offload_cannot_do_is_refused_on_every_rank():
     accelerator = engines(2)
     with raised(ValueError, "holds no parameter of Sequential"):
         accelerator.prepare(network(), made(network())[0], loader())
-    # Where one rank cannot build it, none goes on without.
+    # Where one rank cannot build it, none continues without.
     before = os.environ["PATH"]
     accelerator = engines(2, offload_optimizer_device="cpu")
     accelerator.deepspeed_plugin.deepspeed_config["zero_force_ds_cpu_optimizer"] = True

@@ -102,7 +102,7 @@ def check_equal_to_torchs_average_and_in_checkpoints() -> None:
                 train(*run[:3], range(STEPS))
                 require(run[1], run[3], STEPS, kind)
                 run[0].save_state(os.path.join(home, name))
-            # Each goes on from what each has saved.
+            # Each continues from what each has saved.
             for settings in strategies().values():
                 for source in strategies():
                     run = begun(kind, **settings())

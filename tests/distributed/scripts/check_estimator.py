@@ -56,7 +56,7 @@ class Exchanges(TorchDispatchMode):
 
 
 def counted(accelerator, windows=1, build=Net, loss_of=None):
-    """Take three steps, and return what the third exchanges: torch lays DDP's buckets anew in the second."""
+    """Take three steps, and return what the third exchanges: torch lays DDP's buckets again in the second."""
     torch.manual_seed(0)
     model = build()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -34,7 +34,7 @@ def dispatched(length, batch_size, error_at=None, **options):
 
 
 def by_width(rows):
-    """Each batch has a shape of its own."""
+    """Each batch has a separate shape."""
     width = 2 + rows[0]["index"] // 8
     wide = torch.tensor([(row["wide"] + [row["index"]] * width)[:width] for row in rows], dtype=torch.float32)
     return {"index": torch.tensor([row["index"] for row in rows]), "wide": wide, "name": [row["name"] for row in rows]}
@@ -94,7 +94,7 @@ def check_dispatched_loops_are_left_early_or_fail_together():
         assert batch["index"].tolist() == found[0]
         break
     assert not GradientState().in_dataloader
-    assert indices(loader) == found, "all processes left at the same batch and start anew"
+    assert indices(loader) == found, "all processes left at the same batch and start again"
     with raised(*((OSError,) if rank() == 0 else (RuntimeError, "OSError")), "row 5"):
         list(dispatched(12, 4, error_at=5, dispatch_batches=True))
     assert everywhere(1) == [1] * world()
@@ -134,7 +134,7 @@ def check_what_a_sampler_has_divided_is_read_as_it_is():
                 accelerator.save_state(folder)
                 break
         accelerator.load_state(folder)
-        assert sum(values(loader), []) == rest, "the interrupted epoch goes on, on every rank"
+        assert sum(values(loader), []) == rest, "the interrupted epoch continues, on every rank"
     loader = accelerator.prepare(DataLoader(range(3 * world()), batch_sampler=EveryOther()))
     assert values(loader) == [[rank()], [world() + rank()]], "all ranks stop together"
 
@@ -217,7 +217,7 @@ def check_a_slice_function_cuts_the_parts():
 
 
 def check_workers_forked_straight_after_a_collective_live():
-    """A worker that hangs in `os.fork` beside the threads of the process group shows as a loader that times out."""
+    """A worker that hangs in `os.fork` next to the threads of the process group shows as a loader that times out."""
     accelerator = fresh_accelerator()
     loader = DataLoader(torch.randn(8, 4), batch_size=2, shuffle=True, num_workers=2, timeout=30)
     model, loader = accelerator.prepare(nn.Linear(4, 1), loader)

@@ -100,13 +100,13 @@ def check_buffers_come_back():
         for tensor, old in zip((ids, base, view, wide), before, strict=True):
             assert torch.equal(tensor, old) and tensor.stride() == tensor.stride()
         assert torch.equal(gone, torch.arange(LENGTH)[mine])
-        # A backward that still needs a part which is whole again fails, and does not use the whole.
+        # A backward that still needs a part which is complete again fails, and does not use the whole.
         table = nn.Embedding(2 * LENGTH, 4)
         with accelerator.maybe_context_parallel([ids], [1]):
             late = table(ids).sum()
         with raised(RuntimeError, "modified by an inplace operation"):
             late.backward()
-        with accelerator.maybe_context_parallel():  # cut by hand
+        with accelerator.maybe_context_parallel():  # cut manually
             pass
 
 
@@ -446,7 +446,7 @@ def check_models_that_cannot_are_refused():
                 with raised(ValueError, *words):
                     model(**{"input_ids": ids, **wrong})
             expected = my_part(whole, accelerator, axis, 1)
-            real = right.bool()  # what comes out at padding is nobody's business
+            real = right.bool()  # the output at padding is undefined
             for out in (
                 model(ids, right),
                 model(input_ids=ids, attention_mask=right, position_ids=places),

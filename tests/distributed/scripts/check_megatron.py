@@ -1,4 +1,4 @@
-"""Megatron core on this machine's processors: it trains as plain torch does, gives weights back, saves and goes on."""
+"""Megatron core on this machine's processors: it trains as plain torch does, gives weights back, saves and continues."""
 
 import copy
 import os
@@ -140,7 +140,7 @@ def equal_to_plain(build, replicas=1, make_optimizer=adamw, loss_of=whole_loss, 
     assert accelerator.unwrap_model(objects[0]) is model
 
 
-# Core starts reductions and gathers while it computes; what is read afterwards is whole.
+# Core starts reductions and gathers while it computes; what is read afterwards is complete.
 OVERLAP = {"use_distributed_optimizer": True}
 OVERLAP |= {"other_megatron_args": {"overlap_grad_reduce": True, "overlap_param_gather": True}}
 ROPE = {"rope_type": "llama3", "rope_theta": 100.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -258,7 +258,7 @@ def falling(optimizer):  # each rate is made of the one before
 
 
 def resumes(schedule=rising, steps=STEPS, **plugin):
-    """A run that goes on from a checkpoint is the one that was not interrupted."""
+    """A run that continues from a checkpoint is the one that was not interrupted."""
     with shared_folder() as folder:
         accelerator, *objects = prepared(llama(), schedule, **plugin)
         losses = train(accelerator, *objects, steps=steps)
@@ -302,7 +302,7 @@ def check_the_ranks_of_a_layer_drop_the_same():
 
 
 def check_weights_alone():
-    """Saved without the optimizer they are asked for as such; a model that is evaluated loads them from any checkpoint."""
+    """Saved without the optimizer they are requested as such; a model that is evaluated loads them from any checkpoint."""
     with shared_folder() as folder:
         accelerator, *objects = prepared(llama(), tp_degree=2, no_save_optim=True)
         train(accelerator, *objects, steps=2)

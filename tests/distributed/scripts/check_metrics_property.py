@@ -45,7 +45,7 @@ class SizedStream(Rows, IterableDataset):
 
 
 class Batches:
-    """A batch sampler of its own kind, with batches of any size and no `batch_size`."""
+    """a separate batch sampler kind, with batches of any size and no `batch_size`."""
 
     def __init__(self, sizes):
         numbers = iter(range(sum(sizes)))
@@ -210,7 +210,7 @@ def rare(source, length, **others):
     return {**plain, "source": source, "length": length, **others}
 
 
-# Workers that share a stream: each of them ends with a round of its own, which is not the last one of the epoch.
+# Workers that share a stream: each of them ends with a separate round, which is not the last one of the epoch.
 RARE = (
     rare("stream", 11),
     rare("sized", 22, size=3),

@@ -78,7 +78,7 @@ def saves_on_main():
             "in step",
         )
     run.step()
-    # Who goes on after the error meets the others as if nothing had been.
+    # Who continues after the error meets the others as if nothing had been.
     run.save()
 
 

@@ -96,7 +96,7 @@ def check_one_dimension():
     same_as_one_process(lambda model: fully_shard(model, mesh=mesh), "FSDP2")
     offload = CPUOffloadPolicy(pin_memory=not CPU)
     same_as_one_process(lambda model: fully_shard(model, mesh=mesh, offload_policy=offload), "offloaded")
-    same_as_one_process(lambda model: tensor_parallel(model, mesh), "TP beside plain parameters")
+    same_as_one_process(lambda model: tensor_parallel(model, mesh), "TP next to plain parameters")
     reference, model = whole(), tensor_parallel(whole(), mesh)
     backward(reference)
     backward(model)
@@ -106,7 +106,7 @@ def check_one_dimension():
 
 
 def beside_a_plain_one(mesh, *placements):
-    """Distribute one gradient in one way, beside a plain one, and compare."""
+    """Distribute one gradient in one way, next to a plain one, and compare."""
     for norm_type in NORMS:
         value = torch.randn(5, 3, generator=torch.Generator().manual_seed(2)).to(DEVICE)
         expected = torch.cat([value.flatten(), value[0]])

@@ -1,4 +1,4 @@
-"""Collectives with two processes or more; by hand: accelerate launch --cpu --num_processes 2 check_operations.py."""
+"""Collectives with two processes or more; manually: accelerate launch --cpu --num_processes 2 check_operations.py."""
 
 import random
 from collections import UserDict, namedtuple
@@ -85,7 +85,7 @@ def check_gather_with_gradients() -> None:
         return torch.nn.functional.cross_entropy(own @ everyone.T, labels)
 
     (expected,) = torch.autograd.grad(contrast(rows @ weight, rows @ weight, 0), weight)
-    for whole in (True, False):  # each rank has the loss of all samples, or that of its own against all
+    for whole in (True, False):  # each rank has the loss of all samples, or that of its samples against all
         own = mine @ weight
         gathered = ACCELERATOR.gather({"a": own, "b": own.sum()}, differentiable=True)
         assert torch.equal(gathered["a"], ACCELERATOR.gather(own)) and gathered["b"].shape == (SIZE,)

@@ -79,7 +79,7 @@ def tools(model):
 
 
 def reference(model, steps=STEPS, every=1, skip=0, state=None):
-    """Train a copy in this process, on the batches of all ranks; return losses, norms, and the parts to go on with."""
+    """Train a copy in this process, on the batches of all ranks; return losses, norms, and the parts to continue with."""
     model = copy.deepcopy(model)
     optimizer, scheduler = state or tools(model)
     losses, norms = [], []
@@ -294,7 +294,7 @@ def saved_midway(folder, accelerator, model, split=None):
 
 
 def check_checkpoints():
-    """A run goes on with another schedule and number of stages, without a pipeline, and from one."""
+    """A run continues with another schedule and number of stages, without a pipeline, and from one."""
     model = Net(True)
     run = reference(model, every=2)
     with shared_folder() as folder:

@@ -72,7 +72,7 @@ def points(count=RANKS):
 
 @torch.no_grad()
 def check_batches_of_any_size():
-    """Cut by itself or as told, any number of samples and of micro-batches, and bit for bit what one process computes."""
+    """Split automatically or as told, any number of samples and of micro-batches, and bit for bit what one process computes."""
     for split, chunks, gathered in (("auto", None, True), (points(), 3, False)):
         torch.manual_seed(1)
         model = Layers()
@@ -199,7 +199,7 @@ class Branching(nn.Module):
 
 
 class Opaque:
-    """What nobody can take apart."""
+    """An opaque value."""
 
 
 def check_refused_at_first():
@@ -214,7 +214,7 @@ def check_refused_at_first():
         (Layers(), {"example_args": (torch.tensor(1.0),)}, ("batch dimension", "x of shape ()")),
         (Layers(), {"example_args": batch}, ("example_args is a tensor", "(tensor,)")),
         (Layers(), {**example, "num_chunks": 0}, ("num_chunks=0", "at least 1")),
-        (Layers(), {"example_args": (batch, Opaque())}, ("scale", "Opaque", "Leave it out")),
+        (Layers(), {"example_args": (batch, Opaque())}, ("scale", "Opaque", "Omit it")),
         (Layers(lambda x, states, logits: logits.sum()), example, ("returns it of shape ()", "labels")),
         (Layers(lambda x, states, logits: {"a": [Opaque()]}), example, ("Opaque (a[0])", "cannot be divided")),
         (Branching(), example, ("cannot trace Branching", "one graph")),
@@ -233,7 +233,7 @@ def check_refused_at_first():
 
 @torch.no_grad()
 def check_refused_at_calls():
-    """Arguments unlike the example are refused on every rank, and the pipeline goes on."""
+    """Arguments unlike the example are refused on every rank, and the pipeline continues."""
     model = Layers()
     batch, scale = rows(4), torch.rand(4, 1)
     expected = model(batch, scale)

@@ -78,7 +78,7 @@ def check_whole_and_local_sizes():
 
 
 def check_whole_gradients_while_nothing_is_exchanged():
-    """The figure of the note is what the memory report then finds, beside what it finds without."""
+    """The figure of the note is what the memory report then finds, next to what it finds without."""
     size = dist.get_world_size()
     for strategy in ("fsdp1", "fsdp2"):
         accelerator = accelerator_for(strategy)

@@ -1,4 +1,4 @@
-"""Runs that are told to stop: all ranks leave after the same step, and go on as if nothing had happened.
+"""Runs that are told to stop: all ranks leave after the same step, and continue as if nothing had happened.
 
 A run that leaves raises `Preempted` here, which is caught; so one launch does many cases. Real endings are in
 `preempted_run.py`.
@@ -85,7 +85,7 @@ def to_all_processes(part):
     """The rank and the worker processes of its loaders get it, as from a scheduler that signals all of a job."""
     if os.getpgid(0) != os.getpid():  # not started by the launcher
         os.setpgid(0, 0)
-    # From a process of its own: a worker obeys its parent.
+    # From a separate process: a worker obeys its parent.
     subprocess.run(["kill", "-TERM", "--", f"-{os.getpid()}"], check=True, start_new_session=True)
 
 

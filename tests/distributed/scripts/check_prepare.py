@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 class Counted(nn.Linear):
-    """A small model that counts how often its state is asked for."""
+    """A small model that counts how often its state is requested."""
 
     calls = 0
 

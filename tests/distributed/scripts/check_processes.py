@@ -72,7 +72,7 @@ def check_order():
 
 
 def check_a_live_accelerator_survives_a_reset():
-    """It gathers and trains, and a later one has settings of its own."""
+    """It gathers and trains, and a later one has different settings."""
     accelerator = fresh_accelerator(gradient_accumulation_steps=2)
     net = nn.Linear(2, 1)
     model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))

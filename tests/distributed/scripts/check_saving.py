@@ -1,4 +1,4 @@
-"""Checkpoints of several processes: published once, in the background, on nodes with disks of their own, loaded together."""
+"""Checkpoints of several processes: published once, in the background, on nodes with separate disks, loaded together."""
 
 import dataclasses
 import os
@@ -46,7 +46,7 @@ def check_what_is_saved_in_the_background_is_the_state_of_the_call():
             job.steps(1)
             expected.append(job.everything())
             job.accelerator.save_state()
-            job.steps(2)  # collectives of the training go on beside the save
+            job.steps(2)  # collectives of the training continue next to the save
         job.accelerator.wait_for_checkpoint()
         job.accelerator.wait_for_everyone()
         checkpoints = Path(folder, "checkpoints")
@@ -107,7 +107,7 @@ def check_one_whose_hook_fails_does_not_wait_for_those_that_wait_for_it():
 
         handle = job.accelerator.register_save_state_pre_hook(hook)
         # The others are let go by the failed rank, once it has its error: it would hang, if it waited for them.
-        with raised((OSError, RuntimeError), "the hook has no disk" if first else "wait in vain"):
+        with raised((OSError, RuntimeError), "the hook has no disk" if first else "cannot continue"):
             job.accelerator.save_state(folder)
         if first:
             dist.barrier(group)
@@ -195,13 +195,13 @@ def check_what_not_all_ranks_do_is_an_error_where_it_was_done():
 
 
 def every_node_has_its_own():
-    """Each rank is a node with a disk of its own at the same path."""
+    """Each rank is a node with a separate disk at the same path."""
     disk = os.environ["OWN_DISK"]
     project = ProjectConfiguration(disk, automatic_checkpoint_naming=True, total_limit=1, save_on_each_node=True)
     job = Job(project_config=ProjectConfiguration(save_on_each_node=True))
     assert job.accelerator.local_process_index == 0
     patience, storage.PATIENCE_S = storage.PATIENCE_S, 0.3
-    with raised(RuntimeError, "leave save_on_each_node=True out"):  # they share a disk
+    with raised(RuntimeError, "omit save_on_each_node=True"):  # they share a disk
         job.accelerator.save_state(os.path.join(os.environ["SHARED_DISK"], "c"))
     storage.PATIENCE_S = patience
     job.accelerator.wait_for_everyone()

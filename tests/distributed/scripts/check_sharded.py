@@ -83,7 +83,7 @@ def train(accelerator, model, optimizer, dtype=torch.float32):
 
 
 def weights(accelerator, model):
-    """The whole weights on rank 0, copied, nothing elsewhere."""
+    """The full weights on rank 0, copied, nothing elsewhere."""
     return {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
 
 
@@ -202,7 +202,7 @@ def check_items_resume_bit_for_bit():
 
 
 def check_an_optimizer_made_before_follows_into_another_accelerator():
-    """It had the old parameters, which nobody gives gradients to: its steps changed nothing."""
+    """It had the old parameters, which get no gradients: its steps changed nothing."""
     for version in (1, 2):
         first = fresh_accelerator(fsdp_plugin=sharding(version))
         model, optimizer = build()
@@ -408,7 +408,7 @@ def check_what_ranks_have_whole_is_written_as_the_first_has_it():
     accelerator = fresh_accelerator(fsdp_plugin=sharding(2, ignored_modules="none"))
     accelerator.state.fsdp_plugin.auto_wrap_policy = None
     model = accelerator.prepare(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
-    for buffer in model.buffers():  # each rank has statistics of its own batches
+    for buffer in model.buffers():  # each rank has statistics of its batches
         buffer.fill_(10 + rank())
     with shared_folder() as folder:
         accelerator.save_state(folder)
@@ -659,7 +659,7 @@ def contents(folder):
 
 
 def written_in_the_background(*kinds):
-    """Under a training that goes on: what is written is the state of the call, byte for byte that of a save that waits."""
+    """Under a training that continues: what is written is the state of the call, byte for byte that of a save that waits."""
     for kind in kinds:
         accelerator = fresh_accelerator(**kind)
         model, _ = build()
@@ -724,7 +724,7 @@ def four_replicas_share_the_writing():
         spread = {
             f"w{number}": distribute_tensor(one, mesh, [Replicate(), Shard(0)]) for number, one in enumerate(whole)
         }
-        # Of what is whole on all ranks, as of running statistics, the first rank's counts.
+        # Of what is complete on all ranks, as of running statistics, the first rank's counts.
         return {"model": {**spread, "mean": torch.full((2,), value + rank()), "epoch": int(value)}}
 
     original = dcp.DefaultSavePlanner.create_global_plan

@@ -1,7 +1,7 @@
 """Checkpoints of models that torch spreads over ranks: what one strategy writes any other loads, on any number of ranks.
 
-A trial trains a model under one strategy on some ranks, saves it, and goes on for two steps. Others load the checkpoint, find
-weights and optimizer bit for bit, and go on for the same two steps. Data are the same on all ranks; the numbers of ranks are
+A trial trains a model under one strategy on some ranks, saves it, and continues for two steps. Others load the checkpoint, find
+weights and optimizer bit for bit, and continue for the same two steps. Data are the same on all ranks; the numbers of ranks are
 those of process groups that a part of the processes forms, while the rest waits.
 """
 
@@ -169,7 +169,7 @@ class Stage:
         self.phase = 0
 
     def on(self, ranks, work, *arguments):
-        """Do something on the first ``ranks`` processes, in a process group of their own. All processes."""
+        """Do something on the first ``ranks`` processes, in a separate process group. All processes."""
         self.phase += 1
         if self.rank < ranks:
             store = dist.FileStore(os.path.join(self.folder, f"group{self.phase}"), ranks)
@@ -187,7 +187,7 @@ STAGE = Stage()
 
 
 def staged(ranks):
-    """Let a check run on so many ranks, with a name of its own for folders."""
+    """Let a check run on so many ranks, with a separate name for folders."""
 
     def stage(check):
         return functools.wraps(check)(lambda: STAGE.on(ranks, check, os.path.join(STAGE.folder, check.__name__)))
@@ -227,7 +227,7 @@ def read(folder, strategies):
     for strategy in strategies:
         job = Job(strategy, seed=1)
         if strategy.startswith("fsdp"):
-            job.step(0)  # an optimizer with a state of its own
+            job.step(0)  # an optimizer with a separate state
         job.load(folder)
         loaded = job.whole()
         losses = [job.step(number) for number in (3, 4)]

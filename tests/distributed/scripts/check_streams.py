@@ -159,7 +159,7 @@ class Pieces(IterableDataset):
 
 
 def check_metrics_of_pieces_have_each_sample_once():
-    for length in (6 * world(), 6 * world() + 1):  # a row that rank 0 alone has is left out, as it says
+    for length in (6 * world(), 6 * world() + 1):  # a row that rank 0 alone has is omitted, as it says
         accelerator, loader, made = prepare(Pieces(length), SHARDED)
         assert loader.total_batch_size == made.total_batch_size == 2 * world()
         found = sum((accelerator.gather_for_metrics(batch).tolist() for batch in ended(loader)), [])
@@ -200,7 +200,7 @@ def check_an_error_of_one_rank_reaches_all():
             *(mine if rank() == last else (RuntimeError, f"rank {last} failed", "OSError", "row 5", "batch 2"))
         ):
             rows(loader)
-        assert everywhere(1) == [1] * world(), "the ranks can go on together"
+        assert everywhere(1) == [1] * world(), "the ranks can continue together"
 
 
 def stored_positions_do_not_count_what_was_read_ahead():
@@ -247,7 +247,7 @@ def check_datapipes_are_divided_by_torch_or_by_us():
 
 
 def check_ranks_at_different_batches_are_refused():
-    """Rank 0 goes on in a loop that the others have left for another one."""
+    """Rank 0 continues in a loop that the others have left for another one."""
     _, loader, _ = prepare(own([20] * world()), DIVIDED)
     steps = iter(loader)
     next(steps)

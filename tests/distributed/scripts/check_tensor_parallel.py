@@ -167,7 +167,7 @@ def check_arrived_refused():
     with raised(ValueError, f"but {world()} process(es) are running"):
         accelerator.prepare(sharded())
     assert not accelerator.is_fsdp2
-    # Sizes that nobody gave are the model's.
+    # Sizes that are not given are the model's.
     accelerator = fresh_accelerator(parallelism_config=ParallelismConfig())
     accelerator.prepare(sharded())
     assert accelerator.is_fsdp2 and accelerator.parallelism_config.dp_shard_size == world()

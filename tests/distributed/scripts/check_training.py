@@ -80,7 +80,7 @@ def check_windows_at_the_end_of_a_loader():
 
 
 def check_windows_that_are_short():
-    """Three micro-batches an epoch in windows of two: the last one counts half, or wholly where that is asked for."""
+    """Three micro-batches an epoch in windows of two: the last one counts half, or wholly where that is requested."""
     for exact, weight in ((False, 0.5), (True, 1.0)):
         plugin = GradientAccumulationPlugin(num_steps=2, exact=exact)
         accelerator = fresh_accelerator(gradient_accumulation_plugin=plugin)
@@ -141,7 +141,7 @@ def check_backward_may_synchronise_after_unsynchronised_forwards():
     assert_same_everywhere(gradients(model))
     both = zip(whole_batch_gradients(accelerator, first), whole_batch_gradients(accelerator, second), strict=True)
     assert_all_close(gradients(model), [one + other for one, other in both])
-    model.zero_grad()  # training goes on as usual afterwards
+    model.zero_grad()  # training continues as usual afterwards
     accelerator.backward(mean_square(model, first[rank].to(device)))
     assert_all_close(gradients(model), whole_batch_gradients(accelerator, first))
 

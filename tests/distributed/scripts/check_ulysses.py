@@ -102,7 +102,7 @@ def train(accelerator, model, optimizer, scheduler, batches):
 
 
 def check_the_end_of_a_loop_that_was_left_is_not_that_of_the_next_one():
-    """When a generator is collected is nobody's to say: it may be in the middle of the next epoch."""
+    """When a generator is collected is undefined: it may be in the middle of the next epoch."""
     accelerator = shared()
     model, _, _, batches = prepared(accelerator)
     left, running = iter(batches), iter(batches)

@@ -17,7 +17,7 @@ STEPS = 20
 
 
 class Working(nn.Module):
-    """A layer whose forward takes a time of its own, however busy the machine is."""
+    """A layer whose forward takes a separate time, however busy the machine is."""
 
     def __init__(self, seconds):
         super().__init__()
@@ -54,7 +54,7 @@ def check_a_slow_rank_is_named():
     own = report.rows[rank()]
     assert abs(sum(own.shares) - 1) < 1e-9 and abs(own.step / wall - 1) < 0.05, (own, wall)
     assert abs(own.tokens * own.step / 32 - 1) < 1e-9
-    # Through 8 x 8 weights: forward, and the gradients of the weights; nobody asks for those of the inputs.
+    # Through 8 x 8 weights: forward, and the gradients of the weights; those of the inputs are not needed.
     assert round(own.flops * own.step) == 2 * 2 * 4 * 8 * 8
     if rank() < world() - 1:
         assert own.shares[PARTS.index("communication")] > 0.1, str(report)

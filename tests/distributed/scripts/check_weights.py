@@ -1,4 +1,4 @@
-"""Whole weights of sharded models: what they take of a process's memory while they come, and what is refused."""
+"""Full weights of sharded models: what they take of a process's memory while they come, and what is refused."""
 
 import ctypes
 from functools import partial
@@ -102,7 +102,7 @@ def check_a_stream_has_buffers_and_leaves_integers():
 
 
 def check_whole_parameters_are_lent():
-    """Inside they are whole, and what is changed is lost; afterwards each rank has its shards again, and gathers in each forward."""
+    """Inside they are complete, and what is changed is lost; afterwards each rank has its shards again, and gathers in each forward."""
     for name in ("fsdp1", "fsdp1-orig", "fsdp2"):
         accelerator = fresh_accelerator(**RUNS[name])
         torch.manual_seed(0)

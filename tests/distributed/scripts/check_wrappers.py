@@ -1,4 +1,4 @@
-"""What `prepare` puts around a model (data parallelism, compilation, autocast) does what was asked for."""
+"""What `prepare` puts around a model (data parallelism, compilation, autocast) does what was requested."""
 
 import contextlib
 

@@ -27,7 +27,7 @@ READING = ("pread", "listdir")
 
 
 class Board:
-    """Numbers in memory that a parent shares with its forks, so that they outlive whoever wrote them.
+    """Numbers in memory that a parent shares with its forks, so that they outlive the writer.
 
     begun: the last step whose save was called; saved: the last one whose checkpoint was there when the save returned; loaded:
     the step of what was loaded; phase: 1 + the index of the phase, or 0; fired: the injected failure came up; refused: a save
@@ -65,7 +65,7 @@ class Plan:
     rank: int = 0
     exchanges: bool = True  # the file system can exchange two folders in one step
     safe: bool = True  # weights are written as safetensors
-    leaves: bool = True  # what remains of the run is killed at once, or ends when a call failed; else it goes on
+    leaves: bool = True  # what remains of the run is killed at once, or ends when a call failed; else it continues
 
 
 class Points:
@@ -78,7 +78,7 @@ class Points:
 
     @contextlib.contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Count what happens meanwhile, in any thread, as part of a phase; one that lies in another one counts alone."""
+        """Count what happens meanwhile, in any thread, as part of a phase; one that is in another one counts alone."""
         self._enter(phase, 1)
         try:
             yield

@@ -2,7 +2,7 @@
 
 The program imports everything once and forks: processes that train, save and are killed, and for each of them one that has
 never seen anything, which loads what is left and compares it. All that a checkpoint holds is a function of the step that it
-claims, so whoever loads it can compute what must be in it.
+claims, so a loader can compute what must be in it.
 """
 
 import argparse
@@ -223,7 +223,7 @@ class Lab:
                     raise RuntimeError("the process with the store has ended")
                 running.remove(pid)
                 if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
-                    # Whoever is left must find out, and say so.
+                    # The remaining ranks must find out, and report it.
                     killed = True
                     if plan.leaves:
                         for other in running:
@@ -253,9 +253,9 @@ def _be_rank(rank: int, world: int, port: int, number: int) -> None:
     """Be a process that a launcher has started, and meet the others in the store that the launcher holds."""
     variables = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world}
     os.environ.update({name: str(value) for name, value in variables.items()})
-    # Whoever is left alone finds out at once.
+    # The last remaining rank finds out at once.
     checkpoint_ranks.ASK_WRITERS_AFTER_S = checkpoint_ranks.ASK_WRITERS_AGAIN_S = checkpoint_ranks.ASK_AFTER_S = 0.2
-    # A store serves all runs, each under a prefix of its own.
+    # A store serves all runs, each under a separate prefix.
     store = dist.PrefixStore(f"run {number}", dist.TCPStore("127.0.0.1", port, is_master=False))
     dist.init_process_group("gloo", rank=rank, world_size=world, store=store)
 

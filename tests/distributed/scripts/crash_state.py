@@ -1,4 +1,4 @@
-"""A run without training, all of whose state is a function of the step: whoever loads it can compute what it must be."""
+"""A run without training, all of whose state is a function of the step: a loader can compute what it must be."""
 
 import dataclasses
 import random
@@ -121,7 +121,7 @@ class Run:
         self.accelerator.save_state(target, safe_serialization=safe, blocking=blocking)
 
     def load(self, missing_ok: bool = False) -> bool:
-        """Load the newest checkpoint; say whether there was one."""
+        """Load the newest checkpoint; return whether there was one."""
         target = None if self.chain.limit is not None else self.chain.target
         found = self.accelerator.load_state(target, latest=target is None or missing_ok, missing_ok=missing_ok)
         if found is not None:

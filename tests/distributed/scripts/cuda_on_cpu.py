@@ -22,7 +22,7 @@ class CudaOnCpu(TorchFunctionMode):
         name = getattr(function, "__name__", "")
         if name == "cuda":
             return arguments[0]
-        if name == "type" and len(arguments) == 1:  # core asserts that gradients lie on a GPU
+        if name == "type" and len(arguments) == 1:  # core asserts that gradients are on a GPU
             return function(*arguments).replace("torch.", "torch.cuda.")
         keywords = {key: _on_host(value) for key, value in (keywords or {}).items()}
         return function(*map(_on_host, arguments), **keywords)

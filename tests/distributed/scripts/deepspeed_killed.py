@@ -1,4 +1,4 @@
-"""Kills a DeepSpeed job while it saves, again and again: the checkpoint of that name is whole each time, and the next run goes on from it.
+"""Kills a DeepSpeed job while it saves, again and again: the checkpoint of that name is complete each time, and the next run continues from it.
 
 DeepSpeed is imported once; each run is forked. The ranks say in a pipe when a save begins and ends, so that kills fall within saves.
 """

@@ -101,7 +101,7 @@ def everywhere(value) -> list:
 def shared_folder() -> Iterator[str]:
     state = PartialState()
     names = broadcast_object_list([tempfile.mkdtemp() if state.is_main_process else None])
-    # After an error the ranks do not meet again, so nobody waits then and the folder stays.
+    # After an error the ranks do not meet again, so no rank waits then and the folder stays.
     yield names[0]
     state.wait_for_everyone()
     if state.is_main_process:

@@ -2,7 +2,7 @@
 
     preempted_run.py FOLDER HOLD
 
-Each start goes on where the one before was stopped. After HOLD micro-batches (0 for never) rank 0 says so on standard output, and
+Each start continues where the one before was stopped. After HOLD micro-batches (0 for never) rank 0 prints it on standard output, and
 waits for its signal. A start that comes to the end also trains without interruption, and compares.
 """
 

@@ -77,7 +77,7 @@ class StreamWithState(Stream):
 
 
 class Ordered(Epochs, Sampler):
-    """A custom sampler, whose order a function of length and epoch returns anew for each epoch."""
+    """A custom sampler, whose order a function of length and epoch returns again for each epoch."""
 
     def __init__(self, length: int, order: Callable[[int, int], list]) -> None:
         self.length, self.order = length, order

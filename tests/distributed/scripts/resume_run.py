@@ -50,7 +50,7 @@ class Case:
     accumulation: int = 1
     epochs: int = 3
     saves: tuple = ()  # `EPOCH-STEP`, `EPOCH-last` (after the last batch, inside the loop) or `EPOCH-after` (the loop)
-    resumes: tuple = ()  # ways to go on, see `Job.train`
+    resumes: tuple = ()  # ways to continue, see `Job.train`
     leave: tuple | None = None  # epoch and step at which the loop is left with break
     rng_types: tuple | None = None
 
@@ -114,7 +114,7 @@ class Job:
     def train(self, log, save=None, resume=None, gather=False):
         """Train to the end, and log the steps; `save` is called with the name of each place where a run may save.
 
-        A run goes on with `resume`: "load" iterates as ever, "skip" leaves out what is behind with `skip_first_batches`, "skip
+        A run continues with `resume`: "load" iterates as ever, "skip" omits what is behind with `skip_first_batches`, "skip
         all" does the latter after a whole epoch, counted as such. `gather` logs the numbers that `gather_for_metrics` returns.
         """
         save = save or (lambda name: None)
@@ -272,7 +272,7 @@ def saved_and_left(plan):
 
 
 def refuse(plan):
-    """What cannot go on is refused on every rank, and nothing has changed."""
+    """What cannot continue is refused on every rank, and nothing has changed."""
     case, job, folder = saved_and_left(plan)
     for changes, fragments in (
         ({"length": 30}, ("30 samples", "14 samples")),
@@ -291,7 +291,7 @@ def refuse(plan):
 
 
 def begin_anew(plan):
-    """With `continue_after_load=False` an epoch begins anew, unless a skip asks for its rest."""
+    """With `continue_after_load=False` an epoch begins again, unless a skip asks for its rest."""
     case, job, folder = saved_and_left(plan)
     told = {}
     for continues in (True, False):
@@ -303,7 +303,7 @@ def begin_anew(plan):
     steps = len(job.loader)
     assert len(told[True, 0]) == steps - 2 and told[True, 0] == told[True, 2] == told[False, 2]
     assert len(told[False, 0]) == steps
-    job.accelerator.print("ok anew")
+    job.accelerator.print("ok again")
 
 
 def everything(job):

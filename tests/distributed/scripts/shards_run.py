@@ -42,7 +42,7 @@ while True:
     for value in values():
         value.fill_(counter.state["step"])
     accelerator.save_state(blocking=False)
-    for value in values():  # the training goes on
+    for value in values():  # the training continues
         value.fill_(-1)
     accelerator.backward(model(torch.ones(1, 512)).sum())
     optimizer.zero_grad()

@@ -1,6 +1,6 @@
 """Twenty steps with what people do on shards, equal to plain torch in one process, and gone on with on other numbers of ranks.
 
-twenty_steps.py FOLDER train|resume[,...] FROM [FEATURE ...]: `train` saves after step 10 into FOLDER/NUMBER OF RANKS, `resume` goes on from
+twenty_steps.py FOLDER train|resume[,...] FROM [FEATURE ...]: `train` saves after step 10 into FOLDER/NUMBER OF RANKS, `resume` continues from
 FOLDER/FROM. Each feature says `ok train NAME` or how far it is from plain torch; that is an error when all have run.
 """
 
@@ -67,7 +67,7 @@ class Net(nn.Module):
 
 
 class Feature:
-    """Rows that the ranks divide, two batches a step, under FSDP2: what a feature has unless it says something else."""
+    """Rows that the ranks divide, two batches a step, under FSDP2: what a feature has unless it overrides it."""
 
     needs = ""  # a library
     batches = 2  # of a step
@@ -249,7 +249,7 @@ class Packed(Language):
         return aggregate_loss(loss, (shifted != -100).sum(), group=mesh)
 
     def alone(self, model):
-        """Each document by itself."""
+        """Each document separately."""
 
         def call(input_ids, position_ids, use_cache):
             starts = (position_ids[0] == 0).nonzero().flatten().tolist()
@@ -304,7 +304,7 @@ class EightBits(Feature):
 
 
 class Precision(Feature):
-    """Norms in float32, all else in bfloat16; plain torch computes each rank's batch by itself, too.
+    """Norms in float32, all else in bfloat16; plain torch computes each rank's batch separately, too.
 
     Another last bit of a weight may be another bfloat16; norms in bfloat16 would be 6e-4 away.
     """
@@ -333,7 +333,7 @@ class Precision(Feature):
 
 
 class Average(Feature):
-    """A moving average beside the weights."""
+    """A moving average next to the weights."""
 
     def watched(self, accelerator, model):
         if accelerator is None:
@@ -491,7 +491,7 @@ def main():
     for name in chosen or FEATURES:
         feature = FEATURES[name]
         if feature.needs and importlib.util.find_spec(feature.needs) is None:
-            say(f"left out {name}: {feature.needs} is not installed")
+            say(f"omitted {name}: {feature.needs} is not installed")
             continue
         begun, wanted, place = time.monotonic(), by_plain_torch(feature), name.replace(" ", "_").replace(",", "")
         for phase in phases.split(","):

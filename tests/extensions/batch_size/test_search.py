@@ -15,7 +15,7 @@ from accelerate.utils import memory
 
 @pytest.fixture(autouse=True)
 def few_objects():
-    """Each attempt collects garbage; leave out what a long test session has alive, which takes half a second a time."""
+    """Each attempt collects garbage; omit what a long test session has alive, which takes half a second a time."""
     gc.freeze()
     yield
     gc.unfreeze()

@@ -86,7 +86,7 @@ def test_tied_weights_are_one_again_when_hooks_are_taken_off(home, tmp_path):
     remove_hook_from_submodules(model)
     assert model.emb.weight is model.head.weight and torch.equal(model(x), plain)
     disk_offload(model, tmp_path)
-    model.head = nn.Linear(4, 4, bias=False)  # a new head is nobody's twin
+    model.head = nn.Linear(4, 4, bias=False)  # a new head has no twin
     remove_hook_from_submodules(model)
     assert model.emb.weight.device.type == "cpu"
 
@@ -108,7 +108,7 @@ def test_weights_that_nobody_has_are_named_before_anything_is_changed(tmp_path):
     save_file({"1.weight": torch.ones(2, 2), "1.bias": torch.ones(2)}, tmp_path / "m.safetensors")
     index = {name: {"safetensors_file": str(tmp_path / "m.safetensors")} for name in ("1.weight", "1.bias")}
     for device_map in ({"0": "cpu", "1": "disk", "2": "cpu"}, {"": "disk"}):
-        with pytest.raises(ValueError, match=r"meta device and nobody has their data: 0\.bias .*0\.weight"):
+        with pytest.raises(ValueError, match=r"meta device and their data is missing: 0\.bias .*0\.weight"):
             dispatch_model(model, device_map, offload_index=index)
         assert not any("_hf_hook" in module.__dict__ for module in model.modules())
     dispatch_model(model, {"0": "meta", "1": "disk", "2": "meta"}, main_device="cpu", offload_index=index)
@@ -119,13 +119,13 @@ def test_models_without_data_are_not_offloaded(tmp_path, inputs):
     with init_empty_weights():
         model = Net().eval()
     for call in (lambda: cpu_offload(model), lambda: disk_offload(model, tmp_path)):
-        with pytest.raises(ValueError, match=r"nobody has their data: linear1\.bias"):
+        with pytest.raises(ValueError, match=r"their data is missing: linear1\.bias"):
             call()
         assert not any("_hf_hook" in module.__dict__ for module in model.modules()) and list(tmp_path.iterdir()) == []
     full = Net().eval()
     cpu_offload(model, "cpu", state_dict=full.state_dict())
     assert torch.equal(model(inputs), full(inputs))
-    with pytest.raises(ValueError, match="nobody has their data"):
+    with pytest.raises(ValueError, match="their data is missing"):
         disk_offload(model, tmp_path)  # the hooks have it, but only they
 
 

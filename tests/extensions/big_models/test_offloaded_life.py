@@ -284,7 +284,7 @@ load_checkpoint_and_dispatch(model, sys.argv[1], {"": "disk"}, dtype=torch.float
 x = torch.randn(2, 6)
 for _ in range(3):
     assert torch.equal(model(x), plain(x))
-warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: a fork beside the threads of libraries
+warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: a fork next to the threads of libraries
 child = os.fork()
 if child == 0:
     signal.alarm(60)

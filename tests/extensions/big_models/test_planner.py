@@ -1,4 +1,4 @@
-"""Where modules go: what holds for every model, what is mended in comparison with 1.15.0, and what it costs."""
+"""Where modules go: what holds for every model, what is fixed in comparison with 1.15.0, and what it costs."""
 
 import logging
 import warnings

@@ -85,7 +85,7 @@ def test_the_order_is_learned_in_the_first_forward(model, inputs, tmp_path):
         for _ in range(3):
             assert torch.equal(model(inputs), plain)
     assert read_ahead == [False] * 5 + [True] * 10
-    # A part called by itself reads when it needs, and so do copies.
+    # A part that is called directly reads when it needs, and so do copies.
     with arrivals() as read_ahead:
         model.layers[1](inputs)
     assert not any(read_ahead)
@@ -101,7 +101,7 @@ def test_another_way_through_the_model_is_read_as_it_comes(model, inputs, tmp_pa
 
 
 class _Device:
-    """Computes what it is given when the test says so; it notes what the reading thread does."""
+    """Computes what it is given when the test allows it; it notes what the reading thread does."""
 
     def __init__(self):
         self.given, self.noted = [], queue.SimpleQueue()

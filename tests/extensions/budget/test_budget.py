@@ -1,4 +1,4 @@
-"""Batches by a budget of tokens: what is in them, what ranks do together, and going on."""
+"""Batches by a budget of tokens: what is in them, what ranks do together, and continuing."""
 
 from collections import Counter
 

@@ -93,7 +93,7 @@ def test_verify(accelerate, project, tmp_path):
     assert "  optimizer.bin is missing" in out
     assert "epoch_1 has no manifest; nothing to verify by. It has:\n  " in out
     assert [line.split()[0] for line in out.splitlines()[-3:-1]] == ["model.safetensors", "optimizer.bin"]
-    assert "3 of 6 checkpoints are whole." in out
+    assert "3 of 6 checkpoints are complete." in out
     for nothing in (tmp_path, tmp_path / "nowhere"):
         assert len(run(accelerate, "verify", nothing, status=2).splitlines()) == 1
 
@@ -214,7 +214,7 @@ def test_prune_looks_again_after_asking(accelerate, tmp_path, monkeypatch):
 
     class Answer(Terminal):
         def readline(self):
-            samples.write(tmp_path / "checkpoint_0", age=5)  # a run goes on there
+            samples.write(tmp_path / "checkpoint_0", age=5)  # a run continues there
             return "y\n"
 
     monkeypatch.setattr(sys, "stdin", Answer())
@@ -331,7 +331,7 @@ def test_object_store(accelerate, store, tmp_path, monkeypatch):
     out = run(accelerate, "ls", store)
     assert [row[:2] for row in rows(out)[2:]] == [["checkpoint_1", "1"], ["checkpoint_2", "2"]]
     assert "incomplete: optimizer.bin is missing" in out
-    assert "2 of 3 checkpoints are whole." in run(accelerate, "verify", store, status=1)
+    assert "2 of 3 checkpoints are complete." in run(accelerate, "verify", store, status=1)
     assert "5 with 66 numbers" in run(accelerate, "info", f"{store}/checkpoint_2")
     copies = tmp_path / "copies"
     copies.mkdir()

@@ -36,7 +36,7 @@ def test_a_project_folder(tmp_path):
         with pytest.raises(FileNotFoundError, match="no such folder"):
             look(storage_of(tmp_path / "nowhere"))
     names = {one.name for one in found(tmp_path)}
-    samples.foreign(tmp_path)  # weights beside checkpoints are none
+    samples.foreign(tmp_path)  # weights next to checkpoints are none
     assert {one.name for one in found(tmp_path)} == names
 
 
@@ -74,7 +74,7 @@ def test_of_a_foreign_checkpoint_files_that_no_reader_can_open_are_named(tmp_pat
     folder = samples.foreign(tmp_path / "epoch_0")
     (one,) = inspect.survey(storage_of(tmp_path))
     torch.save({"weight": torch.zeros(2)}, folder / "whole.pt")
-    torch.save(samples.foreign, folder / "code.pt")  # no plain data: nothing tells whether it is whole
+    torch.save(samples.foreign, folder / "code.pt")  # no plain data: nothing tells whether it is complete
     (folder / "whole.json").write_text("{}")
     assert inspect.verify(one) == []
     for name, size in (("whole.pt", 300), ("whole.json", 1), ("model.safetensors", 100)):

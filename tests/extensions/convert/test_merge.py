@@ -26,7 +26,7 @@ def net():
 
 @pytest.fixture
 def shards(place, net):
-    """The shards of a checkpoint as three ranks write it, with an optimizer beside."""
+    """The shards of a checkpoint as three ranks write it, with an optimizer next to."""
     optimizer = torch.optim.AdamW(net[:1].parameters())
     net[0](torch.ones(2, 8)).sum().backward()
     optimizer.step()
@@ -89,7 +89,7 @@ def test_merge_and_clean_up(sharded, tmp_path):
     with pytest.raises(ValueError, match="Did you mean .*pytorch_model_fsdp_0"):
         utils.merge_fsdp_weights(folder.parent, tmp_path)
     for target in (folder, folder / "merged"):
-        with pytest.raises(ValueError, match="lies in checkpoint_dir"):
+        with pytest.raises(ValueError, match="is in checkpoint_dir"):
             utils.merge_fsdp_weights(folder, target, remove_checkpoint_dir=True)
     assert (folder / ".metadata").exists()
     utils.merge_fsdp_weights(folder, tmp_path / "merged", safe_serialization=False, remove_checkpoint_dir=True)

@@ -158,7 +158,7 @@ def test_two_layouts_at_once_and_files_of_single_ranks(tmp_path, full, trained):
 @pytest.mark.parametrize("listed", [True, False])
 @pytest.mark.parametrize("name", ["scheduler.bin", "model.safetensors", "folder/notes.txt"])
 def test_what_links_lead_to_outside_is_not_copied(tmp_path, full, name, listed):
-    """Whoever is given a checkpoint must not get what a link in it finds on the machine that converts it."""
+    """A user who gets a checkpoint must not get what a link in it finds on the machine that converts it."""
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     if name == "folder/notes.txt":

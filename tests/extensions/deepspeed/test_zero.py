@@ -44,7 +44,7 @@ def whole(values, order):
 
 
 def sliced(order):
-    """Stages 1 and 2: what each rank has of one flat tensor, and where the parameters lie in it."""
+    """Stages 1 and 2: what each rank has of one flat tensor, and where the parameters are in it."""
     length = -(-sum(shape.numel() for shape in SHAPES.values()) // RANKS)
     for rank in range(RANKS):
         first, last, begin, places = rank * length, (rank + 1) * length, 0, {}

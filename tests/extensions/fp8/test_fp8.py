@@ -17,7 +17,7 @@ ATTRIBUTES = ("fp8_recipe_handler", "te_recipe_handler", "ao_recipe_handler", "m
 
 @pytest.fixture
 def installed(monkeypatch):
-    """Say which libraries are installed; nothing of them is imported."""
+    """Return which libraries are installed; nothing of them is imported."""
 
     def say(*kinds):
         for kind, engine in fp8.ENGINES.items():
@@ -31,7 +31,7 @@ def installed(monkeypatch):
 
 @pytest.fixture
 def capability(monkeypatch):
-    """Say which GPU there is."""
+    """Return which GPU there is."""
 
     def say(major, minor, name="A GPU"):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (major, minor))

@@ -149,7 +149,7 @@ def test_a_watcher_ends_with_its_group():
     gc.collect()
     watcher._thread.join(10)
     assert not watcher._thread.is_alive()
-    watcher.end()  # nobody is left to be told
+    watcher.end()  # no rank is left
 
 
 class Broken:

@@ -131,7 +131,7 @@ def test_a_rank_that_ends_or_waits_for_one_that_failed_is_not_waited_for(asking,
         asking.watchers[1].end()
     asking.join(0, 2)
     assert type(asking.raised[0]) is (OSError if fails else RuntimeError) and type(asking.raised[2]) is RuntimeError
-    assert f"The others wait in vain: rank 1 {'is at' if waits else 'has ended'}" in str(asking.raised[2])
+    assert f"The others cannot continue: rank 1 {'is at' if waits else 'has ended'}" in str(asking.raised[2])
 
 
 def test_the_second_rank_asks_where_the_first_has_been_killed(asking, monkeypatch):
@@ -139,7 +139,7 @@ def test_the_second_rank_asks_where_the_first_has_been_killed(asking, monkeypatc
     real, killed = time.sleep, threading.Event()
 
     def sleep(seconds):
-        if threading.current_thread() is asking.threads.get(0):  # which has come and asks nobody yet
+        if threading.current_thread() is asking.threads.get(0):  # which has come and has not asked yet
             killed.set()
             raise SystemExit
         real(seconds)

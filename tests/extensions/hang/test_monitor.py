@@ -189,8 +189,8 @@ BEHIND = [at(0, world=5), at(2, world=5)]
     ([*BEHIND, at(1, world=5, pair=3, waits=True)], []),
     ([*BEHIND, at(1, world=9)], []),  # it computes, and gloo counts messages between two ranks as well
     ([*BEHIND, at(1, world=6, waits=True, inside=RECEIVES)], []),  # for a message
-    ([*BEHIND, at(1, world=6, waits=True, inside="time.sleep")], []),  # what it has started goes on beside it
-    # On a GPU it does not matter where one stands still.
+    ([*BEHIND, at(1, world=6, waits=True, inside="time.sleep")], []),  # what it has started continues next to it
+    # On a GPU the line of the pause does not matter.
     ([at(rank, 1, world=5 + rank % 2, backend="nccl") for rank in range(3)], [1]),
     ([at(0), at(1, 3, waits=True), at(2)], []),  # without counters waiting must last
     ([at(0), at(1, 7, waits=True), at(2)], [1]),

@@ -69,7 +69,7 @@ def until(found):
         if result := found():
             return result
         time.sleep(0.02)
-    raise AssertionError("waited in vain")
+    raise AssertionError("waited without effect")
 
 
 def test_a_late_launcher_does_not_disturb(at, pair, join):
@@ -96,7 +96,7 @@ def test_the_number_of_a_launcher_that_ended_while_it_waited_is_free(at, join):
     (waited, *others) = join(former, first)  # the third one is missing
     assert isinstance(waited, RunError) and all("machine 2 of 3" in str(error) for error in (waited, *others))
     former._stop_heartbeat()  # without a word, as if it was killed
-    # Within a second of its end nobody can know of it, and a round would begin with it; this wait is longer.
+    # Within a second of its end no launcher can know of it, and a round would begin with it; this wait is longer.
     assert all("machine 2 of 3" in str(error) for error in join(first, new))
     all_well(join(first, new, at(2, machines=3)))
     assert (new.machine, new.round) == (1, 0)

@@ -30,7 +30,7 @@ def notes(tmp_path, monkeypatch):
 
 @pytest.fixture
 def begin(notes, tmp_path):
-    """Begin to run a function of the script in a program of its own; it is gone at the end."""
+    """Begin to run a function of the script in a separate program; it is gone at the end."""
     running = []
 
     def run(name, keywords=None, **options):

@@ -428,7 +428,7 @@ def test_ranks_create_their_files_in_the_store(base):
 
 
 class Broken(Exception):
-    """Of whoever writes a file."""
+    """Of the writer of a file."""
 
 
 @pytest.mark.parametrize("error", [Broken("no"), ConnectionResetError("reset"), PermissionError("no")])
@@ -499,7 +499,7 @@ def test_removing_takes_few_requests_and_is_told_where_it_is_refused(memory, mon
         calls = meddle(patch, memory, "rm", lambda: None)
         storage.remove()
     assert storage.state().kind == "absent" and len(calls) < 5
-    # A store that removes many objects in one request leaves out those that it refuses to remove.
+    # A store that removes many objects in one request omits those that it refuses to remove.
     storage = save(URL)
     monkeypatch.setattr(memory, "rm", lambda self, path, **options: None)
     with failing(monkeypatch, memory, "rm_file", PermissionError("locked"), "/model"):

@@ -1,4 +1,4 @@
-"""Sizes of models: the arithmetic by hand and against what torch allocates, and the command. The Hub is never asked."""
+"""Sizes of models: the arithmetic manually and against what torch allocates, and the command. The Hub is never asked."""
 
 import json
 import re
@@ -154,7 +154,7 @@ def config(place):
     return write
 
 
-# By hand: a layer has four 16 x 16, three 16 x 32, and two norms; then the last norm, and a table of 100 x 16.
+# Manually: a layer has four 16 x 16, three 16 x 32, and two norms; then the last norm, and a table of 100 x 16.
 BARE = 3 * (4 * 16 * 16 + 3 * 16 * 32 + 2 * 16) + 16 + 100 * 16
 
 

@@ -1,4 +1,4 @@
-"""What a step takes on a GPU: as said, beside what the allocator of an H200 counted in runs of `benchmarks/estimates.py`."""
+"""What a step takes on a GPU: as said, next to what the allocator of an H200 counted in runs of `benchmarks/estimates.py`."""
 
 import pytest
 import torch

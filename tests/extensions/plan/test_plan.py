@@ -1,4 +1,4 @@
-"""Plans: which layouts fit and which do not, the file that launching takes, and the estimate beside what torch allocates."""
+"""Plans: which layouts fit and which do not, the file that launching takes, and the estimate next to what torch allocates."""
 
 import json
 import os
@@ -54,7 +54,7 @@ def batch(size, sequence):
 
 
 def test_activations_are_measured_and_blocks_that_are_left_out_are_put_back():
-    """By hand: each block keeps its output, 64 numbers a token, for itself and the next one."""
+    """Manually: each block keeps its output, 64 numbers a token, for itself and the next one."""
     profile = measure(Net, batch, Layout(micro_batch=2), 8)
     kept = 4 * 64 * 16
     forward = [segment for segment in profile.segments if not segment.backward and segment.unit]
@@ -236,7 +236,7 @@ def test_experts_are_split_where_a_model_can_split_them(accelerate, place):
     sent = {(each.dimension, each.collective): each.bytes for each in traffic(profile, split)}
     gathered = {(each.dimension, each.collective): each.bytes for each in traffic(profiles.of(whole), whole)}
     assert gathered["dp_shard", "reduce_scatter"] - sent["dp_shard", "reduce_scatter"] == 2 * experts
-    # Two tokens' worth of numbers of each token there and back, in forward and backward, beside the counts.
+    # Two tokens' worth of numbers of each token there and back, in forward and backward, next to the counts.
     assert sent["ep", "all_to_all"] == 5 * (4 * 2 * 32 * 64 * 2 + 2 * 2 * 8)
 
 

@@ -1,4 +1,4 @@
-"""Preemption: a signal to one rank, to all processes or to the launcher makes the run save, leave with 75, and go on later."""
+"""Preemption: a signal to one rank, to all processes or to the launcher makes the run save, leave with 75, and continue later."""
 
 import os
 import signal
@@ -33,7 +33,7 @@ class Job:
 
 
 def finish(folder: Path, **options: int) -> None:
-    """Submit the run again; it goes on to its end and compares itself with one that was never interrupted."""
+    """Submit the run again; it continues to its end and compares itself with one that was never interrupted."""
     assert "equal" in Job(folder, **options).end(status=0)
 
 

@@ -256,7 +256,9 @@ def test_ranks_that_are_at_different_steps_do_not_vote(tmp_path):
 @pytest.mark.parametrize("automatic", [False, True])
 def test_numbers_go_on_after_those_that_are_there(tmp_path, automatic):
     for count in range(3):
-        run = Run(tmp_path, automatic_checkpoint_naming=automatic)  # begins anew each time, and must save all the same
+        run = Run(
+            tmp_path, automatic_checkpoint_naming=automatic
+        )  # begins again each time, and must save all the same
         assert run.train(told_at=1).location.endswith(f"checkpoint_{count}")
     run = Run(tmp_path, automatic_checkpoint_naming=automatic)
     assert str(run.accelerator.load_state(latest=True)).endswith("checkpoint_2")

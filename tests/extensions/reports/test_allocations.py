@@ -38,7 +38,7 @@ def test_the_peak_of_a_step_is_told_apart_by_kind_and_module():
     assert kinds[allocations.PARAMETERS] == kinds[allocations.OPTIMIZER] == 2 * WEIGHTS
     assert kinds[allocations.GRADIENTS] <= 2 * WEIGHTS and kinds[allocations.EXCHANGED] == 2000
     assert kinds[allocations.PROGRAM] == 1000 * 64 * 4  # the data
-    # The output of the first layer is kept for its successor's gradient, and that is made beside it.
+    # The output of the first layer is kept for its successor's gradient, and that is made next to it.
     assert 1000 * 64 * 4 <= kinds[allocations.ACTIVATIONS] <= 4 * 1000 * 64 * 4
     assert modules["*"] >= 4 * WEIGHTS + 1000 * 64 * 4
     assert torch.UntypedStorage.resize_ is resize

@@ -1,4 +1,4 @@
-"""The time of a step, by hand: arithmetic at a part of the peak rate, exchanges that are waited for, and those that are hidden."""
+"""The time of a step, manually: arithmetic at a part of the peak rate, exchanges that are waited for, and those that are hidden."""
 
 import pytest
 

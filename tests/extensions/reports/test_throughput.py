@@ -109,7 +109,7 @@ def test_flops_are_counted_once_and_scaled_by_tokens(training):
     assert "MFU: the peak FLOPS of this device are not known" in str(report)
     with pytest.raises(RuntimeError, match="no measured step on rank"):
         accelerator.throughput_report()
-    accelerator.throughput()  # begins anew, without a step
+    accelerator.throughput()  # begins again, without a step
     with pytest.raises(RuntimeError, match="no measured step on rank"):
         accelerator.throughput_report()
     accelerator.free_memory()

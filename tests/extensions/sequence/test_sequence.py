@@ -70,7 +70,7 @@ def first_rank(monkeypatch):
 
 @pytest.fixture
 def torch_calls(monkeypatch):
-    """Record what torch's context parallelism is asked for, and cut as it does: in the tensors' own memory."""
+    """Record what torch's context parallelism is requested, and cut as it does: in the tensors' own memory."""
     calls, options = [], SimpleNamespace()
 
     @contextlib.contextmanager
@@ -114,7 +114,7 @@ def test_an_accelerator_gets_torchs_own(torch_calls, strategy):
         F.scaled_dot_product_attention(q, q, q, is_causal=True)
         imported_by_name(q, q, q, is_causal=True)
         for call in (F.scaled_dot_product_attention, imported_by_name):
-            with pytest.raises(ValueError, match="whole"):
+            with pytest.raises(ValueError, match="the full one"):
                 call(q, q, q, attn_mask=torch.ones(4, 4, dtype=torch.bool))
     assert F.scaled_dot_product_attention is PLAIN and region.active is None
     assert torch.equal(ids, torch.arange(16).reshape(2, 8))

@@ -116,7 +116,7 @@ def test_what_else_srun_says():
     {**SRUN, "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "1", "SLURM_STEP_NUM_NODES": "1", "SLURM_PROCID": "0"},
     {**SRUN, "RANK": "0", "WORLD_SIZE": "1"},
     {**MPIRUN, "RANK": "3", "WORLD_SIZE": "8"},
-    {"WORLD_SIZE": "8"},  # exported by hand, and nobody else speaks
+    {"WORLD_SIZE": "8"},  # exported manually, and no other rank speaks
     mpirun(0, 1, 0, 1, 1),
     {"PBS_JOBID": "1.server", "PBS_NODEFILE": "/dev/zero"},
 )
@@ -131,7 +131,7 @@ def test_one_process_or_torchrun(environ):
     (mpirun(2, 3, 0, 1, 3, **AWAY), "c", ("Open MPI", 3, 2, "192.0.2.2", None)),
     # mpirun was started on a machine that takes no part
     (mpirun(0, 3, 0, 1, 3, **AWAY), "a", ("Open MPI", 3, 0, None, None)),
-    # a lone launch beside machines with several is a task
+    # a lone launch next to machines with several is a task
     (mpirun(8, 9, 0, 1, 3), "c", ("Open MPI", 3, None, "192.0.2.2", 8)),
     (PRRTE, "b", ("Open MPI", 2, 1, "login-1", None)),
     # Seen: mpirun in `sbatch -N2 -n3`: its helpers are the tasks of a step; their variables are passed on

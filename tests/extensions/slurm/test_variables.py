@@ -8,7 +8,7 @@ def slurm_variables(text):
     return dict(f"SLURM_{pair}".split("=") for pair in text.split())
 
 
-# As srun of Slurm 22.05 writes them (`srun -N2 -n5`), less what nobody here reads.
+# As srun of Slurm 22.05 writes them (`srun -N2 -n5`), less what is not read here.
 STEP = slurm_variables(
     "GTIDS=4 JOB_ID=2 JOB_NODELIST=n[1-2] JOB_NUM_NODES=2 LOCALID=0 NNODES=2 NODEID=1 NTASKS=5 PROCID=4 STEP_ID=0 "
     "STEP_NODELIST=n[1-2] STEP_NUM_NODES=2 STEP_NUM_TASKS=5 STEP_TASKS_PER_NODE=4,1"

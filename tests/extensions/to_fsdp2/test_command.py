@@ -41,7 +41,7 @@ def converted(**section):
 
 @pytest.mark.parametrize("option", [option.name for option in FSDP_OPTIONS if option.section == "fsdp_config"])
 def test_every_setting(option, caplog):
-    """An option that is added to the table has to be thought of here; the prefix may be left out."""
+    """An option that is added to the table has to be thought of here; the prefix may be omitted."""
     value, expected = SETTINGS[option]
     for name in (option, option.removeprefix("fsdp_")):
         assert converted(**{name: value}) == {"fsdp_version": 2, **(expected or {})}

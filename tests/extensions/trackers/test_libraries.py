@@ -125,7 +125,7 @@ def test_a_dvclive_run(library, caplog):
         ("dvclive.Live().end", (), {}),
     ]
     assert "'note'" in caplog.text
-    live = object()  # of one's own
+    live = object()  # of your own
     tracker = libraries.DVCLiveTracker(live=live)
     tracker.start()
     assert tracker.tracker is live and library.taken() == []

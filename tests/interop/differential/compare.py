@@ -43,7 +43,7 @@ def raised(result: Any) -> list[str]:
 
 
 def same(ours: Any, peers: Any) -> bool:
-    """Say whether a caller sees the same: equal values, or an exception that the same `except` clause catches."""
+    """Return whether a caller sees the same: equal values, or an exception that the same `except` clause catches."""
     if raised(ours) and raised(peers):
         return raised(peers)[0] in raised(ours)
     if isinstance(ours, dict) and isinstance(peers, dict):

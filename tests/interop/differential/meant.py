@@ -21,7 +21,7 @@ class Meant:
     cases: tuple[str, ...]
 
     def explains(self, case: str, here: str, there: str) -> bool:
-        """Say whether a case may differ in this way; `here` and `there` are kinds of exceptions."""
+        """Return whether a case may differ in this way; `here` and `there` are kinds of exceptions."""
         for wanted, found in ((self.here, here), (self.there, there)):
             if wanted is not None and found not in wanted.split(" or "):
                 return False

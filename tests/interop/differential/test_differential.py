@@ -80,6 +80,6 @@ def test_returned_types_and_accepted_words_are_the_recorded_ones():
     for found in (peers, ours):
         for name in found.keys() & record.keys():
             entry = found[name]
-            assert set(entry["returns"]) <= set(record[name]["returns"]), f"{name}: write the record anew (record.py)"
+            assert set(entry["returns"]) <= set(record[name]["returns"]), f"{name}: write the record again (record.py)"
             for parameter, words in entry.get("words", {}).items():
                 assert all(word in record[name]["words"][parameter] for word in words), f"{name}: {parameter}"

@@ -57,7 +57,7 @@ LAYOUTS = {
 
 
 def adapted(place, loaded=None, shard=None, add=None):
-    """A model with random factors in each adapter, equal on all ranks; a second adapter beside the first, which does not train."""
+    """A model with random factors in each adapter, equal on all ranks; a second adapter next to the first, which does not train."""
     model = AutoModelForCausalLM.from_pretrained(
         place, **({"distributed_config": DistributedConfig(**loaded)} if loaded else {})
     )

@@ -2,7 +2,7 @@
 
 accelerate launch --cpu --num_processes N arrived_models.py FOLDER [train | load] LAYOUT ...
 
-`train` leaves a checkpoint of each layout in the folder, with what comes next; `load` goes on with it on other processes.
+`train` leaves a checkpoint of each layout in the folder, with what comes next; `load` continues with it on other processes.
 """
 
 import gc
@@ -52,7 +52,7 @@ def mixtral():
 LAYOUTS = {
     "fsdp": (llama, 2, {"fsdp_size": 2}), "tp": (llama, 1, {"tp_size": 2}),
     "ep-fsdp": (qwen, 2, {"fsdp_size": 2, "ep_size": 2}), "ep-tp": (mixtral, 1, {"tp_size": 2, "ep_size": 2}),
-    # Norms of heads are whole on each rank, and see the rank's heads alone.
+    # Norms of heads are complete on each rank, and see the rank's heads alone.
     "norms-tp": (dense, 1, {"tp_size": 2}), "norms-fsdp-tp": (dense, 2, {"fsdp_size": 2, "tp_size": 2}),
     "own-ep": (mixtral, 2, {"dp_shard_size": 2, "ep_size": 2}),
     "fsdp-tp": (llama, 2, {"fsdp_size": 2, "tp_size": 2}), "hsdp": (llama, 4, {"dp_replicate_size": 2, "fsdp_size": 2}),

@@ -21,7 +21,7 @@ def digest(tensors):
 
 
 def run(checks, quick):
-    """Run the quick checks, those named on the command line, or `all`, each in a folder of its own, and print what came of them.
+    """Run the quick checks, those named on the command line, or `all`, each in a separate folder, and print what came of them.
 
     ``program FOLDER [CHECK ...]`` prints ``{"checks": {name: {"facts", "error"}}}``: what the check returned,
     and the traceback if it failed.

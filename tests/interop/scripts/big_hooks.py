@@ -25,7 +25,7 @@ MIXED = dict.fromkeys(["model.embed_tokens", "model.layers.1.self_attn", "model.
 MIXED |= dict.fromkeys(["model.rotary_emb", "lm_head"], "cpu")
 MIXED |= dict.fromkeys(["model.layers.0", "model.layers.1.mlp", "model.layers.1.post_attention_layernorm"], "disk")
 MIXED["model.norm"] = "disk"
-# Those whose weights come from memory and those read from safetensors; the peer can read no model to "disk" as a whole.
+# Those whose weights come from memory and those read from safetensors; the peer can read no model to "disk" in full.
 WAYS = {
     "cpu_offload": lambda reference: reference.offloaded("cpu_offload", {}),
     "disk_offload": lambda reference: reference.offloaded("disk_offload", {}),
@@ -101,7 +101,7 @@ def _of_weights(module, hook):
 
 @each_way("llama")
 def copied(reference, model, way):
-    """A copy works by itself: its forwards are of the copy, and taking its hooks off leaves the original alone."""
+    """A copy works independently: its forwards are of the copy, and taking its hooks off leaves the original alone."""
     reference.check(model)
     twin = copy.deepcopy(model)
     reference.check(twin)

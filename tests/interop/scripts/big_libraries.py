@@ -101,7 +101,7 @@ def saved_over(folder):
             reference.check(model, "before")
             model.save_pretrained(saved, max_shard_size="20KB")
             reference.check(model, "after")
-            reference.check(transformers.LlamaForCausalLM.from_pretrained(saved), "read anew")
+            reference.check(transformers.LlamaForCausalLM.from_pretrained(saved), "read again")
     return {"outputs": digest(reference.results)}
 
 
@@ -121,7 +121,7 @@ def _as_whole(reference, model, wanted, state, what):
 def _adapters(reference, folder):
     """Save a base model and an adapter of it; go to their folder, because PEFT writes below the working directory."""
     os.chdir(folder)
-    for base in ("base", "models--base"):  # PEFT writes beside the second and over the first, if the path is relative
+    for base in ("base", "models--base"):  # PEFT writes next to the second and over the first, if the path is relative
         reference.make().save_pretrained(folder / base, max_shard_size="20KB")
     torch.manual_seed(0)
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)

@@ -1,4 +1,4 @@
-"""torchao's 8-bit AdamW on shards: it trains as on one process, and what is saved of it goes on on any number of ranks.
+"""torchao's 8-bit AdamW on shards: it trains as on one process, and what is saved of it continues on any number of ranks.
 
 accelerate launch --cpu --num_processes 2 low_bit.py FOLDER train | load NAME
 """
@@ -26,7 +26,7 @@ CLOSE = 0.02
 
 
 class Net(nn.Module):
-    """Parameters whose shards are whole blocks of 256 values on two ranks (`even`), on some of three (`uneven`), on none (`odd`)."""
+    """Parameters whose shards are complete blocks of 256 values on two ranks (`even`), on some of three (`uneven`), on none (`odd`)."""
 
     def __init__(self):
         super().__init__()
@@ -88,7 +88,7 @@ def whole_values(model, optimizer):
 
 
 def trains_as_alone(folder):
-    """Train, save in both layouts, and go on exactly, over what there is and anew."""
+    """Train, save in both layouts, and continue exactly, over what there is and again."""
     accelerator, model, optimizer = prepared()
     losses = trained(accelerator, model, optimizer, range(STEPS))
     torch.manual_seed(0)
@@ -138,7 +138,7 @@ def goes_on(folder, name):
     losses = trained(accelerator, model, optimizer, range(STEPS, STEPS + MORE))
     for mine, theirs in zip(losses, expected["losses"], strict=True):
         assert abs(mine - theirs) <= CLOSE * expected["first"], (losses, expected["losses"])
-    # An optimizer of 32 bits goes on with the values, and one of 8 bits with those of 32.
+    # An optimizer of 32 bits continues with the values, and one of 8 bits with those of 32.
     accelerator, model, optimizer = prepared(optimizer_type=torch.optim.AdamW)
     accelerator.load_state(f"{folder}/{name}")
     plain, none = whole_values(model, optimizer)

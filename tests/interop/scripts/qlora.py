@@ -1,4 +1,4 @@
-"""Adapters on a 4-bit model train, evaluate and train on under FSDP2 as under DDP; what is saved goes on elsewhere.
+"""Adapters on a 4-bit model train, evaluate and train on under FSDP2 as under DDP; what is saved continues elsewhere.
 
 accelerate launch --cpu --num_processes 2 qlora.py FOLDER [save | load]
 """
@@ -88,7 +88,7 @@ def run(version, make=qlora):
 
 
 def trains_as_ddp(**options):
-    """FSDP2's losses, norms, weights and scales are DDP's, and each goes on with what the other saved."""
+    """FSDP2's losses, norms, weights and scales are DDP's, and each continues with what the other saved."""
     found, after, state = run(None, lambda: qlora(**options))
     sharded, sharded_after, sharded_state = run(2, lambda: qlora(**options))
     close(sharded, found, options)

@@ -1,4 +1,4 @@
-"""transformers' Trainer over sharded models: as data-parallel training, with checkpoints to go on from and weights to load.
+"""transformers' Trainer over sharded models: as data-parallel training, with checkpoints to continue from and weights to load.
 
 accelerate launch --cpu --num_processes 2 sharded_trainer.py FOLDER [STRATEGY ...]
 """

@@ -41,7 +41,7 @@ MAKERS = {"trl": sft, "sentence_transformers": sentence}
 
 
 def outcome(name, folder):
-    """Say whether a library's trainer shares, which trains, and what the flag is when it is told to reset."""
+    """Return whether a library's trainer shares, which trains, and what the flag is when it is told to reset."""
     module, make, found = importlib.import_module(name), MAKERS[name], []
     folder = f"{folder}/{name}"
     accelerator = start()

@@ -66,7 +66,7 @@ def works(accelerator):
 
 
 def shared(accelerator, arguments, trainer=None):
-    """Say whether all of them look at one state, not at equal ones."""
+    """Return whether all of them look at one state, not at equal ones."""
     process = [PartialState(), arguments.distributed_state]
     full = [AcceleratorState(), accelerator.state] if AcceleratorState._shared_state else [accelerator.state, None]
     if trainer is not None:

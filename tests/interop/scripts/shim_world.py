@@ -1,4 +1,4 @@
-"""Training arguments of transformers beside a live Accelerator, patched: what is shared, what is refused, how it trains."""
+"""Training arguments of transformers next to a live Accelerator, patched: what is shared, what is refused, how it trains."""
 
 import gc
 import importlib.util
@@ -84,7 +84,7 @@ def group(folder):
 
 
 def losses_of(folder):
-    """Return the losses of one training without the patch, and with it, alone and beside an Accelerator."""
+    """Return the losses of one training without the patch, and with it, alone and next to an Accelerator."""
     forget()
     transformers_patch.revert()
     _, unpatched = train(build(TrainingArguments, folder))
@@ -105,7 +105,7 @@ class Rates(TrainerCallback):
 
 
 def search(folder):
-    """Search for a learning rate beside an Accelerator; return the rates that each rank tried, and whether the state is shared."""
+    """Search for a learning rate next to an Accelerator; return the rates that each rank tried, and whether the state is shared."""
     if importlib.util.find_spec("optuna") is None:
         return None
     import optuna
@@ -147,7 +147,7 @@ class Hungry(Line):
 
 
 def batch_size(folder):
-    """Let the Trainer find a batch size that fits; return the sizes that were tried, beside a live Accelerator."""
+    """Let the Trainer find a batch size that fits; return the sizes that were tried, next to a live Accelerator."""
     accelerator, model = start(), Hungry()
     arguments = build(TrainingArguments, folder, per_device_train_batch_size=6, auto_find_batch_size=True, max_steps=2)
     trainer, losses = train(arguments, model)

@@ -1,4 +1,4 @@
-"""Checkpoints of transformers' Trainer on several ranks: beside the stock Trainer's, and where a rank, or the disk, fails.
+"""Checkpoints of transformers' Trainer on several ranks: next to the stock Trainer's, and where a rank, or the disk, fails.
 
 `trainer_checkpoints.py FOLDER [DISK]`, or `--resume FOLDER` for a run that others have begun; DISK is a small file system, which two checkpoints do not fit on.
 """
@@ -124,7 +124,7 @@ def main(root, disk=None):
     found["all ranks write"] = [choose.flaw(f"{root}/all/{name}", deep=True) for name in names(f"{root}/all")]
     found["a rank fails"] = refused(f"{root}/fails", Fails)
     found["after it"] = names(f"{root}/fails")
-    found["goes on"] = train(f"{root}/fails", Own, True) == [of_rank[2:] for of_rank in whole]
+    found["continues"] = train(f"{root}/fails", Own, True) == [of_rank[2:] for of_rank in whole]
     if RANK == WORLD - 1:
         isdir = os.path.isdir
         choose.os.path.isdir = lambda path: path != f"{ours}/checkpoint-4" and isdir(path)
@@ -146,7 +146,9 @@ def main(root, disk=None):
             shutil.copytree(f"{disk}/run", f"{root}/moved")
         everywhere(None)
         whole = train(f"{root}/wide", Own, width=5000)
-        found["kept one goes on"] = train(f"{root}/moved", Own, True, width=5000) == [of_rank[2:] for of_rank in whole]
+        found["kept one continues"] = train(f"{root}/moved", Own, True, width=5000) == [
+            of_rank[2:] for of_rank in whole
+        ]
     report(**found)
 
 

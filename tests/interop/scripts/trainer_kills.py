@@ -1,4 +1,4 @@
-"""A Trainer that saves after every step, and goes on where it was killed: `trainer_kills.py FOLDER WAY LIMIT [REFERENCE]`.
+"""A Trainer that saves after every step, and continues where it was killed: `trainer_kills.py FOLDER WAY LIMIT [REFERENCE]`.
 
 With REFERENCE it first trains there, without any save. Each rank appends the number and the exact loss of each of its steps to `losses_RANK.txt`. With `--kill SEED COUNT` in front the program
 imports the libraries once, and starts and kills so many runs of one process, as forks, before it lets one come to its end.
@@ -32,10 +32,10 @@ class Own(CheckpointMixin, Written):
 
 
 class Extra(TrainerCallback):
-    """Takes time in each save, writes a file of its own into the checkpoint, and rewrites one of the Trainer's in small pieces."""
+    """Takes time in each save, writes a separate file into the checkpoint, and rewrites one of the Trainer's in small pieces."""
 
     def on_save(self, args, state, control, **rest):
-        time.sleep(0.02)  # or a busy machine has nobody to see the save
+        time.sleep(0.02)  # or a busy machine does not see the save
         if state.is_world_process_zero:
             path = pathlib.Path(args.output_dir, f"checkpoint-{state.global_step}", "extra.txt")
             path.write_text(str(state.global_step), "utf-8")
@@ -98,7 +98,7 @@ def kill_forks(seed, count, folder, way, limit):
             killed += 1
         elif os.WEXITSTATUS(status):
             raise SystemExit(pathlib.Path(log).read_text()[-6000:])
-        elif killed < int(count):  # it came to its end: begin anew, so that there is something to kill
+        elif killed < int(count):  # it came to its end: begin again, so that there is something to kill
             compare(folder, whole)
             os.rename(folder, f"{folder}_{starts}")
         else:

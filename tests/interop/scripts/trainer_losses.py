@@ -80,7 +80,7 @@ CASES = {
     # Ranks have different numbers of tokens for the router, too.
     **{f"mixtral {name}, padded": ("mixtral", name, PADDED) for name in ("cp", "sp")},
 }
-# What the installed release does not do by itself.
+# What the installed release does not do.
 STOCK = ["llama sp", "llama tp, counted alone", "llama fsdp, smoothed", "llama cp, smoothed"]
 STOCK += ["qwen arrived-tp", "mixtral ddp"]
 QUICK = [name for name in CASES if "fsdp-" not in name and "ddp-" not in name]

@@ -125,7 +125,7 @@ def adapted(model, **options):
 
 
 class Stream(torch.utils.data.IterableDataset):
-    """Rows in an order that each pass draws anew, as `set_epoch` tells."""
+    """Rows in an order that each pass draws again, as `set_epoch` tells."""
 
     def __init__(self, rows):
         self.rows, self.epoch = rows, 0
@@ -225,7 +225,7 @@ def quantized(kind_of, folder, words, options):
 
 
 def tensors(kind_of, folder, words, options):
-    """A model that arrives split, by transformers' own plan. The Trainer alone saves its weights, and nothing that goes on."""
+    """A model that arrives split, by transformers' own plan. The Trainer alone saves its weights, and nothing that continues."""
     from transformers.distributed import DistributedConfig
 
     arguments = TrainingArguments(folder, **options, save_only_model="weights" in words)
@@ -268,7 +268,7 @@ def damage(folder, words):
 
 
 def halves(folder, case):
-    """Train whole, and once more from the middle; say whether the losses are the same, and what the checkpoint has."""
+    """Train whole, and once more from the middle; return whether the losses are the same, and what the checkpoint has."""
     words = case.split("+")
     folder = f"{folder}/{case}"
     with patched(words):
@@ -395,7 +395,7 @@ def kills(folder, case, draw, count):
             killed += 1
             in_saves += inside
             bad = [code for code in pair.codes.values() if code > 0]
-        else:  # it came to its end: begin anew, so that there is something to kill
+        else:  # it came to its end: begin again, so that there is something to kill
             bad = [code for code in pair.codes.values() if code]
             runs.append(f"{folder}/{case}-{number}")
         if bad and -signal.SIGKILL not in pair.codes.values():

@@ -1,4 +1,4 @@
-"""transformers' Trainer with sequences that DeepSpeed shares, or without: the same windows, evaluation, and a run that goes on."""
+"""transformers' Trainer with sequences that DeepSpeed shares, or without: the same windows, evaluation, and a run that continues."""
 
 import sys
 

@@ -39,7 +39,7 @@ def prepared(stage, model, **zero):
 
 
 def generated():
-    """Greedy tokens of rank 0, and of a rank that goes on for longer, as the model alone has them."""
+    """Greedy tokens of rank 0, and of a rank that continues for longer, as the model alone has them."""
     model = causal_model().eval()
     prompt = TokenRows(2, seed=3)[0]["input_ids"][None, :4]
     how = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None}

@@ -203,7 +203,7 @@ def test_a_folder_of_checkpoints_that_cannot_be_read_is_listed_as_such(tmp_path,
     unreadable = ("incomplete", "it cannot be read: Permission denied")
     assert found == {"checkpoint_0": ("complete", ""), "checkpoints": unreadable}
     assert not inspection().plan_pruning(LocalStorage(tmp_path), 1).old
-    with pytest.raises(OSError, match="Permission denied"):  # which is no reason to begin anew
+    with pytest.raises(OSError, match="Permission denied"):  # which is no reason to begin again
         accelerator.load_state(latest=True, missing_ok=True)
 
 

@@ -57,7 +57,7 @@ def test_a_misfit_lists_what_differs(tmp_path):
 
 
 class Object:
-    """A registered object, or a loader with a state of its own that was not prepared."""
+    """A registered object, or a loader with a separate state that was not prepared."""
 
     def __init__(self, value=None):
         self.value = value
@@ -340,7 +340,7 @@ def test_a_stateful_loader_begins_anew_too_where_that_was_asked_for(tmp_path):
     next(reader), next(reader)
     save(tmp_path, loader)
     assert numbers(restored(tmp_path, shard(use_stateful_dataloader=True))) == [2, 3, 4, 5]
-    anew = shard(7, use_stateful_dataloader=True)  # other data, which only a loader that goes on has to refuse
+    anew = shard(7, use_stateful_dataloader=True)  # other data, which only a loader that continues has to refuse
     with pytest.raises(ValueError, match="Data loader 0"):
         restored(tmp_path, anew)
     anew.continue_after_load = False

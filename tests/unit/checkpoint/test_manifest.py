@@ -19,7 +19,7 @@ DOCS = Path(__file__).parents[3] / "docs"
 SCHEMA = json.loads((DOCS / "checkpoint-manifest.schema.json").read_text("utf-8"))
 VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
 ENTRY = FileEntry(3, "0" * 32, 1, "", {"a.b": TensorEntry((2, 0), "F32")}, {"tied": "a.b"})
-GONE = "left out"
+GONE = "omitted"
 
 
 def test_which_files_belong_to_a_checkpoint():
@@ -166,7 +166,7 @@ PARTS = [
 @pytest.mark.parametrize("signed", [True, False])
 @pytest.mark.parametrize(("content", "fragment"), PARTS)
 def test_a_part_is_not_trusted(tmp_path, content, fragment, signed):
-    """With the checksum in the manifest, as somebody may write both, and without, as damage is found."""
+    """With the checksum in the manifest, as a user may write both, and without, as damage is found."""
     listing, _ = parted(tmp_path)
     data = content if isinstance(content, bytes) else json.dumps({"files": content}).encode()
     entry = formats.write_bytes(tmp_path / manifest.part_file(1), data, 1)

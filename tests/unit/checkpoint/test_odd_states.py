@@ -31,7 +31,7 @@ def job(seed=0, **options):
 
 
 def saved(folder, model, optimizer, layout):
-    """Save, and reshard if the layout says so; return the folder to load from."""
+    """Save, and reshard if the layout asks for it; return the folder to load from."""
     sharded_io.save_model(model, folder, layout=layout.split()[0])
     if optimizer is not None:
         sharded_io.save_optimizer(optimizer, model, folder, layout=layout.split()[0])
@@ -142,7 +142,7 @@ def test_what_a_manifest_says_is_compared(tmp_path, layout):
     fsdp_utils.load_fsdp_model(plugin, None, model, str(tmp_path))
     before = model.weight.clone()
     for what, refused in (("model", "has changed"), ("optimizer", "has 0 bytes")):
-        fsdp_utils.load_fsdp_optimizer(plugin, None, optimizer, model, str(tmp_path))  # its files are whole
+        fsdp_utils.load_fsdp_optimizer(plugin, None, optimizer, model, str(tmp_path))  # its files are complete
         file = max((name for name in entries if what in name), key=lambda name: entries[name].size)
         if what == "model":
             samples.flip(tmp_path / file)

@@ -192,7 +192,7 @@ def test_a_folder_that_cannot_be_renamed_is_refused_and_stays(tmp_path, monkeypa
 
 
 def test_folders_of_the_user_that_are_called_like_hidden_ones_stay(tmp_path):
-    """What a save has made says so inside; a name alone means nothing."""
+    """What a save has made is marked inside; a name alone means nothing."""
     mine = {f".{word}_c/notes.txt" for word in ("saving", "ready", "replaced", "removed")} | {".lock_c", ".lock_d"}
     put(tmp_path, *mine)
     for _ in range(3):
@@ -425,6 +425,6 @@ def test_a_publish_that_fails_between_two_renames_puts_the_former_one_back(tmp_p
     monkeypatch.setattr(os, "rename", rename)
     with pytest.raises(OSError, match="not supported"):
         made.publish()
-    assert content(folder) == "new", "a reader takes what is whole, and newest"
+    assert content(folder) == "new", "a reader takes what is complete, and newest"
     made.discard()
     assert content(folder) == "old" and (folder / "notes.txt").exists() and os.listdir(tmp_path) == ["c"]

@@ -9,7 +9,7 @@ from accelerate.commands import accelerate_cli
 
 @pytest.fixture(autouse=True)
 def clean(place):
-    """Every test of a command runs in a place of its own."""
+    """Every test of a command runs in a separate place."""
 
 
 @pytest.fixture

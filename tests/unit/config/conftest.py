@@ -5,4 +5,4 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def no_variables(place):
-    """Every test of a plugin runs in a place of its own."""
+    """Every test of a plugin runs in a separate place."""

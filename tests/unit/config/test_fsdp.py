@@ -96,7 +96,7 @@ def test_layers_that_the_model_lacks_and_a_size_that_is_not_given(caplog):
 def test_efficient_loading_synchronises_and_tells_transformers(monkeypatch):
     monkeypatch.delenv("FSDP_CPU_RAM_EFFICIENT_LOADING")
     Plugin()
-    assert "FSDP_CPU_RAM_EFFICIENT_LOADING" not in os.environ, "nothing was asked for"
+    assert "FSDP_CPU_RAM_EFFICIENT_LOADING" not in os.environ, "nothing was requested"
     with pytest.warns(UserWarning, match="sync_module_states is set to True"):
         plugin = Plugin(cpu_ram_efficient_loading="true")
     assert plugin.sync_module_states is plugin.cpu_ram_efficient_loading is True

@@ -30,7 +30,7 @@ def prepared(loader, rank, shards, **options):
 
 
 class Around(Sampler):
-    """A batch sampler around another sampler, under a name of its own."""
+    """A batch sampler around another sampler, under a separate name."""
 
     def __init__(self, inner):
         self.inner, self.itself = inner, self

@@ -140,9 +140,7 @@ def test_streams_are_read_and_dropped():
         prepare_data_loader(skip_first_batches(DataLoader(Stream(), 2), 1), "cpu", 2, rank, put_on_device=False)
         for rank in (0, 1)
     ]
-    assert [values(part) for part in parts] == [[[4, 5], [8, 9]], [[6, 7], [0, 1]]], (
-        "each rank leaves out one of its own"
-    )
+    assert [values(part) for part in parts] == [[[4, 5], [8, 9]], [[6, 7], [0, 1]]], "each rank omits one of its own"
 
 
 def test_what_cannot_be_left_out_is_refused():

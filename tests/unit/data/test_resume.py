@@ -108,7 +108,7 @@ def interrupted(case, processes, epoch, batch):
 @pytest.mark.parametrize("case", LOADERS.values(), ids=LOADERS)
 def test_a_resumed_run_equals_an_uninterrupted_one(case, processes, epoch, batch):
     want, (state, generator) = interrupted(case, processes, epoch, batch)
-    # The other way: restore the epoch and its order, and leave out what is behind by hand.
+    # The other way: restore the epoch and its order, and omit what is behind manually.
     for by_hand in (False, True):
         torch.manual_seed(99)
         loader = build(case, processes)

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 class Doubling(DataLoader):
-    """A loader with an iteration of its own, and something to remember."""
+    """A loader with a separate iteration, and something to remember."""
 
     note = "kept"
 
@@ -63,10 +63,10 @@ def test_settings_survive(world, stream, workers, stateful):
         assert isinstance(loader, StatefulDataLoader)
     assert loader.collate_fn is collate and loader.num_workers == workers
     assert all(getattr(loader, name) == value for name, value in more.items())
-    # torchdata's loader has none beside a batch sampler, as torch's.
+    # torchdata's loader has none next to a batch sampler, as torch's.
     assert loader.batch_size == (None if stateful and not stream else 4) and loader.total_batch_size == 4 * world
     assert values(loader) == values(loader) == want
-    # Each loop starts the workers anew.
+    # Each loop starts the workers again.
     for skip in (1,) if workers else range(len(want) + 1):
         view = skip_first_batches(loader, skip)
         assert isinstance(view, type(loader.base_dataloader)) and view.collate_fn is collate

@@ -61,7 +61,7 @@ def test_samples_may_be_skipped_beyond_whole_batches(split, sequential):
             padded = real(length, size, world, drop_last, even, behind)
             assert shard.round_log == {skip + number: counts for number, counts in padded.items()}, case
             assert extra or len(skipping) == len(expected), case
-            # A view of it leaves out whole batches of what remains.
+            # A view of it omits whole batches of what remains.
             nested = SkipBatchSampler(skipping, 1)
             assert list(nested) == expected[1:], case
 
@@ -79,7 +79,7 @@ def test_where_samples_can_be_skipped_is_told():
     batches = BatchSampler(range(12), 2, False)
     shard = BatchSamplerShard(batches, 2, 1)
     assert skips_samples(batches) and skips_samples(shard) and skips_samples(SkipBatchSampler(shard, 1))
-    # A shard of what was skipped beforehand, of lists, or of a sampler of another kind goes on at whole batches.
+    # A shard of what was skipped beforehand, of lists, or of a sampler of another kind continues at whole batches.
     for inner in (
         SkipBatchSampler(batches, 1),
         list(batches),
@@ -97,9 +97,9 @@ def test_where_samples_can_be_skipped_is_told():
     "dataset", [lambda length: list(range(length)), Stream, SizedStream], ids=["map", "s", "sized"]
 )
 def test_prepared_loaders_from_every_start(dataset, split):
-    """The view that leaves out k batches yields the tail, and knows end, remainder, real samples and its length."""
+    """The view that omits k batches yields the tail, and knows end, remainder, real samples and its length."""
     for length, size, world, drop_last in product(LENGTHS, (1, 2), WORLDS, FLAGS):
-        even = world > 1  # alone there is nobody to be even with, so torch's own short last batch stays
+        even = world > 1  # a single process has no other to be even with, so torch's own short last batch stays
         padded = real(length, size, world, drop_last, even)
         rest = 0 if drop_last else length % (size * world)
         for rank in range(world):

@@ -142,7 +142,7 @@ def test_a_rank_that_has_failed_and_does_not_end_is_shown(run, monkeypatch):
 def test_other_ranks_may_save_the_run_and_it_is_not_restarted(run, monkeypatch, patience, last):
     monkeypatch.setattr(elastic, "ENDING_S", patience)
     reporter, error = run(f"both_up(); time.sleep(rank); sys.exit({PREEMPTED})", max_restarts=2)
-    # Up to 2.9 torch leaves out those that it has stopped.
+    # Up to 2.9 torch omits those that it has stopped.
     assert {0: PREEMPTED} | {1: last} == {1: last} | {rank: one.exitcode for rank, one in error.failures.items()}
     assert reporter.started.call_count == 1
 
@@ -198,7 +198,7 @@ def test_a_forked_process_has_no_processes_to_forward_signals_to(tmp_path):
     assert caught.value.failures[0].exitcode in (-signal.SIGTERM, 1)
 
 
-# A program of its own: of a fork of this process, which has threads, a lock of theirs may never be released.
+# a separate program: of a fork of this process, which has threads, a lock of theirs may never be released.
 _EIGHT = """
 import os, sys
 from accelerate.launch import elastic

@@ -38,7 +38,7 @@ def ended(code, summary=None, time=0.0, *, stopped=False, fault="", **told):
     (SignalError(), 143, "stopped by SIGTERM"),
     (subprocess.CalledProcessError(-15, ["x"]), 143, "SIGTERM"),
     (KeyboardInterrupt(), 130, "interrupted"),
-    # A rank that the launcher stopped while it was on its way out has failed by itself.
+    # A rank that the launcher stopped while it was on its way out has failed without a signal.
     (ChildError(r0=ended(-15, "E", 1.0, stopped=True), r1=ended(1, CLOSED, 1.1)), 1, "rank 0 (pid 7) failed with"),
     (
         ChildError(r0=ended(-15, "KeyboardInterrupt", 1.0, stopped=True, interrupt=True), r1=ended(1, CLOSED, 1.1)),
@@ -64,7 +64,7 @@ def test_foreign_errors_stay_errors():
     (1, {"r0": ended(1, "A", 2.0), "r1": ended(1, "B", 1.5)}),
     # One that was killed leaves no time; the other's connection broke because of it, whatever the clock says.
     (1, {"r0": ended(1, CLOSED, 1.0), "r1": ended(-9, time=1.1)}),
-    # Whom the launcher stopped did not fail, whoever that was.
+    # Whom the launcher stopped did not fail, whichever rank that was.
     (1, {"r0": ended(-15, time=1.0, stopped=True), "r1": ended(3, time=2.0)}),
     # But one that had left its traceback before that had failed.
     (0, {"r0": ended(-15, "ValueError: x", 1.0, stopped=True), "r1": ended(1, CLOSED, 1.1)}),

@@ -16,7 +16,7 @@ DEAF = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {SLEEP}"
 
 @pytest.fixture
 def group():
-    """Start programs, each in a group of its own, and wait until they run."""
+    """Start programs, each in a separate group, and wait until they run."""
     started = []
 
     def start(program):
@@ -36,7 +36,7 @@ def test_groups_are_asked_first_and_killed_then(group):
     asked, deaf = group(SLEEP), group(DEAF)
     guard.end_groups([asked.pid, deaf.pid], grace=0.1)
     assert asked.wait(30) == -signal.SIGTERM and deaf.wait(30) == -signal.SIGKILL
-    guard.end_groups([asked.pid, deaf.pid], grace=30)  # nobody is left to wait for
+    guard.end_groups([asked.pid, deaf.pid], grace=30)  # no process is left to wait for
 
 
 def test_it_holds_no_output_of_the_launcher_open():

@@ -1,4 +1,4 @@
-"""The option table as a whole: every option through every door, one order of precedence, and the same value at the worker."""
+"""The option table in full: every option through every door, one order of precedence, and the same value at the worker."""
 
 import argparse
 import itertools
@@ -82,7 +82,7 @@ def in_environment(option, value):
 
 
 def merged(place, option, layers):
-    """Set an option in some layers, and return what it resolves to beside all others."""
+    """Set an option in some layers, and return what it resolves to next to all others."""
     words, variables = ["train.py"], {}
     if Source.COMMAND_LINE in layers:
         words = [*on_command_line(option, layers[Source.COMMAND_LINE]), *words]

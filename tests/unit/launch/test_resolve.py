@@ -61,7 +61,7 @@ def test_threads_that_the_user_has_set_stay(plan, monkeypatch):
 
 
 def test_tasks_of_a_scheduler_and_another_launcher_are_said(plan):
-    """Each of the tasks would start mpirun: nothing of what the scheduler says reaches the run, and a line says so."""
+    """Each of the tasks would start mpirun: nothing of what the scheduler says reaches the run, and a line reports it."""
     tasks = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1", "SLURM_JOB_ID": "7"}
     tasks |= {"SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": "2"}
     found = plan("--cpu --mpirun_hostfile hosts --num_processes 2", tasks)

@@ -8,7 +8,7 @@ from accelerate.runtime.call_site import _OURS, _TORCH, call_site, describe
 
 
 def library_function(name, filename):
-    """Return a function that calls another one, compiled as if it stood in some file."""
+    """Return a function that calls another one, compiled as if it were in some file."""
     code = compile(f"def {name}(function):\n    return function()\n", filename, "exec")
     scope = {"__name__": "library"}
     types.FunctionType(code, scope)()

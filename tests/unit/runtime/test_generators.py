@@ -1,4 +1,4 @@
-"""Random states: each source by itself."""
+"""Random states: each source separately."""
 
 import random
 import re

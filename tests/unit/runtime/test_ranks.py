@@ -1,4 +1,4 @@
-"""Ranks from environment variables, whoever the launcher is."""
+"""Ranks from environment variables, whatever the launcher is."""
 
 import os
 from types import SimpleNamespace
@@ -19,9 +19,9 @@ SLURM = dict(f"SLURM_{pair}".split("=") for pair in SLURM.split())
         ({"RANK": "1", "WORLD_SIZE": "2"}, Ranks(1, 2, 0, None, "torchrun")),
         *[(dict(zip(names, "2412", strict=True)), Ranks(2, 4, 1, 2, source)) for source, names in ranks.SCHEMES],
         (SLURM, Ranks(3, 5, 0, 2, "Slurm")),
-        # mpirun with a WORLD_SIZE exported by hand
+        # mpirun with a WORLD_SIZE exported manually
         ({"WORLD_SIZE": "2", "PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1"}, Ranks(1, 2, 1, None, "MPI")),
-        # torchrun inside an MPI or Slurm allocation is believed first; alone by hand as well
+        # torchrun inside an MPI or Slurm allocation is believed first; alone manually as well
         ({"RANK": "0", "WORLD_SIZE": "2", "PMI_RANK": "1", "PMI_SIZE": "8"}, Ranks(0, 2, 0, None, "torchrun")),
         ({**SLURM, "RANK": "0", "WORLD_SIZE": "1"}, Ranks(0, 1, 0, None, "torchrun")),
     ],

@@ -50,7 +50,7 @@ def place(monkeypatch):
     "address, here, found",
     ("127.0.0.1", 1, {"127.0.0.1"}),
     ("localhost", 1, {"127.0.0.1"}),
-    ("127.0.0.1", None, {"::"}),  # nobody says that no other machine takes part
+    ("127.0.0.1", None, {"::"}),  # it is not known that no other machine takes part
 )
 def test_without_a_launcher_rank_0_serves_likewise(place, address, here, found):
     port = place(address)

@@ -20,7 +20,7 @@ def test_the_examples_run(process_group, guide, tmp_path, monkeypatch):
     for block in blocks:
         if block.startswith("# Given:"):
             continue
-        if "Accelerator(" in block:  # as a program of its own; what was built above lives on
+        if "Accelerator(" in block:  # as a separate program; what was built above lives on
             AcceleratorState._reset_state()
         exec(compile(block, guide, "exec"), names)
 

@@ -45,7 +45,7 @@ class Wrapped(nn.Module):
 
 
 class Wrapping(Strategy):
-    """The strategy of another package, which puts a wrapper of its own around models."""
+    """The strategy of another package, which puts a separate wrapper around models."""
 
     def wrap_model(self, accelerator, model):
         return Wrapped(model)

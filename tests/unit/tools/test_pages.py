@@ -38,7 +38,7 @@ ELSEWHERE = {
     "docs/upstream/state-reset.md": "tests/interop/test_upstream.py",
     "docs/guides/extensions.md": "tests/distributed/test_extension.py",
 }
-# Run in a process of their own, because they start processes or change classes for all; and the package that they need.
+# Run in a separate process, because they start processes or change classes for all; and the package that they need.
 ALONE = {
     "docs/faults.md": "transformers",
     "docs/guides/launch.md": "torch",
@@ -58,7 +58,7 @@ WRITTEN = {
     "docs/reference/differences.md",
 }
 PAGES = 64
-# Reference and notes, where a member that stands in a list is not taught.
+# Reference and notes, where a member in a list is not taught.
 NO_TEACHERS = {"differences", "architecture", "support", "benchmarks", "scale", "cli"}
 
 
@@ -138,7 +138,7 @@ def test_blocks_run_one_after_the_other(page, place, monkeypatch, capsys):
     names: dict[str, object] = {"__name__": "__main__"}
     for block in blocks(page, "python"):
         if not is_part(block):
-            if "Accelerator(" in block:  # as a program of its own; what was built above lives on
+            if "Accelerator(" in block:  # as a separate program; what was built above lives on
                 AcceleratorState._reset_state(reset_partial_state=True)
             exec(compile(block, page, "exec"), names)
     losses = [float(loss) for loss in re.findall(r"^epoch \d: ([\d.]+)$", capsys.readouterr().out, re.M)]

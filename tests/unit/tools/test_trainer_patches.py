@@ -153,7 +153,7 @@ def get_last_checkpoint(folder):
 '''
 SAVES_INSERTED = """\
 from .trainer_staging import publish_checkpoint, stage_checkpoint
-        # Everything is written under another name, which the folder loses when it is whole
+        # Everything is written under another name, which the folder loses when it is complete
         wait = smp.barrier if is_sagemaker_mp_enabled() else self.accelerator.wait_for_everyone
         checkpoint_dir, output_dir = output_dir, stage_checkpoint(output_dir, self.args, wait)
             elif best_checkpoint_dir == checkpoint_dir:

@@ -1,4 +1,4 @@
-"""What is loaded is whole, and is loaded in full or not at all."""
+"""What is loaded is complete, and is loaded in full or not at all."""
 
 import logging
 import os
@@ -249,7 +249,7 @@ def test_nothing_to_load(tmp_path):
     (tmp_path / "checkpoints" / "checkpoint_0" / "optimizer.bin").unlink()
     with pytest.raises(FileNotFoundError, match=r"passed over .*optimizer\.bin is missing"):
         run.accelerator.load_state()
-    # What is there, and cannot be read, is not "no checkpoint yet": a run would begin anew and save over it.
+    # What is there, and cannot be read, is not "no checkpoint yet": a run would begin again and save over it.
     with pytest.raises(FileNotFoundError, match=r"passed over .*optimizer\.bin is missing"):
         run.accelerator.load_state(latest=True, missing_ok=True)
     with pytest.raises(FileNotFoundError, match=r"passed over .*optimizer\.bin is missing"):
@@ -329,7 +329,7 @@ def test_a_file_that_is_truncated_while_it_is_loaded_does_not_end_the_process(tm
 
 def test_load_before_prepare_is_an_error(saved):
     folder = saved[0]
-    (folder / "custom_checkpoint_0.pkl").unlink()  # which has an error of its own
+    (folder / "custom_checkpoint_0.pkl").unlink()  # which has a separate error
     (folder / "accelerate_manifest.json").unlink()
     before = torch.get_rng_state()
     with pytest.raises(

@@ -202,7 +202,7 @@ def test_save_model_is_never_a_mixture(tmp_path, monkeypatch):
 
 
 def _saves(accelerator, folder, value, size, times):
-    """Save a model of one value again and again in a process of its own; return its id."""
+    """Save a model of one value again and again in a separate process; return its id."""
     pid = os.fork()
     if pid:
         return pid

@@ -78,7 +78,7 @@ def names(folder):
 
 @pytest.fixture(params=["apply", "mixin"])
 def kind(request):
-    """The class of a Trainer whose checkpoints are whole, in each way."""
+    """The class of a Trainer whose checkpoints are complete, in each way."""
     if request.param == "mixin":
         return Own
     transformers_patch.apply(checkpoints=True)
@@ -295,7 +295,7 @@ class Looks(TrainerCallback):
 
 
 class Writes(TrainerCallback):
-    """As callbacks of adapters do: it replaces a file of the checkpoint, and adds one, and writes beside it."""
+    """As callbacks of adapters do: it replaces a file of the checkpoint, and adds one, and writes next to it."""
 
     def __init__(self):
         self.calls = 0
@@ -587,7 +587,7 @@ def test_a_batch_size_that_the_trainer_takes_over_is_not_named(tmp_path, kind, w
 
 
 class Passing(torch.utils.data.IterableDataset):
-    """Three batches in each pass, in an order of its own."""
+    """Three batches in each pass, in a separate order."""
 
     def __init__(self):
         self.epoch = 0
@@ -722,7 +722,7 @@ def test_each_symbol_has_an_entry_and_comes_back():
     assert all(symbol(name) is not before[name] for name in SYMBOLS)
     assert {patch.name for patch in transformers_patch.status() if patch.applied} == {"training_args", *SYMBOLS}
     with transformers_patch.applied():
-        assert symbol("train") is not before["train"]  # whoever else has asked for it keeps it
+        assert symbol("train") is not before["train"]  # other users of it keep it
     transformers_patch.apply()
     assert {name: symbol(name) for name in SYMBOLS} == before
     with transformers_patch.applied(checkpoints=True):

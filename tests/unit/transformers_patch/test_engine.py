@@ -29,7 +29,7 @@ def picture():
 
 
 def is_kept(build, cls, **options):
-    """Build arguments beside a live Accelerator; say whether they share its state."""
+    """Build arguments next to a live Accelerator; return whether they share its state."""
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = Accelerator(cpu=True)
     arguments = build(cls, **options)

@@ -1,4 +1,4 @@
-"""The interview about machines of one's own."""
+"""The interview about machines of your own."""
 
 import math
 import os
@@ -65,7 +65,7 @@ _ALONE, _CPUS, _TPUS = KINDS[0], KINDS[1], KINDS[-1]
 
 
 def get_cluster_input() -> ClusterConfig:
-    """Ask for the settings of machines of one's own.
+    """Ask for the settings of machines of your own.
 
     Raises:
         EOFError: the input ended before the last answer.
@@ -80,7 +80,7 @@ def ask_cluster(
     was: str | None = None,
     options: Sequence[Option] = OPTIONS,
 ) -> ClusterConfig:
-    """Ask for the settings of machines of one's own; those of the file that is replaced are the defaults.
+    """Ask for the settings of machines of your own; those of the file that is replaced are the defaults.
 
     `was` is its `distributed_type`. Raises EOFError and KeyboardInterrupt as `get_cluster_input`.
     """

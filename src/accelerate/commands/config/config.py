@@ -111,7 +111,7 @@ def show_command_parser(parser: Any, parents: list[argparse.ArgumentParser]) -> 
         formatter_class=_OwnOptions,
     )
     add_options(command)
-    command.add_argument("--all", action="store_true", help="Settings that nobody sets, too.")
+    command.add_argument("--all", action="store_true", help="Settings with their defaults, too.")
     return command
 
 

@@ -40,7 +40,7 @@ def add_command(
 
 
 def check_writable(path: Path) -> None:
-    """Refuse, with a LaunchError, a path that cannot be written to, before questions are asked for it."""
+    """Refuse, with a LaunchError, a path that cannot be written to, before it is requested."""
     if not os.fspath(path):
         raise LaunchError("--config_file is ''; name a file, or leave the option out for the default one.")
     path = pathlib.Path(path)

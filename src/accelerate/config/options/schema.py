@@ -352,7 +352,7 @@ def both_spellings(flags: Iterable[str]) -> tuple[str, ...]:
 
 
 def conditions_met(answers: Mapping[str, Any], conditions: Answers) -> bool:
-    """Say whether each answer that is wanted has been given."""
+    """Return whether each answer that is wanted has been given."""
     return all(answers.get(name) in accepted for name, accepted in conditions.items())
 
 

@@ -39,7 +39,7 @@ def find_executable_batch_size(
     """Call a function with smaller and smaller batch sizes until it does not run out of memory. A decorator.
 
     The function receives the batch size as its first argument; callers omit it. A later call starts with the size that
-    worked. Build the objects of a try inside the function, so that each try builds them anew.
+    worked. Build the objects of a try inside the function, so that each try builds them again.
 
     Several processes search together. If the try ends on all ranks, and some ran out of memory, all try again with the smallest
     size that any of them needs. The random generators return to their state at the call. The call returns on each rank once
@@ -205,7 +205,7 @@ def _check_call(name: str, signature: inspect.Signature, args: tuple[Any, ...], 
         rest = [*map(repr, args[1:]), *(f"{key}={value!r}" for key, value in kwargs.items())]
         raise TypeError(
             f"Batch size was passed into `{name}`, or `{name}` has no parameter for it ({error}). The decorator passes "
-            f"the batch size as the first argument and callers leave it out: `{name}({', '.join(rest)})`."
+            f"the batch size as the first argument and callers omit it: `{name}({', '.join(rest)})`."
         ) from error
 
 

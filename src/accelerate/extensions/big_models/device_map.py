@@ -252,7 +252,7 @@ def _detected_memory() -> dict[int | str, int]:
         try:
             free[index] = device.namespace().mem_get_info(index)[0]
         except Exception as error:  # a device may be taken by another process, or be too old for this torch
-            logger.info("Device %s:%d is left out of the memory budget: %s", device.type, index, error)
+            logger.info("Device %s:%d is omitted of the memory budget: %s", device.type, index, error)
     free["cpu"] = psutil.virtual_memory().available
     return free
 
@@ -401,7 +401,7 @@ def get_balanced_memory(
     if len(accelerators) == 1:
         low_zero = False
         if not user_set:
-            # Activations need room on the only accelerator, and nobody said how much.
+            # Activations need room on the only accelerator, and its size is unknown.
             budgets[accelerators[0]] = int(budgets[accelerators[0]] * 0.9)
     sizes = compute_module_sizes(model, dtype=dtype, special_dtypes=special_dtypes)
     total = sizes.get("", 0)

@@ -112,7 +112,7 @@ def attach_align_device_hook_on_blocks(
 ) -> None:
     """Give the blocks of a model the hooks that its device map asks for.
 
-    A block that stays on its device is placed there as a whole; one that is offloaded gets a hook on every module
+    A block that stays on its device is placed there in full; one that is offloaded gets a hook on every module
     below it that owns weights. The root gets a hook that returns outputs on the inputs' device.
 
     Args:
@@ -159,7 +159,7 @@ def attach_align_device_hook_on_blocks(
             device = execution_device[name]
             attach_align_device_hook(current, device, True, weights_map, offload_buffers, name, **preload)
             if "_hf_hook" not in current.__dict__:
-                # A block without weights of its own still has to bring its inputs along.
+                # A block without direct weights still has to bring its inputs along.
                 add_hook_to_module(current, hook_for(device, io_same_device=name == ""))
             attach_execution_device_hook(current, device, **preload)
         else:

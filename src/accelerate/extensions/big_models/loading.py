@@ -63,7 +63,7 @@ def load_state_dict(checkpoint_file: PathLike, device_map: Mapping[str, Any] | N
         checkpoint_file: A ``.safetensors`` file, or one that ``torch.save`` wrote; of the latter only tensors and plain
             containers are accepted (``weights_only``), so that no code in it runs.
         device_map: Where each tensor of a safetensors file is read to, by module name; ``"disk"`` and names that are
-            not in the map are read to the CPU. Files of ``torch.save`` are read to the CPU as a whole.
+            not in the map are read to the CPU. Files of ``torch.save`` are read to the CPU in full.
 
     Raises:
         OSError: The safetensors file does not say PyTorch-like metadata.
@@ -406,7 +406,7 @@ class CheckpointLoad:
                     else:
                         self._place(step)
                     bar.update(step.entry.value.nbytes)
-            # What modules keep beside tensors is in a form that only they understand.
+            # What modules keep next to tensors is in a form that only they understand.
             for file in self.files:
                 for name in self.extra.keys() & file.keys.keys():
                     self.extra[name].set_extra_state(file.tensor(name))
@@ -451,7 +451,7 @@ class CheckpointLoad:
         # Tensors on the meta device get the dtype of the file, and the others do then, too: layers that compute together share one.
         partly_empty = any(place.is_meta for place in tensors.values())
         for path in checkpoint_files(self.checkpoint):
-            file = WeightFile(path)  # mapped, so that host memory need not hold all of it beside the model
+            file = WeightFile(path)  # mapped, so that host memory need not hold all of it next to the model
             values = {name: file.tensor(name) for name in file.keys}
             for name in tensors.keys() & values.keys():
                 place, value = tensors[name], values[name]
@@ -476,7 +476,7 @@ class CheckpointLoad:
             )
         if self.broadcast_from_rank0 and not self.full_state_dict:
             raise ValueError(
-                "broadcast_from_rank0=True needs full_state_dict=True: what rank 0 sends are whole tensors, of which each rank "
+                "broadcast_from_rank0=True needs full_state_dict=True: what rank 0 sends are full tensors, of which each rank "
                 "keeps its part."
             )
         files = checkpoint_files(self.checkpoint)
@@ -562,7 +562,7 @@ def load_checkpoint_in_model(
         keep_in_fp32_modules: Names of modules or tensors that are float32 whatever ``dtype`` says.
         offload_8bit_bnb: Quantise offloaded weights to 8 bit with bitsandbytes first.
         strict: Raise when names in the checkpoint and in the model differ, instead of warning.
-        full_state_dict: For models of DTensors: the checkpoint holds whole tensors, not this rank's shards.
+        full_state_dict: For models of DTensors: the checkpoint holds full tensors, not this rank's shards.
         broadcast_from_rank0: For models of DTensors: rank 0 reads the files and sends the others their part; all ranks
             call.
 

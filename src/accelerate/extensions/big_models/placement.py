@@ -1,6 +1,6 @@
 """Tensors on devices: making them there, putting one of a module there, or all of a module for the length of a block.
 
-Weights of bitsandbytes are numbers of 8 or 4 bits that mean nothing without the scales kept beside them. Their classes
+Weights of bitsandbytes are numbers of 8 or 4 bits that mean nothing without the scales kept next to them. Their classes
 are known by name, so that nothing here imports bitsandbytes. They quantise floating-point data when `to` moves them,
 and keep the scales as attributes: `SCB` (8 bit) or `quant_state` (4 bit).
 """
@@ -59,7 +59,7 @@ def exact_device(device: Device) -> torch.device:
 
 
 def any_elsewhere(value: Any, device: torch.device) -> bool:
-    """Say whether arguments of a forward may have to move to an `exact_device`; True for what nobody can look into."""
+    """Return whether arguments of a forward may have to move to an `exact_device`; True for opaque values."""
     kind = type(value)
     if kind in _INERT:
         return False
@@ -86,7 +86,7 @@ def default_device() -> torch.device:
 
 
 def check_device_same(first_device: torch.device, second_device: torch.device) -> bool:
-    """Say whether two devices are one; a device other than the CPU is without index the one with index 0.
+    """Return whether two devices are one; a device other than the CPU is without index the one with index 0.
 
     Args:
         first_device: A device.
@@ -106,7 +106,7 @@ def as_parameter(old: nn.Parameter, value: torch.Tensor) -> nn.Parameter:
     if (kind is nn.Parameter and type(value) in PLAIN) or (
         kind is not nn.Parameter and issubclass(kind, nn.Parameter) and type(value) in (*PLAIN, kind)
     ):
-        # The class's own constructor may ask for arguments that nobody here knows.
+        # The class's own constructor may ask for arguments that are unknown here.
         parameter = torch_private.make_subclass(kind, value, trainable)
     else:
         # nn.Parameter() keeps tensor subclasses (torchao, quanto) what they are.
@@ -288,13 +288,13 @@ def scales_name(weight_name: str) -> str:
 
 
 def quantizes(parameter: torch.Tensor) -> bool:
-    """Say whether a tensor is a weight of bitsandbytes that is quantised, or will be once it has data."""
+    """Return whether a tensor is a weight of bitsandbytes that is quantised, or will be once it has data."""
     kind = type(parameter).__name__
     return kind in FOUR_BIT or (kind == INT8 and not getattr(parameter, "has_fp16_weights", False))
 
 
 def is_settled(weight: torch.Tensor, dtype: torch.dtype | None) -> bool:
-    """Say whether casting a weight of bitsandbytes (None: no cast) and placing it where it is changes nothing."""
+    """Return whether casting a weight of bitsandbytes (None: no cast) and placing it where it is changes nothing."""
     state = getattr(weight, "quant_state", None)
     if state is not None:
         return not _is_twisted(state)
@@ -306,7 +306,7 @@ class QuantizedWeight:
     """A weight of bitsandbytes, and what is to be put in its place.
 
     On the meta device a weight keeps its scales, which are small (8 bit: one number per row; 4 bit: one per block of
-    64): numbers that come back later fit them, and the state dict is whole.
+    64): numbers that come back later fit them, and the state dict is complete.
 
     Attributes:
         value: The new value: floating-point numbers, which are quantised, or quantised ones. None: the present weight.

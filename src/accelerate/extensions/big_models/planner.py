@@ -44,7 +44,7 @@ def make_plan(model: nn.Module, budgets: Mapping[Key, int | float], **options: A
 
 
 class Ties:
-    """The groups of tied parameters, by every module that one of them lies in."""
+    """The groups of tied parameters, by every module that one of them is in."""
 
     def __init__(self, groups: Sequence[Sequence[str]], followed: bool = False) -> None:
         self.groups, self.followed = groups, followed
@@ -368,7 +368,7 @@ class Planner:
         return True
 
     def _add_second_names(self) -> None:
-        """Add the second names of what one module holds twice, which its list of children and tensors leaves out."""
+        """Add the second names of what one module holds twice, which its list of children and tensors omits."""
         first: dict[int, str] = {}
         kinds = (self.model.named_modules, self.model.named_parameters, self.model.named_buffers)
         for name, thing in itertools.chain(*(named(remove_duplicate=False) for named in kinds)):

@@ -89,7 +89,7 @@ class HostTransfer:
 
 
 class StreamTransfer:
-    """For weights that compute on an accelerator: cast into two pinned buffers, and sent on a stream of their own.
+    """For weights that compute on an accelerator: cast into two pinned buffers, and sent on a separate stream.
 
     Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#use-pinned-memory-buffers
     """
@@ -172,7 +172,7 @@ class Prefetcher:
         self._order: list[Unit] = []  # of the last forward
         self._now: list[Unit] | None = None  # of this one; None between forwards
         self._next = 0  # what is expected next in that order
-        self._ahead: deque[tuple[Unit, Future]] = deque()  # what was asked for: from there on
+        self._ahead: deque[tuple[Unit, Future]] = deque()  # what was requested: from there on
         self._bytes_ahead = 0
         self._lock = threading.Lock()
         self._reader: ThreadPoolExecutor | None = None  # the thread, which ends when this object goes

@@ -1,7 +1,7 @@
 """Offloaded weights by name, wherever they are kept: in memory, in a folder that has a file of raw bytes for each
-beside an ``index.json``, or in existing safetensors files. Folders are filled all at once or not at all.
+next to an ``index.json``, or in existing safetensors files. Folders are filled all at once or not at all.
 
-A weight is a view of its file, and costs no memory of its own. The kernel reads a page when it is first used, keeps it
+A weight is a view of its file, and costs no extra memory. The kernel reads a page when it is first used, keeps it
 while there is room, and drops it when there is none, because the file still has it. Nothing has to be copied to be
 offloaded.
 """
@@ -131,7 +131,7 @@ class OffloadWriter(contextlib.AbstractContextManager):
 
     If the block raises, or a disk is full, what was written is removed and the files that were there stay. Where a file
     cannot take its name, which needs no room on the disk, the former index stays. A process that has mapped a file that is
-    replaced goes on reading the former one. Callers may add entries of weights in files of their own to ``index``.
+    replaced continues reading the former one. Callers may add entries of weights in separate files to ``index``.
     """
 
     def __init__(self, folder: PathLike | None, indexed: bool = True) -> None:
@@ -430,11 +430,11 @@ class WeightSource:
         return self._weights.stored(key) if isinstance(self._weights, OffloadedWeightsLoader) else self._weights[key]
 
     def scales(self, name: str, value: torch.Tensor | None) -> torch.Tensor | None:
-        """Return the scales beside a value of a weight, which it has as an 8-bit weight of bitsandbytes."""
+        """Return the scales next to a value of a weight, which it has as an 8-bit weight of bitsandbytes."""
         return self.get(scales_name(name)) if value is not None and value.dtype is torch.int8 else None
 
     def in_file(self, name: str) -> bool:
-        """Say whether a weight is read from a file."""
+        """Return whether a weight is read from a file."""
         return (
             isinstance(self._weights, OffloadedWeightsLoader) and self._prefix + name not in self._weights.state_dict
         )

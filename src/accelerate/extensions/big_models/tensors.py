@@ -48,7 +48,7 @@ def named_module_tensors(
         module: The module to read.
         include_buffers: Yield buffers as well.
         recurse: Include the tensors of submodules; a tensor reached twice comes once.
-        remove_non_persistent: Leave out buffers that are not in the state dict.
+        remove_non_persistent: Omit buffers that are not in the state dict.
 
     Example:
         >>> [name for name, _ in named_module_tensors(nn.Linear(2, 2))]
@@ -132,7 +132,7 @@ def retie_parameters(model: nn.Module, tied_params: Sequence[Sequence[str]]) -> 
 
 
 def check_tied_parameters_in_config(model: nn.Module) -> bool:
-    """Say whether a transformers model declares tied weights, in its configuration or by a ``_tie_weights`` method.
+    """Return whether a transformers model declares tied weights, in its configuration or by a ``_tie_weights`` method.
 
     Args:
         model: Any module; other libraries' models declare nothing and give False.
@@ -191,7 +191,7 @@ def check_tied_parameters_on_same_device(tied_params: Sequence[Sequence[str]], d
     separated = [str(group) for group in placed if len(set(group.values())) > 1]
     if separated:
         logger.warning(
-            "Tied parameters are on different devices: %s. Each device gets a copy of its own; put these modules on one device, "
+            "Tied parameters are on different devices: %s. Each device gets a separate copy; put these modules on one device, "
             "or use `device_map='auto'`.",
             listed(separated, _SHOWN),
         )
@@ -209,7 +209,7 @@ def get_module_size_with_ties(
         tied_params: Names of parameters outside the module that are tied to parameters inside it.
         module_size: Bytes of the module.
         module_sizes: As `compute_module_sizes` returns it; a tied parameter counts in it only once.
-        modules_to_treat: The modules not yet placed. A tied parameter in none of them is left out.
+        modules_to_treat: The modules not yet placed. A tied parameter in none of them is omitted.
 
     Returns:
         The bytes of all of them, the names of the tied modules and the modules themselves.
@@ -230,7 +230,7 @@ def get_module_size_with_ties(
 
 
 def name_and_parents(name: str) -> Iterator[str]:
-    """Yield a dotted name, then those of the modules that it lies in, innermost first; nothing for an empty one."""
+    """Yield a dotted name, then those of the modules that it is in, innermost first; nothing for an empty one."""
     while name:
         yield name
         name = name.rpartition(".")[0]
@@ -385,7 +385,7 @@ def class_names(classes: Iterable[str | type] | str | None) -> set[str]:
 
 
 def is_whole(item: nn.Module | torch.Tensor, no_split: Collection[str]) -> bool:
-    """Say whether an item is never split: a tensor, a module without submodules, or one of some classes."""
+    """Return whether an item is never split: a tensor, a module without submodules, or one of some classes."""
     return not isinstance(item, nn.Module) or type(item).__name__ in no_split or next(item.children(), None) is None
 
 

@@ -39,7 +39,7 @@ class Offloading:
     """What a dispatched model keeps elsewhere: checked before anything is changed, then gathered.
 
     Attributes:
-        places: The device of each module, of which none lies in another.
+        places: The device of each module, of which none is in another.
         elsewhere: The devices that mean offloading.
         state_dict: The weights of what is offloaded to the CPU. None: the model's.
         offload_dir: The folder of what goes to disk. What its index has is used, the rest is written.
@@ -58,7 +58,7 @@ class Offloading:
         self.tied = find_tied_parameters(self.model)
 
     def check(self) -> None:
-        """Raise a ValueError that names the tensors whose data nobody has. Nothing is written."""
+        """Raise a ValueError that names the tensors without data. Nothing is written."""
         index = self.offload_index
         if index is None:
             index = {} if self.offload_dir is None else read_index(self.offload_dir)
@@ -103,7 +103,7 @@ def write_missing(
 ) -> dict[str, dict[str, Any]]:
     """Write what a folder's index lacks of some modules, and return the whole index; what differs is warned about.
 
-    Tensors on the meta device are left out. Errors are those of `check_stored`, `read_index` and `OffloadWriter`.
+    Tensors on the meta device are omitted. Errors are those of `check_stored`, `read_index` and `OffloadWriter`.
     """
     buffers = set() if offload_buffers else {name for name, _ in model.named_buffers(remove_duplicate=False)}
     wanted = extract_submodules_state_dict(state_tensors(model), modules)
@@ -159,7 +159,7 @@ def name_tied_weights(weights: OffloadedWeightsLoader, tied: Sequence[Sequence[s
                 weights.state_dict[name] = weights.state_dict[known]
             else:
                 entry = weights.index[known]
-                # An entry without a key of its own is found under its own name.
+                # An entry without a separate key is found under its own name.
                 own = {"weight_name": known} if entry.get("safetensors_file") is not None else {"dat_name": known}
                 weights.index[name] = {**own, **entry}
             weights.all_keys.append(name)
@@ -197,7 +197,7 @@ def check_data(
     missing = [f"{n} (for {device_of(n, device_map)!r})" for n in sorted(empty) if id(tensors[n]) not in known]
     if missing:
         raise ValueError(
-            f"These tensors are on the meta device and nobody has their data: {listed(missing)}. Load them from a checkpoint "
+            f"These tensors are on the meta device and their data is missing: {listed(missing)}. Load them from a checkpoint "
             "first, tie the model's weights, or, for buffers of modules that are offloaded, pass `offload_buffers=True`."
         )
 
@@ -247,7 +247,7 @@ def get_state_dict_from_offload(
 
 
 def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
-    """Return the whole state dict of a model, offloaded weights included, without moving the model.
+    """Return the full state dict of a model, offloaded weights included, without moving the model.
 
     Weights on disk come as tensors mapped to their files, so they take host memory only while they are read. Any rank
     may call it alone.

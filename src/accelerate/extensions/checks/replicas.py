@@ -65,7 +65,7 @@ class ReplicaCheck(Extension):
         return cls(run, interval, parse_flag_from_env(CHECK_MODULES))
 
     def registered(self, kind: str, prepared: Any, evaluation: bool) -> None:
-        """Note the outputs of a prepared model's modules, if they are asked for."""
+        """Note the outputs of a prepared model's modules, if they are requested."""
         if not self.modules or kind != "model" or evaluation:
             return
         for name, module in self.run.unwrap_model(prepared).named_modules():

@@ -103,7 +103,7 @@ def verify_command(args: argparse.Namespace) -> int:
             whole += 1
             print(f"{one.name}: whole ({len(one.state.manifest.files)} files, {size_text(one.size)})")
     if len(found) > 1:
-        print(f"{whole} of {len(found)} checkpoints are whole.")
+        print(f"{whole} of {len(found)} checkpoints are complete.")
     return int(damaged > 0)
 
 

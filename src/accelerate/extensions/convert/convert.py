@@ -1,7 +1,7 @@
 """Writing what a checkpoint holds again, in another layout, without the run that wrote it and without a process group.
 
 `export` and `reshard` are one plan with different ends: find the parts of the checkpoint, verify them, open each, write tensor by
-tensor into a staged folder, publish. `merge_fsdp_weights` writes one file beside what its folder has. Memory holds one tensor at a
+tensor into a staged folder, publish. `merge_fsdp_weights` writes one file next to what its folder has. Memory holds one tensor at a
 time, but for torch's format.
 """
 
@@ -39,7 +39,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def _state_of(storage: CheckpointStorage, partly: bool = False) -> CheckpointStatus:
-    """Return what lies at the source; raise if that does not load. With `partly`, files other than weights may be missing."""
+    """Return what is at the source; raise if that does not load. With `partly`, files other than weights may be missing."""
     found = storage.state()
     if found.kind == "absent":
         raise FileNotFoundError(f"There is no checkpoint at {storage.location!r}: {found.reason}.")
@@ -150,7 +150,7 @@ def export(
         if found.manifest is None:
             logger.warning("%s has no manifest, so its files cannot be verified.", storage.location)
         elif found.kind != "complete":
-            logger.warning("%s is incomplete, but its weights are whole: %s.", storage.location, found.reason)
+            logger.warning("%s is incomplete, but its weights are complete: %s.", storage.location, found.reason)
         content = _storable(part.open(), DTYPES[dtype] if dtype else None)
         return formats.replace_weights(there, pattern=_pattern(0), limit=limit, **content)
     finally:
@@ -215,7 +215,7 @@ def merge_fsdp_weights(
         _check_sharded(source)
         if remove_checkpoint_dir and source.resolve() in (target.resolve(), *target.resolve().parents):
             raise ValueError(
-                f"output_path {target} lies in checkpoint_dir {source}, which remove_checkpoint_dir deletes."
+                f"output_path {target} is in checkpoint_dir {source}, which remove_checkpoint_dir deletes."
             )
         _refuse_links_out(str(source))
         stored = Found(str(source.parent), source.name, "sharded").open()
@@ -271,7 +271,7 @@ def reshard(source: str, target: str, layout: Literal["full", "sharded"], shards
     """Write a checkpoint again in another layout, over what is at `target`. One process, alone.
 
     The source is verified first and stays as it is; the target appears when all of it is on the disk. Weights go
-    through memory one at a time, an optimizer for the full layout as a whole. `shards` is a number of files. Raises
+    through memory one at a time, an optimizer for the full layout in full. `shards` is a number of files. Raises
     ValueError, FileNotFoundError or DamagedCheckpoint.
     """
     if shards < 1 or (layout == "full" and shards != 1):

@@ -1,4 +1,4 @@
-"""Looking at checkpoints without loading them: which there are, whether they are whole, what is in them, and which may go.
+"""Looking at checkpoints without loading them: which there are, whether they are complete, what is in them, and which may go.
 
 Nothing here needs a GPU or a process group. Nothing is changed, no file is trusted, and no code in a file runs. Torch is
 imported only for folders of shards, whose metadata is torch's, and to verify files without a manifest, as safetensors is.
@@ -110,7 +110,7 @@ def _is_one(storage: CheckpointStorage) -> bool:
 
 
 def all_files(storage: CheckpointStorage) -> dict[str, int]:
-    """Return the sizes of a checkpoint's files, by path with ``/`` between parts; what links lead to is left out."""
+    """Return the sizes of a checkpoint's files, by path with ``/`` between parts; what links lead to is omitted."""
     found = {name: stored.size for name, stored in storage.files().items()}
     for entry in storage.entries():
         if not isinstance(entry, LocalStorage) or entry.parent() == storage:  # an object store has folders between
@@ -118,7 +118,7 @@ def all_files(storage: CheckpointStorage) -> dict[str, int]:
     return found
 
 
-# -- whether they are whole --------------------------------------------------------------------------------------------
+# -- whether they are complete --------------------------------------------------------------------------------------------
 
 
 def verify(summary: Summary) -> list[str]:
@@ -145,7 +145,7 @@ class Details:
 
     Attributes:
         files: entries by path, with tensors as far as they are known without reading the weights; those of shards
-            are in the entry of ``.metadata`` beside them. Without a manifest, checksums and ranks mean nothing.
+            are in the entry of ``.metadata`` next to them. Without a manifest, checksums and ranks mean nothing.
     """
 
     summary: Summary
@@ -252,7 +252,7 @@ def plan_pruning(folder: CheckpointStorage, keep: int, foreign: bool = False) ->
         raise ValueError(f"keep={keep} would remove every checkpoint; keep at least 1.")
     found = survey(folder)
     if [one.storage for one in found] == [folder]:
-        raise ValueError(f"{folder.location!r} is a checkpoint; name the folder that it lies in.")
+        raise ValueError(f"{folder.location!r} is a checkpoint; name the folder that it is in.")
     inner = folder.child(manifest.CHECKPOINTS_FOLDER)
     plan = Pruning([folder, inner], None) if inner.parent() == folder else Pruning([folder], elsewhere=inner)
     for home in plan.homes:

@@ -83,7 +83,7 @@ class _Files:
 def read(
     engine: Any, folder: Path, index: int, optimizer: int, strict: bool = True, weights_only: bool = True
 ) -> Change:
-    """Compare an engine with what a checkpoint has for it, and return what loads that. Any rank, alone; all ranks load.
+    """Compare an engine with what a checkpoint has for it, and return what loads that. Not a collective; all ranks load.
 
     Args:
         engine: it stays as it is until the change is applied.
@@ -110,7 +110,7 @@ def _check_disk_optimizer(engine: Any) -> None:
 
 
 def _plan(engine: Any, folder: Path, index: int, optimizer: int, strict: bool, weights_only: bool) -> Any:
-    """Return what loads a checkpoint into an engine, or raise. Any rank, alone."""
+    """Return what loads a checkpoint into an engine, or raise. Not a collective."""
     _check_disk_optimizer(engine)
     stored_files = layouts.required(folder, "model", index, None)
     written = None
@@ -182,7 +182,7 @@ def _shapes(engine: Any) -> dict[str, torch.Size]:
 
 
 def _same_layout(engine: Any, written: zero.Folder | None, place: str) -> bool:
-    """Say whether an engine of this stage, precision and number of ranks wrote a folder, with its parameters in this order."""
+    """Return whether an engine of this stage, precision and number of ranks wrote a folder, with its parameters in this order."""
     if written is None or bool(written.shards) is not bool(engine.zero_optimization()):
         return False
     if not written.shards or engine.basic_optimizer is None:
@@ -199,7 +199,7 @@ def _same_layout(engine: Any, written: zero.Folder | None, place: str) -> bool:
 
 
 def _native(engine: Any, folder: Path, tag: str, weights_only: bool, strict: bool) -> None:
-    """Let an engine load what it has written. All ranks."""
+    """Let an engine load what it has written. Collective: call on every rank."""
     with _files_of(engine) if weights_only else contextlib.nullcontext():
         engine.load_checkpoint(os.fspath(folder), tag, load_module_strict=strict)
 
@@ -351,7 +351,7 @@ def _state_of(optimizer: _Optimizer, key: str, name: str) -> Any:
 
 
 def _put_counts(engine: Any, written: zero.Folder) -> None:
-    """Let an engine count its steps from where another stood; its scale of losses and its own schedule, too."""
+    """Let an engine count its steps from the count of another one; its scale of losses and its own schedule, too."""
     for name in ("global_steps", "global_samples", "skipped_steps"):
         setattr(engine, name, written.head[name])
     if engine.lr_scheduler is not None and written.head["lr_scheduler"] is not None:

@@ -22,7 +22,7 @@ def join(backend: str | None, device: str, local_rank: int) -> None:
     try:
         import deepspeed
     except ImportError as error:
-        raise ImportError("DeepSpeed was asked for and is not installed: pip install deepspeed") from error
+        raise ImportError("DeepSpeed was requested and is not installed: pip install deepspeed") from error
     builder = deepspeed.accelerator.get_accelerator().create_op_builder("ShareMemCommBuilder")
     if builder is not None:
         # On CPUs each start would build it, for minutes, and wait without end for the lock of a build that was killed. It is only

@@ -83,7 +83,7 @@ _AFTER_STEPS = (
         when={"num_machines": SEVERAL},
     ),
     _of_launcher("deepspeed_hostfile", "Host file of DeepSpeed's launcher.", check=existing_file),
-    _of_launcher("deepspeed_exclusion_filter", "Hosts and GPUs of that file to leave out."),
+    _of_launcher("deepspeed_exclusion_filter", "Hosts and GPUs of that file to omit."),
     _of_launcher(
         "deepspeed_inclusion_filter",
         "Hosts and GPUs of that file to use.",

@@ -362,7 +362,7 @@ class DeepSpeedPlugin:
 
         Example:
             >>> with DeepSpeedPlugin(zero_stage=3, zero3_init_flag=True).zero3_init_context_manager(enable=False):
-            ...     pass  # models built in here are whole
+            ...     pass  # models built in here are complete
         """
         flag, is_registered = self.zero3_init_flag, "dschf" in vars(self)
         changes = self.zero_stage == 3 and (not flag if enable else is_registered)

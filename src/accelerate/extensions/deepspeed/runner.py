@@ -102,7 +102,7 @@ def command(options: Mapping[str, Any], script: str, script_args: Sequence[str])
 
 
 def starts(values: Mapping[str, Resolved], on: set[str], job: Any) -> bool:
-    """Say whether DeepSpeed's launcher starts the processes: on several machines, unless a scheduler or torch's launcher does.
+    """Return whether DeepSpeed's launcher starts the processes: on several machines, unless a scheduler or torch's launcher does.
 
     A scheduler (`job`) that has started this launch on every machine leaves DeepSpeed nothing to log in to.
     """

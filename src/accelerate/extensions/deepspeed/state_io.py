@@ -65,7 +65,7 @@ class DeepSpeedIO(StateIO):
     def load_model(
         self, accelerator: Run, model: nn.Module, folder: CheckpointFolder, index: int, **options: Any
     ) -> Change:
-        """Return what loads the engine's part, its optimizer included. All ranks."""
+        """Return what loads the engine's part, its optimizer included. Collective: call on every rank."""
         if not is_engine(model):
             return super().load_model(accelerator, model, folder, index, **options)
         trained = [wrapper.engine for wrapper in accelerator.prepared.engines]

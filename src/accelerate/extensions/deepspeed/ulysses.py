@@ -283,7 +283,7 @@ class UlyssesSPDataLoaderAdapter:
             if value.dim() < 2 or value.shape[1] != length:
                 raise ValueError(
                     f"Its {name!r} has the shape {tuple(value.shape)}, and dimension 1 is cut as that of input_ids, which is {length}. "
-                    "Leave it out of the batch, or give it that dimension."
+                    "Remove it from the batch, or give it that dimension."
                 )
             parts = value.detach().to(self.device).chunk(size, dim=1)
             header[name] = ((parts[0].dtype, tuple(parts[0].shape)), True)

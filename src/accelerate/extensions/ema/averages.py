@@ -64,7 +64,7 @@ class Ema(Extension):
             )
 
     def has(self, parameters: Collection[int]) -> bool:
-        """Say whether it is the average of one of some parameters, which are given by identity."""
+        """Return whether it is the average of one of some parameters, which are given by identity."""
         return not self._averaged.isdisjoint(parameters)
 
     def _pairs(

@@ -22,7 +22,7 @@ class LowBitStates(TensorKind):
     """States of torchao's optimizers."""
 
     def is_kept_by(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Say whether an optimizer is one of torchao's."""
+        """Return whether an optimizer is one of torchao's."""
         return makes(optimizer)
 
     def plain(self, value: Any) -> Any:
@@ -30,7 +30,7 @@ class LowBitStates(TensorKind):
         return plain(value)
 
     def is_parts(self, value: Any) -> bool:
-        """Say whether a stored value has codes and scales."""
+        """Return whether a stored value has codes and scales."""
         return is_parts(value)
 
     def rebuilt(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -58,17 +58,17 @@ def plain(value: Any) -> Any:
 
 
 def makes(optimizer: Any) -> bool:
-    """Say whether an optimizer keeps states of few bits: it is one of torchao's."""
+    """Return whether an optimizer keeps states of few bits: it is one of torchao's."""
     return isinstance(optimizer, torch.optim.Optimizer) and hasattr(optimizer, "_new_buffer")
 
 
 def is_low_bit(value: Any) -> bool:
-    """Say whether a tensor is a state of few bits: made of codes, and scales for blocks of them."""
+    """Return whether a tensor is a state of few bits: made of codes, and scales for blocks of them."""
     return hasattr(value, "__tensor_flatten__") and {"codes", "scale"}.issubset(value.__tensor_flatten__()[0])
 
 
 def is_parts(value: Any) -> bool:
-    """Say whether a stored value is what `plain` makes of one of few bits."""
+    """Return whether a stored value is what `plain` makes of one of few bits."""
     return isinstance(value, Mapping) and {"codes", "scale"}.issubset(value)
 
 
@@ -135,7 +135,7 @@ def _local(value: Any) -> Any:
 
 
 def _is_even(value: Any) -> bool:
-    """Say whether a tensor is unsharded, or its ranks have equal numbers of its rows, in their order."""
+    """Return whether a tensor is unsharded, or its ranks have equal numbers of its rows, in their order."""
     placements = getattr(value, "placements", ())
     shards = [dim for dim, placement in enumerate(placements) if not placement.is_replicate()]
     if len(shards) > 1 or any(type(placements[dim]).__name__ != "Shard" or placements[dim].dim for dim in shards):

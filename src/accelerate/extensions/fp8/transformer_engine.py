@@ -132,7 +132,7 @@ def engine_recipe(handler: Any) -> Any:
 
     Raises:
         ImportError: Transformer Engine is not installed.
-        ValueError: block scaling was asked for where it cannot run.
+        ValueError: block scaling was requested where it cannot run.
     """
     _transformer_engine()
     package = "intel_transformer_engine" if is_hpu_available() else "transformer_engine.common"
@@ -167,7 +167,7 @@ def apply_fp8_autowrap(model: nn.Module, fp8_recipe_handler: Any) -> nn.Module:
 
     Raises:
         ImportError: Transformer Engine is not installed.
-        ValueError: block scaling was asked for where it cannot run.
+        ValueError: block scaling was requested where it cannot run.
     """
     during_eval = bool(getattr(fp8_recipe_handler, "use_autocast_during_eval", False))
     model.forward = contextual_fp8_autocast(model.forward, engine_recipe(fp8_recipe_handler), during_eval)

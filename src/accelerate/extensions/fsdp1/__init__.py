@@ -9,7 +9,7 @@ from accelerate.extension import Spec
 
 
 def is_fsdp1(model: Any) -> bool:
-    """Say whether a model is, or contains, a FullyShardedDataParallel. Not a collective."""
+    """Return whether a model is, or contains, a FullyShardedDataParallel. Not a collective."""
     # While the module is not imported there is no such model, and importing it is slow.
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and any(isinstance(part, fsdp.FullyShardedDataParallel) for part in model.modules())

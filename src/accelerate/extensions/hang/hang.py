@@ -162,7 +162,7 @@ class Watcher:
     def _answer(self, store: Any, answered: int) -> int:
         """Answer the latest question if there is a new one; return its number."""
         asked = store.add("asked", 0)
-        # Any process that reaches the store can write there: a rank ends only for a request of its own user.
+        # Any process that reaches the store can write there: a rank ends only for a separate request user.
         if asked >= _ABORTING and self._monitor.abort_after < float("inf"):
             self._end_all(store)
         if asked % _ABORTING >= _CLOSING:

@@ -114,7 +114,7 @@ class Monitor:
         self._place, self._since, self._waits = place, time.monotonic(), None
 
     def go_on(self, store: Any) -> bool:
-        """Ask and report, if this rank is the one to do so; say whether all ranks must end. Does not wait."""
+        """Ask and report, if this rank is the one to do so; return whether all ranks must end. Does not wait."""
         keys = dist.PrefixStore(PREFIX, store)
         if not self._waits:
             if self._diagnosis is not None:
@@ -176,7 +176,7 @@ class Finding:
     @property
     def key(self) -> str:
         """The content of a report, for comparison with the next one."""
-        # A slow rank may come to many places in which it stands for a moment.
+        # A slow rank may pause in many places.
         others = [(rank, status.ended, status.still_s > 5 and status.site) for rank, status in self._others.items()]
         return repr((self.waiting, others))
 

@@ -73,7 +73,7 @@ class RankStatus:
         return self.waits and self.inside.rpartition(" > ")[2].startswith(threads.WAITING_IN)
 
     def ahead_of(self, other: dict[str, int]) -> bool | None:
-        """Say whether the rank has started an operation that the other has not; None if no group counts."""
+        """Return whether the rank has started an operation that the other has not; None if no group counts."""
         common = self.counters.keys() & other.keys()
         return any(self.counters[group] > other[group] for group in common) if common else None
 
@@ -163,7 +163,7 @@ class Diagnosis(MissingRanks):
         self._heard = dict.fromkeys(ranks, self.began)
 
     def news(self) -> bool:
-        """Go on with the diagnosis; say whether there are new answers. Does not wait."""
+        """Continue the diagnosis; return whether there are new answers. Does not wait."""
         current_time = time.monotonic()
         if current_time < self._next or not self._leads:
             return False
@@ -195,7 +195,7 @@ class Diagnosis(MissingRanks):
         return [rank for rank in ranks if self.latest[rank].gone or rank in silent]
 
     def stuck(self, missing: list[int]) -> list[int]:
-        """Return which of the missing ranks wait for something that only happens if we go on."""
+        """Return which of the missing ranks wait for something that only happens if we continue."""
         counters = [status.counters for rank, status in self.latest.items() if rank not in missing]
         late = [self.latest[rank] for rank in missing]
         together = all(status.blocked and status.still_s >= STILL_TOGETHER_S for status in late)

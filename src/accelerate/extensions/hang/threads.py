@@ -72,7 +72,7 @@ def state(pid: int) -> str:
 
 
 def exists(process: dict[str, Any]) -> bool | None:
-    """Say whether a process that `process` described exists; None where that cannot be seen from here."""
+    """Return whether a process that `process` described exists; None where that cannot be seen from here."""
     if not process.get("machine") or process["machine"] != _machine():
         return None
     state, started = status(process["pid"])

@@ -121,12 +121,12 @@ class BertTrainStep(AbstractTrainStep):
 class GPTTrainStep(AbstractTrainStep):
     """The step of a decoder: the loss of the next token.
 
-    A step of one's own derives from it, calls `self.get_batch` and `self.loss_func`, and is passed as `custom_train_step_class`.
+    A step of your own derives from it, calls `self.get_batch` and `self.loss_func`, and is passed as `custom_train_step_class`.
 
     Args:
         accelerator: The Accelerator.
         args: `megatron_lm_default_args` of the plugin.
-        kwargs: `custom_train_step_kwargs`, for a class of one's own.
+        kwargs: `custom_train_step_kwargs`, for a class of your own.
 
     Attributes:
         get_batch: from a data iterator to tokens, labels, the mask of the loss, None (attention is causal) and positions.

@@ -47,7 +47,7 @@ class MegatronLM(Strategy):
         Raises:
             ImportError: megatron-core is not installed.
             NotImplementedError: the plugin has a setting that core has no use for here.
-            ValueError: the numbers of ranks do not fit, or another layout was asked for.
+            ValueError: the numbers of ranks do not fit, or another layout was requested.
         """
         state, plugin = accelerator.state, accelerator.state.megatron_lm_plugin
         plugin.refuse_unused()

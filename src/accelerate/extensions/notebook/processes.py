@@ -322,7 +322,7 @@ def run(request: Request, environment: Mapping[str, str], num_processes: int, me
     """Start processes on this machine for a checked request, with only these variables, and wait for their end.
 
     Raises WorkerError (a process failed), MeetingError (they could not meet), LaunchError (the machines disagree),
-    KeyboardInterrupt, SystemExit (they have saved themselves; its status says so), or torch's SignalException (another
+    KeyboardInterrupt, SystemExit (they have saved themselves; its status reports it), or torch's SignalException (another
     signal stopped them).
     """
     try:
@@ -390,7 +390,7 @@ def _why_no_rendezvous(request: Request, error: BaseException) -> str:
     if request.chosen_port and re.search("EADDRINUSE|address already in use", str(error), re.I):
         argument = "rdzv_endpoint" if request.rdzv_endpoint else "use_port"
         reason = f"{argument} asks for port {request.chosen_port}, which another program listens at"
-        return f"{reason}. Choose another one, or leave {argument} out: a free one is taken then."
+        return f"{reason}. Choose another one, or omit {argument}: a free one is taken then."
     return f"The processes could not meet at 127.0.0.1, port {request.chosen_port or 'any'}: {error or type(error).__name__}"
 
 

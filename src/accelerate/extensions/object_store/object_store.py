@@ -1,7 +1,7 @@
-"""Checkpoints in an object store, by fsspec: written beside each other, published by writing one object.
+"""Checkpoints in an object store, by fsspec: written next to each other, published by writing one object.
 
-An object store has no rename, but the writing of one object is atomic. So the files of each save go below a name of their own,
-the generation, and the manifest beside it says which generation counts::
+An object store has no rename, but the writing of one object is atomic. So the files of each save go below a separate name,
+the generation, and the manifest next to it says which generation counts::
 
     s3://bucket/run/checkpoint_3/accelerate_manifest.json     {"generation": "g-20260102T030405Z-0123456789abcdef", ...}
     s3://bucket/run/checkpoint_3/g-20260102T030405Z-0123456789abcdef/model.safetensors
@@ -14,7 +14,7 @@ another save of the run when it is a day old.
 Each rank streams its files into the generation while it makes them; what hooks and other code write by path comes from a local
 folder. A load downloads into a local folder the files that the ranks of its node read.
 
-A manifest without a generation is read, too: its files lie beside it, as when a local checkpoint was copied to the store. So
+A manifest without a generation is read, too: its files are next to it, as when a local checkpoint was copied to the store. So
 are files without a manifest, as another library saves them.
 
 Requests that fail for a moment are repeated by the packages behind fsspec.
@@ -37,7 +37,7 @@ from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, Manifest, Un
 from accelerate.checkpoint.storage import ABANDONED_S, CheckpointStorage, FileStat, refuse_unfinished
 from accelerate.runtime.durable import HashedFile, Sink, each, hashed, is_inside
 
-# A reader begins anew when the checkpoint is replaced under its hands; that a third replaces the second meanwhile is no accident.
+# A reader begins again when the checkpoint is replaced under its hands; that a third replaces the second meanwhile is no accident.
 _LOOKS = 3
 # Enough to keep a network busy.
 _AT_ONCE = 4
@@ -62,7 +62,7 @@ class ObjectStore(CheckpointStorage):
     staged `sync` what else was written into their folders. When all have done so, one rank calls `publish`.
 
     The credentials and the address of the store come from the environment or from fsspec's configuration.
-    ImportError names a package that a URL needs; ValueError says that no checkpoint can lie there.
+    ImportError names a package that a URL needs; ValueError says that no checkpoint can are there.
     """
 
     shared = False
@@ -95,7 +95,7 @@ class ObjectStore(CheckpointStorage):
         """Return which files count; FileNotFoundError for none, DamagedCheckpoint for what must not be loaded."""
         entries = self._objects.entries()
         if not entries:
-            raise FileNotFoundError(f"There is no checkpoint at {self.location!r}: nothing lies there.")
+            raise FileNotFoundError(f"There is no checkpoint at {self.location!r}: nothing is there.")
         published = self._read(entries)
         if not published.generation:
             refuse_unfinished([name for name, stored in entries.items() if stored is not None])
@@ -116,7 +116,7 @@ class ObjectStore(CheckpointStorage):
         return _Published(listing, generation, text)
 
     def entries(self) -> list["ObjectStore"]:
-        """Return the folders that lie here, by name; hidden ones are left out. Those of the checkpoint are among them."""
+        """Return the folders that lie here, by name; hidden ones are omitted. Those of the checkpoint are among them."""
         folders = {os.path.basename(path): path for path, stored in self._visible().items() if stored is None}
         shown = [name for name in sorted(folders) if not name.startswith(".") and not _GENERATION.fullmatch(name)]
         return [self.child(folders[name]) for name in shown]
@@ -141,7 +141,7 @@ class ObjectStore(CheckpointStorage):
         """Return a temporary folder of this process with the wanted files, by their path in the manifest, and that.
 
         What was fetched before is not fetched again. `release`, or the end of the process, removes the folder. Sizes
-        are compared here, checksums by who loads. Any rank, alone; one rank of a node may fetch for all. Raises
+        are compared here, checksums by who loads. Not a collective; one rank of a node may fetch for all. Raises
         FileNotFoundError for nothing, DamagedCheckpoint for what is not whole, OSError if store or disk refuses.
         """
         former = None
@@ -328,7 +328,7 @@ class ObjectStore(CheckpointStorage):
             current = self._read(entries).generation
         except (DamagedCheckpoint, FileNotFoundError):
             return {}  # a person may still want to look at the parts
-        if not current:  # the parts beside the generations count
+        if not current:  # the parts next to the generations count
             parts = [name for name in parts if _GENERATION.fullmatch(name)]
         # Names of generations sort by time.
         younger = {
@@ -354,7 +354,7 @@ class _Published(NamedTuple):
     """The files that count; the manifest is None if another library saved them.
 
     Attributes:
-        generation: the folder that holds them; empty if they lie beside the manifest.
+        generation: the folder that holds them; empty if they are next to the manifest.
         text: the manifest as it was read: another one means another checkpoint.
     """
 
@@ -441,7 +441,7 @@ class _Objects:
             system.pipe_file(path, data)
 
     def remove(self, name: str = "") -> None:
-        """Remove an object, or all objects below a folder and the folder where it is one by itself; but never a bucket."""
+        """Remove an object, or all objects below a folder and the folder where it is one; but never a bucket."""
         with contextlib.suppress(FileNotFoundError), self.at(name, "removed") as (system, path):
             # In as few requests as the store can; but fsspec takes such names for patterns.
             if "/" in path.strip("/") and not any(sign in path for sign in "*?["):
@@ -493,7 +493,7 @@ class _Upload(Sink):
 
 # -- local folders -----------------------------------------------------------------------------------------------------
 
-# What this process has fetched. A fork inherits the entries, but makes folders of its own.
+# What this process has fetched. A fork inherits the entries, but makes separate folders.
 _copies: dict[tuple[Hashable, ...], TemporaryDirectory[str]] = {}
 
 

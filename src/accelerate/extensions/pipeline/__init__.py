@@ -12,7 +12,7 @@ def _attaches(run: Any) -> bool:
 
 
 def is_pipeline(model: Any) -> bool:
-    """Say whether a model is what `Accelerator.prepare_pipeline` returned. Not a collective."""
+    """Return whether a model is what `Accelerator.prepare_pipeline` returned. Not a collective."""
     return hasattr(model, "holdings")
 
 

@@ -53,7 +53,7 @@ class Inputs:
             if leaf.shape is None and not isinstance(leaf.value, _CONSTANTS):
                 raise ValueError(
                     f"{leaf.name} of the example is a {type(leaf.value).__name__}, which a pipeline cannot cut into "
-                    "micro-batches. Leave it out, or give tensors, numbers, strings, and lists, tuples and dictionaries of them."
+                    "micro-batches. Omit it, or give tensors, numbers, strings, and lists, tuples and dictionaries of them."
                 )
         self.rows = next((leaf.shape[0] for leaf in self.leaves if leaf.shape), 0)
         if not self.rows:

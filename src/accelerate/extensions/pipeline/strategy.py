@@ -68,7 +68,7 @@ class PipelineParallel(Sharded):
             for name, value in refused.items():
                 if value and type(value).__name__ != "OffloadPolicy":
                     raise ValueError(
-                        f"{name}={value!r} with pp_size={layout.pp_size}: stages do not have it. Leave it out, or set pp_size=1."
+                        f"{name}={value!r} with pp_size={layout.pp_size}: stages do not have it. Omit it, or set pp_size=1."
                     )
         pipelines = *_pipelines(accelerator), *(obj for obj in objects if is_pipeline(obj))
         pipeline_ids = {id(parameter) for model in pipelines for parameter in model.parameters()}

@@ -322,7 +322,7 @@ def choose(profiles: Profiles, base: Layout, fleet: Fleet, global_batch: int, si
 
 
 def _advice(needs: Memory, layout: Layout, fleet: Fleet) -> str:
-    """Say what takes the memory, and what makes it less."""
+    """Return what takes the memory, and what makes it less."""
     size, room = size_text(getattr(needs, needs.largest)), size_text(fleet.device.memory)
     if needs.largest == "activations":
         cut = layout.cp * layout.tp * layout.sp > 1
@@ -402,7 +402,7 @@ def in_the_program(layout: Layout) -> str:
 
 
 def plan_command(args: argparse.Namespace) -> None:
-    """Print the layouts of what `plan_command_parser` parsed, and write a file if it is asked for.
+    """Print the layouts of what `plan_command_parser` parsed, and write a file if it is requested.
 
     Raises:
         LaunchError: the model, the device or the numbers cannot be used, or, with `--write`, no layout fits.
@@ -456,7 +456,7 @@ def _measured(device: device_specs.DeviceSpec) -> device_specs.DeviceSpec:
     name = machine_device.namespace().get_device_name() if machine_device.type != "cpu" else "the CPU"
     if not any(word in name for word in device.words):
         asked = f"--measure takes the rates of this machine's device, which is {name}, and --gpu is {device.name}"
-        raise LaunchError(f"{asked}; leave it out, or name the kind that is here.")
+        raise LaunchError(f"{asked}; omit it, or name the kind that is here.")
     return measured(device, machine_device.current())
 
 

@@ -73,7 +73,7 @@ def verify_on_hub(repo: str, token: str | None = None) -> Any:
 
 
 def check_has_model(error: BaseException) -> str:
-    """Say which part of a timm or transformers model could not be loaded.
+    """Return which part of a timm or transformers model could not be loaded.
 
     Args:
         error: what loading it raised.

@@ -2,7 +2,7 @@
 
 Three things happen at three places. A signal handler raises a flag in the process that got the signal. The next step of a prepared
 optimizer there starts an agreement of all ranks on the step to stop at (`StopStep`); steps before that exchange nothing. A prepared
-loader that is asked for the next batch after that step saves and leaves: the step is over by then, with the scheduler, and with
+loader that is requested the next batch after that step saves and leaves: the step is over by then, with the scheduler, and with
 whatever else the loop does in it.
 """
 
@@ -70,7 +70,7 @@ class Preempted(SystemExit):
 
 
 def is_watching() -> bool:
-    """Say whether this process watches signals. Not a collective."""
+    """Return whether this process watches signals. Not a collective."""
     return _installed is not None and not _installed.closed
 
 
@@ -147,7 +147,7 @@ def install(accelerator: TrainingRun) -> None:
     if threading.current_thread() is not threading.main_thread():
         raise ValueError(
             f"save_on_signal was set in the thread {threading.current_thread().name!r}, but only the main thread can receive signals. "
-            "Build the Accelerator there, or leave save_on_signal out."
+            "Build the Accelerator there, or omit save_on_signal."
         )
     received = 0
     if _installed is not None and not _installed.closed:
@@ -254,7 +254,7 @@ class Watch:
             self.number = self.number or self._agreement.count(self.received)
 
     def _agree(self, former: "StopStep | None") -> "StopStep | None":
-        """Return the agreement of this process group, which may have been built anew; None where no watcher looks at a store."""
+        """Return the agreement of this process group, which may have been built again; None where no watcher looks at a store."""
         watcher = None if self._alone else watcher_of_process()
         if watcher is None or (former is not None and former.watcher is watcher):
             return former
@@ -309,7 +309,7 @@ def _save(accelerator: TrainingRun) -> Any:
     storage = storage_of(project.project_dir).child(CHECKPOINTS_FOLDER)  # type: ignore[arg-type]  # `install` has looked
     used_numbers = [number for number, _ in storage.checkpoints()] if accelerator.is_main_process else []
     (following,) = comm.current().broadcast_object_list([max(used_numbers, default=-1) + 1])
-    # A run that started anew next to older checkpoints must not fail now, nor save under a number that is not the latest.
+    # A run that started again next to older checkpoints must not fail now, nor save under a number that is not the latest.
     project.iteration = max(project.iteration, following)
     location = storage.child(numbered_folder(project.iteration)).location
     accelerator.save_state(None if project.automatic_checkpoint_naming else location)
@@ -356,7 +356,7 @@ class StopStep:
                 )
 
     def _look(self, store: Any, last: bool) -> bool:
-        """Go on with the agreement, in the watcher's thread; say whether it is under way."""
+        """Continue the agreement, in the watcher's thread; return whether it is under way."""
         keys = dist.PrefixStore(self._place, store)
         # The signal is known here before the count is read: from then on the training thread waits at its next step.
         self._signal = self._signal or int(keys.compare_set("signal", "", "") or 0)

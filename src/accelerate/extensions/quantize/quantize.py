@@ -318,7 +318,7 @@ def get_keys_to_not_convert(model: nn.Module) -> list[str]:
 
 
 def has_4bit_bnb_layers(model: nn.Module) -> bool:
-    """Say whether a model has 4-bit layers of bitsandbytes."""
+    """Return whether a model has 4-bit layers of bitsandbytes."""
     import bitsandbytes as bnb
 
     return any(isinstance(module, bnb.nn.Linear4bit) for module in model.modules())

@@ -116,7 +116,7 @@ class AllocationTracker:
             self._at_peak = [(allocation, allocation.size) for allocation in self._live.values()]
 
     def peak(self, name_of: Callable[[nn.Module], str]) -> tuple[dict[str, int], dict[str, int]]:
-        """Return the bytes at the peak since the last call by kind and by module, and begin anew; a step has ended.
+        """Return the bytes at the peak since the last call by kind and by module, and begin again; a step has ended.
 
         Args:
             name_of: gives the name of a module.
@@ -138,7 +138,7 @@ class AllocationTracker:
 
 
 def label(tracker: AllocationTracker, models: Iterable[nn.Module], optimizers: Iterable[Any]) -> None:
-    """Say which memory is parameters, buffers, gradients and states of optimizers, by the module that each belongs to."""
+    """Return which memory is parameters, buffers, gradients and states of optimizers, by the module that each belongs to."""
     owners: dict[int, str] = {}
     for model in models:
         for prefix, module in model.named_modules():

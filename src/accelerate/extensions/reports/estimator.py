@@ -25,7 +25,7 @@ class Layout:
     """How ranks share a training, in the words of `ParallelismConfig` and the plugins; sizes multiply to the number of ranks.
 
     Attributes:
-        fsdp: parameters are sharded by FSDP2; where it is False, `dp_shard` and `cp` above 1 say so.
+        fsdp: parameters are sharded by FSDP2; where it is False, `dp_shard` and `cp` are above 1.
         zero: the ZeRO stage of DeepSpeed over all data-parallel ranks; None without it.
         reshard: FSDP frees gathered parameters after the forward pass (`fsdp_reshard_after_forward`).
         checkpointing: activations are computed again in the backward pass.
@@ -351,7 +351,7 @@ class Fleet:
     overlap: float = 0.7
 
     def crosses(self, transfer: Transfer) -> bool:
-        """Say whether a group reaches over several machines."""
+        """Return whether a group reaches over several machines."""
         return transfer.ranks * transfer.stride > self.per_node
 
     def computing(self, flops: Mapping[str, float]) -> float:

@@ -201,7 +201,7 @@ class Meter(Extension):
             self.enter("rest" if self.run.sync_gradients else "data")
 
     def step(self, *numbers: float | None) -> None:
-        """End a step of so many tokens, samples and FLOPs, or begin anew where all are None."""
+        """End a step of so many tokens, samples and FLOPs, or begin again where all are None."""
         tokens, samples, flops = numbers
         has_numbers, items = numbers != (None, None, None), tokens or samples or 1
         # Bounded, for a loop that calls this no more.

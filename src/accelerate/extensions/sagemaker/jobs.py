@@ -99,7 +99,7 @@ def _start(job: Any, account: tuple[str | None, str | None], arguments: dict[str
         raise subprocess.CalledProcessError(1, [arguments["entry_point"]]) from error
     except KeyboardInterrupt:
         ends = "`aws sagemaker stop-training-job --training-job-name NAME` ends it"
-        to_stderr(f"{PREFIX}the job goes on; {ends}.\n")
+        to_stderr(f"{PREFIX}the job continues; {ends}.\n")
         raise
     except (BotoCoreError, ClientError) as error:  # AWS's own words hold no keys
         raise LaunchError(f"AWS did not let us start the SageMaker job: {error}") from None

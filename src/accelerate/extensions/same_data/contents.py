@@ -84,7 +84,7 @@ class Arrangements:
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
-        # By the object that holds the sequence and the name of that: other sequences may be made anew each time.
+        # By the object that holds the sequence and the name of that: other sequences may be made again each time.
         self._sums: dict[tuple[int, str, int], tuple[int | None, list[int]]] = {}
 
     def describe(self) -> list[Arrangement]:

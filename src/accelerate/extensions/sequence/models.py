@@ -74,7 +74,7 @@ def join(model: nn.Module, region: Any) -> None:
 
 
 def is_causal(model: nn.Module) -> bool:
-    """Say whether all attention of a model is causal, as its modules say by `is_causal`; without a word it is.
+    """Return whether all attention of a model is causal, as its modules say by `is_causal`; without a word it is.
 
     Not a collective.
     """
@@ -263,7 +263,7 @@ class ModelHook:
             seen = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
             raise ValueError(
                 f"{self.name} was called with an attention_mask of {seen} under {self.region.what}. A mask of rows and columns "
-                "cannot be given there: leave it out, or give a mask of [batch, length] that pads at the right, with buffers."
+                "cannot be given there: omit it, or give a mask of [batch, length] that pads at the right, with buffers."
             )
         # Positions of several axes (images) are the model's own.
         if active.positions is None or (positions is not None and positions.dim() > 2 and not self.numbers_from_zero):

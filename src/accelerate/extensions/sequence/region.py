@@ -44,7 +44,7 @@ class Active:
     documents: Any = ...
 
     def has(self, tensor: Tensor) -> bool:
-        """Say whether a tensor is a buffer, or a view of an unsharded one."""
+        """Return whether a tensor is a buffer, or a view of an unsharded one."""
         return any(tensor.data_ptr() == buffer.data_ptr() for buffer in self.buffers)
 
     def separate(self, documents: Documents | None, name: str) -> None:

@@ -32,7 +32,7 @@ def arrange(values: Mapping[str, Resolved]) -> tuple[Ranks, dict[str, Resolved],
         raise LaunchError(f"--simulate does not run {title} (from the {origin}). {hint}.")
     for name in _OF_A_LAUNCH:
         if values[name].source is Source.COMMAND_LINE:
-            raise LaunchError(f"--{name} has no meaning with --simulate, which starts one process here. Leave it out.")
+            raise LaunchError(f"--{name} has no meaning with --simulate, which starts one process here. Omit it.")
     if (device := values["simulate_device"].value) is not None:
         try:
             device_specs.device_spec(device)
@@ -46,7 +46,7 @@ def arrange(values: Mapping[str, Resolved]) -> tuple[Ranks, dict[str, Resolved],
         setting = values[name]
         if setting.value not in (None, count):
             if setting.source is Source.COMMAND_LINE:
-                raise LaunchError(f"--{name} is {setting.value}, and --simulate {asked} means {count}. Leave it out.")
+                raise LaunchError(f"--{name} is {setting.value}, and --simulate {asked} means {count}. Omit it.")
             notes.append(f"{name} is {count} (--simulate {asked}), not {setting.value} ({setting.origin}).")
         changes[name] = Resolved(count, values["simulate"].source, f"--simulate {asked}")
     if not 0 <= rank < counts["num_processes"]:

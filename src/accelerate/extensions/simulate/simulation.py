@@ -50,7 +50,7 @@ _FAKE_ITEM = "Large tensors have no values: loss.item() and similar reads return
 
 
 class StepsDone(SystemExit):
-    """Ends the program after as many optimizer steps as were asked for, or where no more of it is needed."""
+    """Ends the program after as many optimizer steps as were requested, or where no more of it is needed."""
 
 
 class SimulatedRank(CollectiveRecorder):

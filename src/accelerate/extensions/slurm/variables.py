@@ -105,19 +105,19 @@ def step(environ: Mapping[str, str]) -> Step | None:
 
 
 def in_step(environ: Mapping[str, str]) -> bool:
-    """Say whether the variables are those of a step that a user has started with srun."""
+    """Return whether the variables are those of a step that a user has started with srun."""
     number = environ.get("SLURM_STEP_ID", "").strip()
     return number.isdecimal() and int(number) < _SPECIAL_STEPS
 
 
 def is_terminal(environ: Mapping[str, str]) -> bool:
-    """Say whether a user started this process from a shell of `srun --pty`, or of salloc."""
+    """Return whether a user started this process from a shell of `srun --pty`, or of salloc."""
     # Steps that are started from the shell inherit the variable, but not the terminal.
     return bool(environ.get("SLURM_PTY_PORT")) and _has_terminal()
 
 
 def _has_terminal() -> bool:
-    """Say whether this process belongs to a terminal, as a command that was typed there."""
+    """Return whether this process belongs to a terminal, as a command that was typed there."""
     try:
         # Not isatty(): a typed command may be redirected.
         os.close(os.open(os.ctermid(), os.O_RDONLY | os.O_NOCTTY))

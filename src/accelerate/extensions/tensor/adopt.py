@@ -149,6 +149,6 @@ def _compare(
         return
     raise ValueError(
         f"{type(model).__name__} arrives sharded over {sizes}, where this rank shares layers with the ranks {model_ranks}; the Accelerator has "
-        f"{layout!r} on {accelerator.num_processes} process(es), with the ranks {ours}. Leave parallelism_config out, and it is taken "
+        f"{layout!r} on {accelerator.num_processes} process(es), with the ranks {ours}. Omit parallelism_config, and it is taken "
         "from the model, or shard the model by the same layout."
     )

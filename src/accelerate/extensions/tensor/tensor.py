@@ -91,7 +91,7 @@ def _compare_seeds(mesh: "DeviceMesh") -> None:
 
 
 def _is_cut(model: nn.Module, mesh: "DeviceMesh") -> bool:
-    """Say whether a model is cut over the ranks of `mesh`; ValueError if it is spread over others."""
+    """Return whether a model is cut over the ranks of `mesh`; ValueError if it is spread over others."""
     is_cut = False
     spread = [(name, value) for name, value in model.named_parameters() if isinstance(value, DTensor)]
     for name, value in spread:
@@ -290,7 +290,7 @@ def _check_heads(model: nn.Module, styles: Mapping[str, Any], size: int) -> None
         if isinstance(heads, int) and heads % size:
             raise ValueError(
                 f"The tensor-parallel plan cuts attention by heads ({cut[0]!r}), but {field} is {heads}, which tp_size={size} "
-                f"does not divide: {heads} = {heads // size} x {size} + {heads % size}. Leave attention out of the plan."
+                f"does not divide: {heads} = {heads // size} x {size} + {heads % size}. Remove attention from the plan."
             )
 
 
@@ -393,7 +393,7 @@ class LocalView:
 
 
 def shows_local_views(module: nn.Module) -> bool:
-    """Say whether a module computes with plain views of its parameters already."""
+    """Return whether a module computes with plain views of its parameters already."""
     return any(isinstance(getattr(hook, "__self__", None), LocalView) for hook in module._forward_pre_hooks.values())
 
 
@@ -460,5 +460,5 @@ def cut_dimension(style: Any, module: nn.Module, name: str) -> int | None:
 
 
 def keeps_output_cut(style: Any) -> bool:
-    """Say whether a module with this style returns only this rank's part."""
+    """Return whether a module with this style returns only this rank's part."""
     return type(style) is ColwiseParallel and any(isinstance(item, Shard) for item in style.output_layouts)

@@ -127,7 +127,7 @@ def _by_full_name(section: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _reshards(key: str, value: Any) -> bool:
-    """Say whether parameters are freed between forward and backward, and what else of a strategy gets lost."""
+    """Return whether parameters are freed between forward and backward, and what else of a strategy gets lost."""
     name = str(value).strip().upper()
     if name in ("TRUE", "FALSE"):
         return name == "TRUE"

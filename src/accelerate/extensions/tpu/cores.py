@@ -26,7 +26,7 @@ MAIN_FUNCTION = "main"
 
 
 def starts(values: Mapping[str, Resolved], on: set[str], job: Any) -> bool:
-    """Say whether the TPU is that of this machine, and not a pod."""
+    """Return whether the TPU is that of this machine, and not a pod."""
     return not values["tpu_use_cluster"].value
 
 
@@ -64,7 +64,7 @@ def precision_variables(mixed_precision: str | None, downcast: Any) -> dict[str,
 
 
 def is_on(value: object) -> bool:
-    """Say whether a setting, which may be a text, is true."""
+    """Return whether a setting, which may be a text, is true."""
     return bool(value) and str(value).lower() not in ("no", "false")
 
 

@@ -19,7 +19,7 @@ REMOTE = True
 
 
 def starts(values: Mapping[str, Resolved], on: set[str], job: Any) -> bool:
-    """Say whether the TPU is a pod."""
+    """Return whether the TPU is a pod."""
     return bool(values["tpu_use_cluster"].value)
 
 

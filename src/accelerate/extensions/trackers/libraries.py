@@ -97,7 +97,7 @@ class DVCLiveTracker(LibraryTracker):
         self.live.log_params(plain(values))
 
     def log(self, values: dict, step: int | None = None, **kwargs: Any) -> None:
-        """Log what DVCLive takes as metrics, and go on to its next step, by default the one after the last."""
+        """Log what DVCLive takes as metrics, and continue to its next step, by default the one after the last."""
         if step is not None:
             self.live.step = step
         super().log(values, step=step, **kwargs)

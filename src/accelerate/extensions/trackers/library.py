@@ -62,7 +62,7 @@ class LibraryTracker(GeneralTracker):
                 mention(self.name, name, value)
 
     def _log_one(self, name: str, value: Any, step: int | None, kwargs: dict[str, Any]) -> bool:
-        """Log one value, and say whether the library takes it."""
+        """Log one value, and return whether the library takes it."""
         raise NotImplementedError
 
     @on_main_process

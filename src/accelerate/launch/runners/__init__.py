@@ -158,7 +158,7 @@ def _rendezvous(plan: LaunchPlan) -> list[str]:
 
 
 def settings_table(settings: Mapping[str, Resolved], every: bool = False) -> str:
-    """Return the settings that somebody sets and those that every rank receives, or all, and where each comes from, as a table."""
+    """Return the settings that are set and those that every rank receives, or all, and where each comes from, as a table."""
     from accelerate.base.table import table  # a launch needs none
 
     rows = []
@@ -175,7 +175,7 @@ def settings_table(settings: Mapping[str, Resolved], every: bool = False) -> str
 
 
 def _process(plan: LaunchPlan, started: Process, environ: Mapping[str, str]) -> list[str]:
-    """Return the command of a process, and what its variables have beside those of this shell."""
+    """Return the command of a process, and what its variables have next to those of this shell."""
     first, *others = started.command
     called = f"{first}({', '.join(others)})" if started.is_call else shlex.join(command(started.command))
     own = sorted(set(started.environment.items()) - set(environ.items()))
@@ -190,7 +190,7 @@ def _process(plan: LaunchPlan, started: Process, environ: Mapping[str, str]) -> 
 
 
 def require_program(program: str, environment: Mapping[str, str], otherwise: str) -> None:
-    """Refuse to go on without a program on the PATH; `otherwise` says in a sentence what to do."""
+    """Refuse to continue without a program on the PATH; `otherwise` says in a sentence what to do."""
     if shutil.which(program, path=environment.get("PATH")) is None:
         raise LaunchError(f"{program} is not on the PATH. {otherwise}")
 

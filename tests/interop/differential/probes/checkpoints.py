@@ -64,7 +64,7 @@ def content(path):
 
 
 def shown(state):
-    """Leave out what differs from run to run, or is a random state in full."""
+    """Omit what differs from run to run, or is a random state in full."""
     if isinstance(state, dict):
         return {key: shown(value) for key, value in state.items() if key != "saved_at"}
     if isinstance(state, (tuple, list)) and len(state) > 50:

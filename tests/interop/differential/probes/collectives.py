@@ -35,7 +35,7 @@ def broadcast_object_list(value, from_process):
     yield from seen(operations.broadcast_object_list(value, from_process=from_process), value)
 
 
-# With gloo, 1.15.0 gives memory that nobody wrote behind the shape, and waits for ever where one rank of several has the tensor.
+# With gloo, 1.15.0 gives uninitialised memory behind the shape, and waits for ever where one rank of several has the tensor.
 @probe(
     "utils.operations:gather_tensor_shape",
     "utils.operations:copy_tensor_to_devices",

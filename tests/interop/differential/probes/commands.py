@@ -1,4 +1,4 @@
-"""Comparisons of the commands beside `accelerate launch`: what they parse, print as data, and write."""
+"""Comparisons of the commands next to `accelerate launch`: what they parse, print as data, and write."""
 
 import argparse
 import io

@@ -46,7 +46,7 @@ def parsed(*words):
 
 
 def simple(attributes):
-    """Return attributes in order, where 1 and True are the same, without what nobody but the launcher reads."""
+    """Return attributes in order, where 1 and True are the same, without what only the launcher reads."""
     found = {k: attributes[k] for k in sorted(attributes) if k not in OWN}
     for name in ("fp8_enable_fsdp_float8_all_gather", "fp8_pad_inner_dim"):
         found[name] = bool(found[name])

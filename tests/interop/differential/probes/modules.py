@@ -52,7 +52,7 @@ def get_module_children_bottom_up(module, return_fqns):
 
 
 class WithSize(nn.Linear):
-    """A module that knows its parallel size, and has a `module` of its own."""
+    """A module that knows its parallel size, and has a `module`."""
 
     def __init__(self, tp_size=2, module=None):
         super().__init__(2, 2)

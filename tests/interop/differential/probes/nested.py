@@ -97,7 +97,7 @@ HOLLOW = {
     "empty list": list, "empty tuple": tuple, "empty dict": dict, "empty named tuple": Empty,
     "empty inside": lambda: {"a": [], "b": ()}, "empty ordered dict": collections.OrderedDict,
 }  # fmt: skip
-# What is no tensor, alone and beside tensors.
+# What is no tensor, alone and next to tensors.
 OTHERS = {
     "None": lambda: None, "True": lambda: True, "zero": lambda: 0, "huge": lambda: 10**30, "float": lambda: 1.5,
     "nan": lambda: float("nan"), "complex": lambda: 1j, "text": lambda: "text", "empty text": lambda: "",

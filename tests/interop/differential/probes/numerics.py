@@ -1,4 +1,4 @@
-"""Megatron-LM's plugin beside its fields, its train steps' masks, and the conversions of `utils.ao` and `utils.transformer_engine`."""
+"""Megatron-LM's plugin next to its fields, its train steps' masks, and the conversions of `utils.ao` and `utils.transformer_engine`."""
 
 import types
 

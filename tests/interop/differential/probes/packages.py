@@ -15,7 +15,7 @@ def forget():
 
 
 def ask(function, *args):
-    """Call a function without an answer of its own from before."""
+    """Call a function without a separate answer from before."""
     forget()
     try:
         return bool(getattr(imports, function)(*args))

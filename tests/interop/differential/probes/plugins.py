@@ -111,7 +111,7 @@ TABLE = {
     "TensorInformation": {"shape": [torch.Size([2, 3]), (1,), [], None], "dtype": [torch.int8, None, "float32"]},
     "KwargsHandler": {"nothing": [1]},
 }  # fmt: skip
-"""FSDP and the engines are in tables of their own."""
+"""FSDP and the engines are in separate tables."""
 FSDP = {
     "fsdp_version": [None, 1, 2, 3, 0, -1, "1", "2", "", "nonsense", 2.0],
     "sharding_strategy": words("1 3 9 nonsense", None, *STRATEGIES, fsdp.ShardingStrategy.SHARD_GRAD_OP, fsdp.ShardingStrategy.NO_SHARD, 1, 2, 3, 4, 5, 9, ""),

@@ -1,4 +1,4 @@
-"""Comparisons of the commands that write checkpoints and configuration files anew."""
+"""Comparisons of the commands that write checkpoints and configuration files again."""
 
 import os
 from pathlib import Path

@@ -17,7 +17,7 @@ SAMPLERS = {
 
 
 def sized(items, size, drop):
-    """A batch sampler of one's own, with or without the usual attributes."""
+    """A batch sampler of your own, with or without the usual attributes."""
     if isinstance(items, BatchSampler):
         return items
 

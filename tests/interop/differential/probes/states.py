@@ -53,7 +53,7 @@ def thread_local(thread_local):
 
 @probe("state:PartialState", processes=BOTH)
 def destroy():
-    """Leaving a group of its own, not the world's."""
+    """Leaving a separate group, not the world's."""
     state = PartialState(cpu=True)
     group = torch.distributed.new_group([0, 1]) if state.num_processes > 1 else None
     if group is not None:

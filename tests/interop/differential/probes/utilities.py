@@ -52,7 +52,7 @@ def synchronize_rng_state(rng_type, generator):
 
 @contextlib.contextmanager
 def uncollected():
-    """Leave out the collections of garbage, which take longer than all the rest."""
+    """Omit the collections of garbage, which take longer than all the rest."""
     collect = gc.collect
     gc.collect = lambda *_: 0
     try:

@@ -1,4 +1,4 @@
-"""The words that string parameters of `Accelerator` and its states take, and settings beside them."""
+"""The words that string parameters of `Accelerator` and its states take, and settings next to them."""
 
 import torch
 

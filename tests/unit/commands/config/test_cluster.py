@@ -1,4 +1,4 @@
-"""The interview about machines of one's own, and what `accelerate launch` makes of its file."""
+"""The interview about machines of your own, and what `accelerate launch` makes of its file."""
 
 import pytest
 

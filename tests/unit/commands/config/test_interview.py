@@ -1,7 +1,7 @@
 """Single questions, and whole interviews: what `accelerate config` asks, and what it writes for the answers.
 
 Each file in `tests/fixtures/interviews` is what a person sees, with what was typed, and the configuration file that came of it. They
-were recorded before the interview was generated from the option table. To record them anew after a change that is meant:
+were recorded before the interview was generated from the option table. To record them again after a change that is meant:
 `ACCELERATE_WRITE_GOLDEN=1 pytest tests/unit/commands/config/test_interview.py`, and read the diff.
 """
 
@@ -13,7 +13,7 @@ import pytest
 GOLDEN = Path(__file__).parents[3] / "fixtures" / "interviews"
 WRITES = bool(os.environ.get("ACCELERATE_WRITE_GOLDEN"))
 GPUS = ("cuda", 4)
-HERE = "1"  # machines of one's own
+HERE = "1"  # machines of your own
 # Name: the devices of this machine, then the answers, one a word; "-" is Enter alone.
 INTERVIEWS = {
     "one_process_on_the_cpu": (("cpu", 0), f"{HERE} 1 yes no 3"),

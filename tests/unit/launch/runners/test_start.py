@@ -75,7 +75,7 @@ def test_an_interrupt_that_no_terminal_sends_reaches_the_child(tmp_path):
     )
     variables = {**os.environ, "OUT": str(tmp_path / "out")}
     command = [sys.executable, "-c", text, child]
-    # A session of its own has no terminal.
+    # a separate session has no terminal.
     done = subprocess.run(command, env=variables, start_new_session=True, check=False, timeout=60)
     assert done.returncode == 5 and (tmp_path / "out").read_text() == "interrupted"
 
