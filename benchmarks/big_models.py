@@ -7,12 +7,10 @@ from pathlib import Path
 MEGABYTES = 3072
 MODULES = (2500, 5000, 10000)
 NOTE = (
-    "{megabytes} MB in float32 in 24 safetensors files, a block in each. *20 of 24 blocks on disk*: the other four on the CPU. "
-    "*Warm*: the files are in the page cache. *Cold*: they were dropped from it, before the load and before each forward. The "
-    "forward is of one row, so that hardly anything is computed; that of 32 rows has something to compute while the next block is "
-    "read. *Reading the bytes once* is what the 20 files take with `readinto` of one buffer. Memory is beyond what the process had "
-    "before; *anonymous* omits the pages of files, which the kernel takes back when it needs them. One thread, as everywhere "
-    "here. *Hook* is what a hooked module's call takes beyond that of a plain one."
+    "{megabytes} MB in float32 in 24 safetensors files, a block in each. *20 of 24 blocks on disk*: the other four "
+    "on the CPU. *Warm*: the files are in the page cache. *Cold*: they were dropped from it. Forwards have one row, "
+    "or 32. *Reading the bytes once*: the 20 files with `readinto`. Memory is the growth of the process; "
+    "*anonymous* excludes pages of files. *Hook*: the extra time of a hooked module's call."
 )
 # Title of the rows, phase of the case, arguments for ours, and whether upstream takes part.
 PHASES = (

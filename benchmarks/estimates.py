@@ -286,7 +286,7 @@ def main() -> None:
     if args.json:
         print(json.dumps(done, indent=1))
         return
-    print(table(done))
+    print(f"{table(done)}\n{summary(done)}")
     if args.write:
         known = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
         merged = {tuple(row[name] for name in KEYS): row for row in known + done}
@@ -301,7 +301,7 @@ def order(key: tuple) -> tuple:
 
 
 def table(rows: list[dict]) -> str:
-    """Return a Markdown table with a line for each model and layout, and the errors of all rows."""
+    """Return a Markdown table with a line for each model and layout."""
     lines = {}
     for row in rows:
         error = row["predicted"] / row["measured"] - 1
@@ -311,15 +311,19 @@ def table(rows: list[dict]) -> str:
     text = "| model | layout | fp32 | fp32, recompute | bf16 | bf16, recompute |\n|---|---|---:|---:|---:|---:|\n"
     for names, cells in lines.items():
         text += f"| {' | '.join([*names, *(cells.get(column, '') for column in columns)])} |\n"
+    return text
+
+
+def summary(rows: list[dict]) -> str:
+    """Return the errors of all rows in one sentence."""
     errors = [abs(row["predicted"] / row["measured"] - 1) for row in rows]
-    summary = f"median {100 * statistics.median(errors):.2f} %, worst {100 * max(errors):.1f} %, of {len(errors)} rows"
-    return f"{text}\nErrors: {summary}."
+    return f"Errors: median {100 * statistics.median(errors):.2f} %, worst {100 * max(errors):.1f} %, of {len(errors)} rows."
 
 
 def write_page() -> None:
-    """Write the table of the guide from the results that are there."""
+    """Write the errors of all stored results into the guide."""
     before, _, rest = PAGE.read_text().partition(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n\n{table(json.loads(RESULTS.read_text()))}\n\n{END}{rest.partition(END)[2]}")
+    PAGE.write_text(f"{before}{BEGIN}\n  {summary(json.loads(RESULTS.read_text()))}\n  {END}{rest.partition(END)[2]}")
 
 
 if __name__ == "__main__":

@@ -250,7 +250,7 @@ PARTS: dict[str, tuple[str, Callable[[Day], Figures]]] = {
     "tests": ("Tests marked `gpu`", tests),
     "conformance": ("Conformance: every strategy against one process", conformance),
     "precisions": ("Precisions", precisions),
-    "sharded": ("What is requested next to a step: FSDP2 in bfloat16, one rank", sharded),
+    "sharded": ("What features cost: FSDP2 in bfloat16, one rank", sharded),
     "checkpoints": ("Checkpoints of a state on the device", checkpoints),
     "trainer": ("Checkpoints of transformers' Trainer", trainer),
     "step": ("A training step", lambda day: day.compared("step", rounds=1)),

@@ -41,34 +41,31 @@ ENVIRONMENTS = {"megatron_core": (ROOT / ".venv-megatron/bin/python", "make test
 TORCHRUN = ("collectives", "dispatcher", "watching")
 RUNS_ONE_PROCESS = "Upstream's `launch --cpu --num_processes 2` starts one process, so its figure is not comparable."
 CHECKPOINTS = (
-    "The state is a model in float32 and the two moments of AdamW. *fsync omitted*: nothing waits for the disk. *And on the "
-    "disk*: what upstream leaves in the page cache is synced by the benchmark; ours is there when `save_state` returns. "
-    "*New run*: into a model and an optimizer that were just made. *Over a state*: the optimizer has been stepped. Ours "
-    "writes checksums and verifies them; upstream does not. Medians of three saves in each round."
+    "A float32 model and AdamW's two moments; medians of three saves per round. *fsync omitted*: nothing waits for "
+    "the disk. *And on the disk*: the benchmark syncs upstream's page cache. *New run*: into fresh objects. *Over a "
+    "state*: the optimizer has stepped. Only ours writes and verifies checksums."
 )
 WATCHING = (
-    "A step of four layers of 512 and AdamW under DDP, alone and with `accelerator.throughput` or `ACCELERATE_CHECK_EVERY`, new models "
-    "in turns in one process; ratios of medians. The watcher of hangs runs next to all of them."
+    "A step of four layers of 512 and AdamW under DDP, with and without `accelerator.throughput` or "
+    "`ACCELERATE_CHECK_EVERY`; ratios of medians. Hang diagnosis runs in all."
 )
 ACCUMULATION = (
-    "An accumulation step of 8 micro-batches, 4 layers of 1,024 (16 MiB of float32 parameters), SGD, new models in turns in one process. *In the "
-    "last*: `accumulate` as it is. *sync_each_batch*: `GradientAccumulationPlugin(sync_each_batch=True)`."
+    "An accumulation step of 8 micro-batches, 4 layers of 1,024 (16 MiB of float32 parameters), SGD. *In the last*: "
+    "`accumulate`. *sync_each_batch*: `GradientAccumulationPlugin(sync_each_batch=True)`."
 )
 ADDITIONS = (
-    "A step of three layers of 512 and AdamW with what is requested next to it, and the same by torch alone: `AveragedModel`; `fully_shard` without a "
-    "declaration, every rank calling the module; `torch.distributed.nn.functional.all_gather`; `fully_shard` of each layer with its policy, and with torch's Muon; "
-    "`PipelineStage` and `Schedule1F1B`. Packed rows: a Llama of transformers, 256 wide, and documents of 12 to 740 tokens, in rows of 1,024 "
-    "that two ranks share, and padded to the longest of as many. Full weights: 64 MiB, in buckets and by `get_model_state_dict(full_state_dict="
-    "True)`. Adapters: 16 of rank 16, by `save_adapter`, which syncs them to the disk, and by PEFT's `save_pretrained` after that function. "
-    "New models in turns in one process; ratios of medians."
+    "A step of three layers of 512 and AdamW with each feature, compared with plain torch; ratios of medians. "
+    "Packed rows: a Llama of width 256, documents of 12 to 740 tokens in rows of 1,024 on two ranks, compared with "
+    "padding. Full weights: 64 MiB. Adapters: 16 of rank 16, compared with PEFT's `save_pretrained`, which does not "
+    "sync to the disk."
 )
 MEGATRON = (
-    "A Llama of 4 layers of 256 in float32 on 2 ranks (`tp_degree=2`), two micro-batches of 2 x 128 tokens, AdamW and clipping: through the "
-    "Accelerator, and by Megatron core's own classes manually (`GPTModel`, its schedules and optimizer), in turns in one process."
+    "A Llama of 4 layers of 256 in float32 on 2 ranks (`tp_degree=2`), two micro-batches of 2 x 128 tokens, AdamW "
+    "and clipping: through the Accelerator, and by Megatron core's classes."
 )
 BESIDE = {
     "watching": ("What looking on costs, two processes", WATCHING),
-    "additions": ("What is requested next to a step, two processes", ADDITIONS),
+    "additions": ("What features cost, two processes", ADDITIONS),
     "megatron_core": ("A step of Megatron core, two processes", MEGATRON),
 }
 NOTES = {"startup": RUNS_ONE_PROCESS}
@@ -101,8 +98,8 @@ SUMMARY = [
     ("load of 3 GB, 20 of 24 blocks on disk (s)", "big_models", ["20 of 24 blocks on disk, warm", "load (s)"]),
 ]
 SUMMARY_NOTE = (
-    "Next to upstream's 1.15.0, rows in which this package is slower included: it hashes what it saves and verifies what it loads. "
-    "Strategies cost what plain torch costs: [the table](#strategies-next to-plain-torch)."
+    "Ours compared with upstream 1.15.0. Ours hashes saved files and verifies loaded ones. Strategies cost as much "
+    "as plain torch: [the table](#strategies-compared-with-plain-torch)."
 )
 
 
@@ -276,8 +273,8 @@ def write_page():
     machine = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
     parts = [
         "# Benchmarks",
-        "Written by `make bench` (see `benchmarks/README.md`): medians over interleaved rounds, each package in an "
-        f"environment of its own, on CPU. Machine: {machine}. Times drift from machine to machine; compare within a table.",
+        "Written by `make bench` (see `benchmarks/README.md`): medians over interleaved rounds, on CPU. Machine: "
+        f"{machine}. Times vary between machines: compare within a table.",
         "## In short",
         SUMMARY_NOTE,
         summary(),
@@ -290,7 +287,7 @@ def write_page():
     file = RESULTS / "strategies.json"
     if file.exists():
         parts += [
-            "## Strategies, next to plain torch",
+            "## Strategies, compared with plain torch",
             strategies.NOTE,
             json.loads(file.read_text())["table"],
             "![time of a step and memory of a rank](img/strategies.png)",
@@ -341,9 +338,8 @@ def write_page():
     if file.exists():
         parts += [
             "## Preparing twice, and what a checkpoint costs then",
-            "The model is prepared once, or again through its wrapper, its inner module and `unwrap_model`. *On the disk*: "
-            "what a package leaves in the page cache is synced by the benchmark. The load comes straight after the save: "
-            "upstream's reads from the page cache, which ours has not filled, so that it reads from the disk.",
+            "The model is prepared once, or again through its wrapper, its inner module and `unwrap_model`. *On the disk*: the "
+            "benchmark syncs upstream's page cache. The load follows the save: upstream's reads from the page cache, ours from the disk.",
             json.loads(file.read_text())["table"],
             "![save times](img/double_prepare.png)",
         ]

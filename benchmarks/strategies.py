@@ -29,13 +29,11 @@ NAMES = {
     "zero3": "ZeRO 3",
 }
 NOTE = (
-    "A small Llama in float32 (20 million parameters; on a GPU 300 million, under bf16) and AdamW, through the Accelerator and "
-    "written manually with `DistributedDataParallel`, `FullyShardedDataParallel`, `fully_shard`, `parallelize_module` and torch's "
-    "distributed checkpoints, or with DeepSpeed's engine. *Pre-sharded*: the same model, sharded manually before `prepare`. "
-    "*Experts*: a Qwen3-MoE of 30 million that `prepare` splits, next to transformers' own `from_pretrained(distributed_config=...)`. "
-    "Steps: both in one process, taking turns; the ratio is the median of the ratios of neighbours. The rest in processes of their "
-    "own; memory is the largest growth of a rank from before `prepare` until some steps were trained. One thread for each process: "
-    "four ranks share the cores of the machine. Ours writes checksums, syncs to the disk, and verifies."
+    "A small Llama in float32 (20 million parameters) and AdamW, through the Accelerator and with plain torch (for "
+    "ZeRO: DeepSpeed's engine). *Pre-sharded*: sharded before `prepare`. *Experts*: a Qwen3-MoE of 30 million, "
+    "compared with `from_pretrained(distributed_config=...)`. Steps alternate in one process; the ratio is the "
+    "median of neighbouring ratios. Memory is the largest growth of a rank from before `prepare`. One thread per "
+    "process. Ours writes checksums, syncs to the disk, and verifies."
 )
 
 

@@ -12,11 +12,11 @@ MEGABYTES, LARGE_MB = 300, 1500
 WAYS = {"stock": "stock, accelerate 1.15.0", "ours": "ours", "async": "ours, async"}
 STALL, DURABLE = "stall of the step after a save (s)", "the save is on the disk (s)"
 NOTE = (
-    "A Trainer saves each tenth step: a model in float32 and AdamW. *Stock*: transformers as it is. *Ours*: "
-    '`transformers_patch.apply(checkpoints=True)`; *async*: `checkpoints="async"`. The stall is what the step after a save takes longer than one '
-    "alone. *Returns*: the Trainer's method that saves. *On the disk*: what stock leaves in the page cache is synced by the benchmark, in every second save, whose stall "
-    "does not count; ours is there, with checksums, when the folder has its name. *Prepared twice*: an Accelerator of the program prepares the "
-    "model before the Trainer does. Medians; each way in turns."
+    "A Trainer saves each tenth step: a float32 model and AdamW; medians. *Stock*: unpatched transformers. *Ours*: "
+    "`transformers_patch.apply(checkpoints=True)`; *async*: `checkpoints='async'`. The stall is the extra time of "
+    "the step after a save. *Returns*: the Trainer's saving method. *On the disk*: the benchmark syncs stock's page "
+    "cache; ours is complete when the folder has its name. *Prepared twice*: the program prepares the model before "
+    "the Trainer does."
 )
 
 

@@ -127,7 +127,7 @@ def page() -> str:
             for name in names.split():
                 value = getattr(importlib.import_module(module), name)
                 rows.append(f"| `{name}` | `{module}` | {purpose_of(value, f'{module}.{name}')} |")
-                options = f"    options:\n      heading: {module}.{name}\n      toc_label: {name}\n"
+                options = f"    options:\n      heading: {module}.{name}\n"
                 blocks.append(f"::: {home(value, name)}\n{options}")
         parts.append(f"## {section}\n\n" + "\n".join(rows) + "\n\n" + "\n".join(blocks))
     return "\n".join([*parts, methods()])
@@ -139,7 +139,7 @@ def methods() -> str:
     for spec in extension.specs():
         for name, address in (*spec.methods.items(), *spec.attributes.items()):
             rows.append(f"| `Accelerator.{name}` | {spec.name} | {purpose_of(extension.imported(address), address)} |")
-            options = f"    options:\n      heading: Accelerator.{name}\n      toc_label: {name}\n"
+            options = f"    options:\n      heading: Accelerator.{name}\n"
             blocks.append(f"::: {address.replace(':', '.')}\n{options}")
     text = "Each is a method of the Accelerator, whose first argument is `self`."
     return f"## Methods of extensions\n\n{text}\n\n" + "\n".join(rows) + "\n\n" + "\n".join(blocks)

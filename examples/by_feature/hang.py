@@ -1,4 +1,4 @@
-"""A run that hangs: which rank does not come, where it stands, and how the run ends by itself.
+"""A run that hangs: which rank is missing, at which line it is, and how the run ends.
 
 Rank 1 takes a branch that the others do not take, so they wait for each other in different collectives. After
 `ACCELERATE_HANG_REPORT_AFTER` seconds (10 by default) one report names the operation, the line and the likely cause on the error output;

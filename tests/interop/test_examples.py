@@ -115,6 +115,5 @@ def test_a_program_is_short_and_its_names_are_there(name):
 def test_the_table_has_every_program():
     table = (EXAMPLES / "README.md").read_text("utf-8")
     for name in PROGRAMS:
-        program = promised(name)
-        row = f"| [{Path(name).name}]({name}) | {program.title} | `{program.commands[-1][0]}` | {program.prints} |"
+        row = f"| [{Path(name).name}]({name}) | {promised(name).title} |"
         assert row in table, f"examples/README.md lacks this row:\n{row}"

@@ -33,6 +33,7 @@ ELSEWHERE = {
     "docs/guides/weights.md": "tests/unit/strategies/test_guides.py",
     "docs/guides/long-sequences.md": "tests/distributed/test_pages.py",
     "docs/guides/pipeline-training.md": "tests/distributed/test_pages.py",
+    "docs/guides/sharded-models.md": "tests/unit/strategies/test_guides.py",
     "docs/guides/tensor-parallel.md": "tests/unit/strategies/test_guides.py",
     "docs/upstream/state-reset.md": "tests/interop/test_upstream.py",
     "docs/guides/extensions.md": "tests/distributed/test_extension.py",
