@@ -55,6 +55,9 @@ CASES: dict[str, dict[str, Any]] = {
     "filled, dispatched, custom batch sampler": {**FILLED, "dispatch": True, "sampler": "custom batches"},
     "filled, dispatched stream": {**FILLED, "data": "stream"},
     "filled, dispatched stream with a state": {**FILLED, "data": STATE},
+    # Rank 1 has had its last batch when the checkpoint is saved, and rank 0 has one more.
+    "uneven ends": {"even": False, "length": 22, "batch_size": 4, "saves": ["0-3"]},
+    "uneven ends, own generator": {"even": False, "length": 14, "sampler": "own generator", "saves": ["0-3"]},
     # What else happens in a loop.
     "nothing random but the order": {"dropout": 0.0, "noise": False, "loop_draws": False},
     "accumulation": {"accumulation": 2, "length": 18, "saves": ["0-2", "1-4", "1-last", "1-after"]},

@@ -16,7 +16,7 @@ from accelerate.data.epoch import FromPosition, FromStart
 from accelerate.data.iterable import has_buffer
 from accelerate.data.plan import DataPlan
 from accelerate.data.progress import Position, Progress
-from accelerate.data.samplers import EndAhead, Part, ReplayableRandomSampler, layers
+from accelerate.data.samplers import BatchSamplerShard, EndAhead, Part, ReplayableRandomSampler, layers
 from accelerate.data.workers import SeededDataset, WorkerDataset
 from accelerate.extension import NO_EXTENSIONS
 from accelerate.runtime import generators
@@ -262,14 +262,31 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             counts = self.batch_counts
             if counts is not None:
                 self.remainder = sum(counts)
-            elif self.remainder > 0 and self._shard_fills_up():
-                self.remainder = (
-                    0  # it has filled up nothing: the length of the data or of its sampler was an estimate
-                )
+            elif self.remainder > 0 and (self._shard_fills_up() or self._ends_before_others()):
+                # Where it fills up, it had nothing to fill up: the length of the data or of its sampler was an estimate.
+                # The incomplete round comes after the last one of a rank that ends before others.
+                self.remainder = 0
 
     def _shard_fills_up(self) -> bool:
         shard = adapter.sharding(self.base_dataloader)
         return isinstance(shard, Part) and getattr(shard, "even_batches", True)
+
+    @property
+    def _may_fill_uncounted(self) -> bool:
+        """Whether the last round may have samples to drop of which `batch_counts` does not tell."""
+        by_index = isinstance(adapter.sharding(self.base_dataloader), BatchSamplerShard)
+        # A shard by index counts its duplicates. Its remainder, if known, is for gathered batches that a caller has padded.
+        return not (self._drop_last or (by_index and self.remainder < 0))
+
+    def _ends_before_others(self) -> bool:
+        """Whether other ranks have a batch after the one that this rank has yielded last."""
+        shard, progress = adapter.sharding(self.base_dataloader), self._progress
+        if not isinstance(shard, BatchSamplerShard) or shard.even_batches:
+            return False
+        try:
+            return shard.has_round_after(progress.batches, progress.start.extra_samples)
+        except TypeError:  # the sampler has no length
+            return False
 
     def _finish_epoch(self) -> None:
         progress = self._progress

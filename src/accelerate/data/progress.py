@@ -75,3 +75,8 @@ class Progress:
     before_read: dict[int, BeforeRead] | None = None
     workers_kept: bool = False
     worker_seed: int | None = None
+
+    @property
+    def pending_in_epoch(self) -> bool:
+        """Whether a loaded position waits that is in the present epoch; `set_epoch` may have chosen another one."""
+        return self.pending is not None and self.pending.record["epoch"] == self.epoch

@@ -53,9 +53,11 @@ def capture(loader: DataLoaderAdapter) -> dict[str, Any]:
     batches of a step over all processes, and `finished` the batches of an epoch that has just ended.
     """
     progress, start = loader._progress, loader._progress.start
-    if progress.pending is not None:
+    if progress.pending_in_epoch:
         return dict(progress.pending.record)
-    epoch, yielded, at_end = progress.epoch, progress.batches, progress.at_end
+    epoch, yielded = progress.epoch, progress.batches
+    # A rank that ends before others stays in their epoch, so that all ranks continue in the same one.
+    at_end = progress.at_end and not loader._ends_before_others()
     in_epoch = (yielded > 0 or progress.part > 0) and not at_end
     batches = yielded if in_epoch else 0
     size = loader._samples_per_step()
