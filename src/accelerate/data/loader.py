@@ -168,7 +168,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         """
         progress = self._progress
         before_read, pending = (progress.before_read or {}).get(progress.batches + 1), progress.pending
-        if pending is not None and pending.loader_state is not None:
+        if progress.pending_in_epoch and pending.loader_state is not None:
             state = pending.loader_state
         elif before_read is not None and before_read.loader is not None:
             state = before_read.loader

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.utils.data import IterableDataset
 
 from accelerate.base._warn import warn_user
 from accelerate.data import adapter, samplers
@@ -30,7 +31,10 @@ def shuffling_generator(loader: DataLoaderAdapter) -> torch.Generator | None:
     sampler = loader.get_sampler()
     if isinstance(sampler, SeedableRandomSampler):
         return None
-    for owner, name in ((sampler, "generator"), (loader, "synchronized_generator"), (loader.dataset, "generator")):
+    dataset = loader.dataset
+    # A map-style dataset draws its samples from its generator, not their order.
+    stream = dataset if isinstance(dataset, IterableDataset) else None
+    for owner, name in ((sampler, "generator"), (loader, "synchronized_generator"), (stream, "generator")):
         generator = getattr(owner, name, None)
         if isinstance(generator, torch.Generator):
             return generator
@@ -235,7 +239,7 @@ def replacement_iterator(view: DataLoaderAdapter) -> Iterable[Any] | None:
     left_out, pending = view._left_out(), progress.pending
     if finished and pending is None and left_out == finished:
         return ()
-    if pending is not None and pending.batches == left_out and is_stateful(view.base_dataloader):
+    if progress.pending_in_epoch and pending.batches == left_out and is_stateful(view.base_dataloader):
         progress.pending = replace(pending, resume_without_skip=True)
         return view._origin
     return None
@@ -247,11 +251,14 @@ def take_pending_position(loader: DataLoaderAdapter) -> Position | None:
     Not a collective.
     """
     progress = loader._progress
-    pending, progress.pending = progress.pending, None
+    pending = progress.pending
     if pending is None:
         return None
+    in_its_epoch, progress.pending = progress.pending_in_epoch, None
     left_out = loader._left_out()
-    if left_out == pending.batches or (pending.resume_without_skip and loader._origin is None):
+    skips_as_many = left_out > 0 and left_out == pending.batches
+    continues_without_skip = pending.resume_without_skip and loader._origin is None
+    if in_its_epoch and (skips_as_many or continues_without_skip):
         if loader._origin is None:
             _report(
                 f"The loader continues in epoch {progress.epoch} after {pending.batches} of its batches, where the checkpoint was "
@@ -259,12 +266,12 @@ def take_pending_position(loader: DataLoaderAdapter) -> Position | None:
             )
         return pending
     _drop_loaded_state(loader)
-    if left_out:
+    if left_out and in_its_epoch:
         return Position({"at_start": pending.record.get("at_start")}, left_out)
     generator, sampler = shuffling_generator(loader), loader.get_sampler()
-    epoch_start_state = pending.record.get("anew")
-    if generator is not None and epoch_start_state is not None:
-        generator.set_state(generators.generator_state(epoch_start_state))
+    state_when_saved = pending.record.get("anew")
+    if generator is not None and state_when_saved is not None:
+        generator.set_state(generators.generator_state(state_when_saved))
     if isinstance(sampler, ReplayableRandomSampler):
         sampler.replay = None
     return None
