@@ -244,13 +244,19 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         progress, active = self._progress, self.gradient_state._active
         progress.batches, progress.at_end = start, False
         innermost_loop = active[-1] if active else None
-        for number, batch in enumerate(batches, start + 1):
-            progress.batches, is_last = number, order.ended
-            if (
-                is_last or self.end_of_dataloader or not active or active[-1] is not innermost_loop
-            ):  # not for every batch
-                self._hand_out(is_last)
-            yield batch if place is None else place(batch)
+        try:
+            for number, batch in enumerate(batches, start + 1):
+                progress.batches, is_last = number, order.ended
+                if (
+                    is_last or self.end_of_dataloader or not active or active[-1] is not innermost_loop
+                ):  # not for every batch
+                    self._hand_out(is_last)
+                yield batch if place is None else place(batch)
+        except GeneratorExit:
+            if progress.at_end and progress.batches:  # a loop that is left at the last batch has finished the epoch
+                self._finish_epoch()
+            raise
+        self.end_of_dataloader = progress.at_end = True  # also where there was no batch
         self._finish_epoch()
 
     def _hand_out(self, is_last: bool) -> None:

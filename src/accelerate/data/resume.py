@@ -158,6 +158,8 @@ def restore(loader: DataLoaderAdapter, position: dict[str, Any], continuing: boo
     in_epoch = position["batches"] > 0 or position.get("part", 0) > 0
     _restore_order(loader, position["order"], in_epoch=in_epoch)
     batches, extra = _behind(loader, position)
+    if in_epoch and (batches, extra) != (position["batches"], 0):
+        _warn_if_nothing_is_left(loader, batches, extra)
     resume_without_skip = continuing and position.get("running", True)
     progress.pending = Position(position, batches, extra, resume_without_skip) if in_epoch else None
     return batches
@@ -218,6 +220,18 @@ def _behind(loader: DataLoaderAdapter, position: dict[str, Any]) -> tuple[int, i
             f"now: its last {rest} {unit} will be seen again, because this kind of loader continues at whole steps only."
         )
     return steps, 0
+
+
+def _warn_if_nothing_is_left(loader: DataLoaderAdapter, batches: int, extra: int) -> None:
+    size, samples = loader._samples_per_step(), adapter.samples_per_epoch(loader.base_dataloader)
+    if not loader._drop_last or size is None or samples is None:
+        return
+    left = samples * loader._parts() - batches * size - extra
+    if left < size:
+        warn_user(
+            f"The interrupted epoch ends without a batch: {left} samples are left, a step takes {size} now, and "
+            "drop_last=True drops an incomplete step. An open accumulation step ends in the next epoch."
+        )
 
 
 def _report(message: str) -> None:
