@@ -235,7 +235,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         # of a plain loop.
         if order is None:
             batches = order = EndAhead(batches)
-        return self._hand_out_each(batches, order, epoch.start, place)
+        return self._hand_out_each(batches, order, epoch.first_step, place)
 
     def _hand_out_each(
         self, batches: Iterable[Any], order: EndAhead, start: int, place: Callable[[Any], Any] | None

@@ -53,8 +53,27 @@ def epoch_start(loader: DataLoaderAdapter, position: Position | None) -> EpochSt
 def capture(loader: DataLoaderAdapter) -> dict[str, Any]:
     """Return the position of a loader, as of the batch yielded last; after the last batch, the next epoch's start.
 
-    `batches` counts those of this process, `samples` those of all (None if batches have no fixed size), `shards` the
-    batches of a step over all processes, and `finished` the batches of an epoch that has just ended.
+    The keys of the record:
+
+    - `epoch`: the epoch that a resumed run continues or begins.
+    - `batches`: batches of this process behind the position; 0 at the start of an epoch.
+    - `samples`: samples of all processes behind it; None if batches have no fixed size.
+    - `order`: what the order of the epoch is drawn from, by `kind`.
+    - `shards`: batches of a step over all processes.
+    - `running`: the loop over the loader was open.
+    - `parts`: micro-batches that each batch is yielded in.
+    - `part`: micro-batches of the next batch that were yielded.
+    - `data`: length of the dataset and kind of the sampler, which `check` compares.
+    - `worker_seed`: seed of the datasets in workers.
+    - `workers_kept`: persistent workers had been started.
+    - `finished`: batches of an epoch that has just ended; else 0.
+
+    Within an epoch also:
+
+    - `anew`: state of the generator of the order when saved; an epoch that begins again starts from it.
+    - `at_start`: states of all generators at the start of the epoch.
+    - `before_read`: states of the generators before each step that was read ahead.
+    - `dataset_state`: state of a stream before the first of these steps.
     """
     progress, start = loader._progress, loader._progress.start
     if progress.pending_in_epoch:
@@ -62,7 +81,7 @@ def capture(loader: DataLoaderAdapter) -> dict[str, Any]:
     epoch, yielded = progress.epoch, progress.batches
     # A rank that ends before others stays in their epoch, so that all ranks continue in the same one.
     at_end = progress.at_end and not loader._ends_before_others()
-    in_epoch = (yielded > 0 or progress.part > 0) and not at_end
+    in_epoch = (yielded > 0 or progress.micro_batch > 0) and not at_end
     batches = yielded if in_epoch else 0
     size = loader._samples_per_step()
     position = {
@@ -72,8 +91,8 @@ def capture(loader: DataLoaderAdapter) -> dict[str, Any]:
         "order": _order(loader, in_epoch),
         "shards": loader._batches_per_step(),
         "running": in_epoch and progress.running,
-        "parts": progress.parts,
-        "part": progress.part,
+        "parts": progress.micro_batches,
+        "part": progress.micro_batch,
         "data": loader._data(),
         "worker_seed": progress.worker_seed,
         "workers_kept": progress.workers_kept,
