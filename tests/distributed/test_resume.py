@@ -55,11 +55,15 @@ CASES: dict[str, dict[str, Any]] = {
     "filled, dispatched, custom batch sampler": {**FILLED, "dispatch": True, "sampler": "custom batches"},
     "filled, dispatched stream": {**FILLED, "data": "stream"},
     "filled, dispatched stream with a state": {**FILLED, "data": STATE},
+    # Rank 1 has had its last batch when the checkpoint is saved, and rank 0 has one more.
+    "uneven ends": {"even": False, "length": 22, "batch_size": 4, "saves": ["0-3"]},
+    "uneven ends, own generator": {"even": False, "length": 14, "sampler": "own generator", "saves": ["0-3"]},
     # What else happens in a loop.
     "nothing random but the order": {"dropout": 0.0, "noise": False, "loop_draws": False},
     "accumulation": {"accumulation": 2, "length": 18, "saves": ["0-2", "1-4", "1-last", "1-after"]},
     "evaluation inside": {"evaluate": True, "saves": ["0-1", "1-2", "1-3", "1-last"]},
     "a loop that is left": {"length": 18, "leave": [1, 4], "saves": ["1-3", "1-after"], "resumes": ["load"]},
+    "a loop that is left at its last batch": {"length": 16, "leave": [1, 4], "saves": ["1-last"], "resumes": ["load"]},
     "shared random states": {"rng_types": ["torch", "generator"]},
     # Ways of resuming that are not in every case.
     "all batches skipped": {"resumes": ["skip all"], "saves": ["1-last"]},

@@ -71,6 +71,19 @@ def test_prepare_checks_against_the_prepared_loader():
         scheduler.step()  # an exhausted schedule does not raise
 
 
+def test_prepare_checks_against_the_loader_that_shuffles():
+    accelerator = Accelerator(cpu=True)
+    inner = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    evaluation = torch.utils.data.DataLoader(torch.arange(20), batch_size=2)
+    training = torch.utils.data.DataLoader(torch.arange(8), batch_size=2, shuffle=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        accelerator.prepare(evaluation, training, inner, one_cycle(4)(inner))
+    accelerator = Accelerator(cpu=True)
+    with pytest.warns(UserWarning, match="total_steps=3.*makes 4 optimizer steps"):
+        accelerator.prepare(evaluation, training, inner, one_cycle(3)(inner))
+
+
 SCHEDULES = {
     "CosineAnnealingLR": lambda o: lr.CosineAnnealingLR(o, 80),
     "StepLR": lambda o: lr.StepLR(o, 20),

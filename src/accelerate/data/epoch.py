@@ -33,19 +33,19 @@ class FromStart:
     Attributes:
         base: the torch loader that is read.
         reads: batches of it that make a step.
-        start: steps of the epoch before the first one that is read.
+        first_step: number of the first step that is read, from 0; so many steps are skipped.
         to_drop: batches of a stream that are read and dropped first.
         order: the sampler that knows the last batch, if the indices tell; once the loader is open.
-        reread: states of the generators before each step that an interrupted run had read ahead.
+        states_ahead: states of the generators before each step that an interrupted run had read ahead.
         loaded: the state from which torchdata's loader continues, until each of its workers has read a batch.
     """
 
     def __init__(self, loader: DataLoaderAdapter) -> None:
         self.loader, self.progress, self.reads = loader, loader._progress, loader._reads_per_step()
-        self.base, self.start = loader.base_dataloader, loader._left_out()
+        self.base, self.first_step = loader.base_dataloader, loader._left_out()
         self.to_drop = loader.skip_batches * self.reads
         self.order: EndAhead | None = None
-        self.reread: list[dict[str, Any]] = []
+        self.states_ahead: list[dict[str, Any]] = []
         self.loaded: dict[str, Any] | None = None
 
     def __iter__(self) -> Iterator[Any]:
@@ -59,13 +59,23 @@ class FromStart:
             batches = self._open()
         if base.num_workers and base.persistent_workers:
             self.progress.workers_kept = True
-        # A batch may be read before the loop asks for it, unless the indices tell the end and nothing else reads ahead.
-        ahead = self.order is None or loader._reads_ahead or loader._ends_unevenly() or self.progress.parts > 1
-        if not loader._notes_nothing and (is_stateful(base) or (ahead and not base.num_workers)):
+        if self._repeats_reads():
             batches = self._noted(batches)
         if isinstance(base.collate_fn, CountingCollate):
-            batches = uncounted(batches, self.start, base.dataset.round_log)
+            batches = uncounted(batches, self.first_step, base.dataset.round_log)
         return batches
+
+    def _repeats_reads(self) -> bool:
+        """Whether a run that continues in this epoch needs the states from before the reads of a step."""
+        loader = self.loader
+        if loader._notes_nothing:  # a thread reads too far ahead
+            return False
+        if is_stateful(self.base):  # its own state is of the batch read last, not of the one yielded last
+            return True
+        if self.base.num_workers:  # they draw from seeded generators
+            return False
+        # Without an order that tells the end, the loop reads a batch ahead, as these loaders do always.
+        return self.order is None or loader._reads_ahead or loader._ends_unevenly() or self.progress.micro_batches > 1
 
     def _open(self) -> Iterator[Any]:
         base = self.base
@@ -106,7 +116,7 @@ class FromStart:
         """Note, before the reads of each step, what a run has to repeat that continues after an earlier step."""
         # Of this iteration, as a loader may be in several at once.
         self.progress.before_read = before_read = {}
-        for step in count(self.start + 1):
+        for step in count(self.first_step + 1):
             before_read[step] = self._states(step)
             before_read.pop(step - _AHEAD, None)
             taken = 0
@@ -119,9 +129,9 @@ class FromStart:
                 return
 
     def _states(self, step: int) -> BeforeRead:
-        base, random, ahead = self.base, None, step - self.start - 1
+        base, random, ahead = self.base, None, step - self.first_step - 1
         if not base.num_workers:
-            random = self.reread[ahead] if ahead < len(self.reread) else generators.states()
+            random = self.states_ahead[ahead] if ahead < len(self.states_ahead) else generators.states()
         dataset = base.dataset.state_dict() if restores(base) else None
         state = base.state_dict() if is_stateful(base) else None
         if self.loaded is not None:
@@ -135,8 +145,8 @@ class FromPosition(FromStart):
 
     def __init__(self, loader: DataLoaderAdapter, position: Position) -> None:
         super().__init__(loader)
-        behind, self.start = (position.batches - self.start) * self.reads, position.batches
-        self.reread = position.record.get("before_read") or []
+        behind, self.first_step = (position.batches - self.first_step) * self.reads, position.batches
+        self.states_ahead = position.record.get("before_read") or []
         state = position.record.get("dataset_state")
         if position.loader_continues:
             self.to_drop, self.loaded = 0, position.loader_state
@@ -153,7 +163,7 @@ class FromPosition(FromStart):
         with generators.kept(self.progress.start.generators):
             batches = iter(self.base)
             if self.order is not None:
-                self.order.draw()
+                self.order.draw()  # here, because its sampler must draw from the generators of the epoch's start
             drawn = generators.states()
         return chain(self._caught_up(batches, drawn), batches)
 
@@ -162,7 +172,7 @@ class FromPosition(FromStart):
         if self.to_drop:
             with generators.kept(drawn):
                 yield from self._drop(batches)
-        for states in self.reread:
+        for states in self.states_ahead:
             with generators.kept(states):
                 step = list(islice(batches, self.reads))
             yield from step

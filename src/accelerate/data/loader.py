@@ -16,7 +16,7 @@ from accelerate.data.epoch import FromPosition, FromStart
 from accelerate.data.iterable import has_buffer
 from accelerate.data.plan import DataPlan
 from accelerate.data.progress import Position, Progress
-from accelerate.data.samplers import EndAhead, Part, ReplayableRandomSampler, layers
+from accelerate.data.samplers import BatchSamplerShard, EndAhead, Part, ReplayableRandomSampler, layers
 from accelerate.data.workers import SeededDataset, WorkerDataset
 from accelerate.extension import NO_EXTENSIONS
 from accelerate.runtime import generators
@@ -168,7 +168,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         """
         progress = self._progress
         before_read, pending = (progress.before_read or {}).get(progress.batches + 1), progress.pending
-        if pending is not None and pending.loader_state is not None:
+        if progress.pending_in_epoch and pending.loader_state is not None:
             state = pending.loader_state
         elif before_read is not None and before_read.loader is not None:
             state = before_read.loader
@@ -235,7 +235,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         # of a plain loop.
         if order is None:
             batches = order = EndAhead(batches)
-        return self._hand_out_each(batches, order, epoch.start, place)
+        return self._hand_out_each(batches, order, epoch.first_step, place)
 
     def _hand_out_each(
         self, batches: Iterable[Any], order: EndAhead, start: int, place: Callable[[Any], Any] | None
@@ -244,13 +244,19 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         progress, active = self._progress, self.gradient_state._active
         progress.batches, progress.at_end = start, False
         innermost_loop = active[-1] if active else None
-        for number, batch in enumerate(batches, start + 1):
-            progress.batches, is_last = number, order.ended
-            if (
-                is_last or self.end_of_dataloader or not active or active[-1] is not innermost_loop
-            ):  # not for every batch
-                self._hand_out(is_last)
-            yield batch if place is None else place(batch)
+        try:
+            for number, batch in enumerate(batches, start + 1):
+                progress.batches, is_last = number, order.ended
+                if (
+                    is_last or self.end_of_dataloader or not active or active[-1] is not innermost_loop
+                ):  # not for every batch
+                    self._hand_out(is_last)
+                yield batch if place is None else place(batch)
+        except GeneratorExit:
+            if progress.at_end and progress.batches:  # a loop that is left at the last batch has finished the epoch
+                self._finish_epoch()
+            raise
+        self.end_of_dataloader = progress.at_end = True  # also where there was no batch
         self._finish_epoch()
 
     def _hand_out(self, is_last: bool) -> None:
@@ -262,14 +268,31 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             counts = self.batch_counts
             if counts is not None:
                 self.remainder = sum(counts)
-            elif self.remainder > 0 and self._shard_fills_up():
-                self.remainder = (
-                    0  # it has filled up nothing: the length of the data or of its sampler was an estimate
-                )
+            elif self.remainder > 0 and (self._shard_fills_up() or self._ends_before_others()):
+                # Where it fills up, it had nothing to fill up: the length of the data or of its sampler was an estimate.
+                # The incomplete round comes after the last one of a rank that ends before others.
+                self.remainder = 0
 
     def _shard_fills_up(self) -> bool:
         shard = adapter.sharding(self.base_dataloader)
         return isinstance(shard, Part) and getattr(shard, "even_batches", True)
+
+    @property
+    def _may_fill_uncounted(self) -> bool:
+        """Whether the last round may have samples to drop of which `batch_counts` does not tell."""
+        by_index = isinstance(adapter.sharding(self.base_dataloader), BatchSamplerShard)
+        # A shard by index counts its duplicates. Its remainder, if known, is for gathered batches that a caller has padded.
+        return not (self._drop_last or (by_index and self.remainder < 0))
+
+    def _ends_before_others(self) -> bool:
+        """Whether other ranks have a batch after the one that this rank has yielded last."""
+        shard, progress = adapter.sharding(self.base_dataloader), self._progress
+        if not isinstance(shard, BatchSamplerShard) or shard.even_batches:
+            return False
+        try:
+            return shard.has_round_after(progress.batches, progress.start.extra_samples)
+        except TypeError:  # the sampler has no length
+            return False
 
     def _finish_epoch(self) -> None:
         progress = self._progress

@@ -53,7 +53,9 @@ class Progress:
         batches: batches of the epoch that were yielded, skipped ones included.
         at_end: the one yielded last is the last of the epoch.
         running: a loop is open.
-        parts: micro-batches that each batch is yielded in, `part` of which were; 0 when all were.
+        micro_batches: how many micro-batches each batch is yielded in; more than 1 if ranks share sequences.
+        micro_batch: how many micro-batches of the present batch were yielded; 0 when all were.
+        micro_batch_loops: loops over micro-batches that have begun. A loop that was left resets nothing once another one runs.
         pending: a loaded position that waits for the next iteration.
         finished: batches of the epoch that was over when the loaded checkpoint was saved.
         start: what the running epoch began with.
@@ -66,12 +68,17 @@ class Progress:
     batches: int = 0
     at_end: bool = False
     running: bool = False
-    parts: int = 1
-    part: int = 0
-    loops_in_parts: int = 0
+    micro_batches: int = 1
+    micro_batch: int = 0
+    micro_batch_loops: int = 0
     pending: Position | None = None
     finished: int = 0
     start: EpochStart | None = None
     before_read: dict[int, BeforeRead] | None = None
     workers_kept: bool = False
     worker_seed: int | None = None
+
+    @property
+    def pending_in_epoch(self) -> bool:
+        """Whether a loaded position waits that is in the present epoch; `set_epoch` may have chosen another one."""
+        return self.pending is not None and self.pending.record["epoch"] == self.epoch

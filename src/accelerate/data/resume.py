@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.utils.data import IterableDataset
 
 from accelerate.base._warn import warn_user
 from accelerate.data import adapter, samplers
@@ -30,7 +31,10 @@ def shuffling_generator(loader: DataLoaderAdapter) -> torch.Generator | None:
     sampler = loader.get_sampler()
     if isinstance(sampler, SeedableRandomSampler):
         return None
-    for owner, name in ((sampler, "generator"), (loader, "synchronized_generator"), (loader.dataset, "generator")):
+    dataset = loader.dataset
+    # A map-style dataset draws its samples from its generator, not their order.
+    stream = dataset if isinstance(dataset, IterableDataset) else None
+    for owner, name in ((sampler, "generator"), (loader, "synchronized_generator"), (stream, "generator")):
         generator = getattr(owner, name, None)
         if isinstance(generator, torch.Generator):
             return generator
@@ -49,14 +53,35 @@ def epoch_start(loader: DataLoaderAdapter, position: Position | None) -> EpochSt
 def capture(loader: DataLoaderAdapter) -> dict[str, Any]:
     """Return the position of a loader, as of the batch yielded last; after the last batch, the next epoch's start.
 
-    `batches` counts those of this process, `samples` those of all (None if batches have no fixed size), `shards` the
-    batches of a step over all processes, and `finished` the batches of an epoch that has just ended.
+    The keys of the record:
+
+    - `epoch`: the epoch that a resumed run continues or begins.
+    - `batches`: batches of this process behind the position; 0 at the start of an epoch.
+    - `samples`: samples of all processes behind it; None if batches have no fixed size.
+    - `order`: what the order of the epoch is drawn from, by `kind`.
+    - `shards`: batches of a step over all processes.
+    - `running`: the loop over the loader was open.
+    - `parts`: micro-batches that each batch is yielded in.
+    - `part`: micro-batches of the next batch that were yielded.
+    - `data`: length of the dataset and kind of the sampler, which `check` compares.
+    - `worker_seed`: seed of the datasets in workers.
+    - `workers_kept`: persistent workers had been started.
+    - `finished`: batches of an epoch that has just ended; else 0.
+
+    Within an epoch also:
+
+    - `anew`: state of the generator of the order when saved; an epoch that begins again starts from it.
+    - `at_start`: states of all generators at the start of the epoch.
+    - `before_read`: states of the generators before each step that was read ahead.
+    - `dataset_state`: state of a stream before the first of these steps.
     """
     progress, start = loader._progress, loader._progress.start
-    if progress.pending is not None:
+    if progress.pending_in_epoch:
         return dict(progress.pending.record)
-    epoch, yielded, at_end = progress.epoch, progress.batches, progress.at_end
-    in_epoch = (yielded > 0 or progress.part > 0) and not at_end
+    epoch, yielded = progress.epoch, progress.batches
+    # A rank that ends before others stays in their epoch, so that all ranks continue in the same one.
+    at_end = progress.at_end and not loader._ends_before_others()
+    in_epoch = (yielded > 0 or progress.micro_batch > 0) and not at_end
     batches = yielded if in_epoch else 0
     size = loader._samples_per_step()
     position = {
@@ -66,8 +91,8 @@ def capture(loader: DataLoaderAdapter) -> dict[str, Any]:
         "order": _order(loader, in_epoch),
         "shards": loader._batches_per_step(),
         "running": in_epoch and progress.running,
-        "parts": progress.parts,
-        "part": progress.part,
+        "parts": progress.micro_batches,
+        "part": progress.micro_batch,
         "data": loader._data(),
         "worker_seed": progress.worker_seed,
         "workers_kept": progress.workers_kept,
@@ -152,6 +177,8 @@ def restore(loader: DataLoaderAdapter, position: dict[str, Any], continuing: boo
     in_epoch = position["batches"] > 0 or position.get("part", 0) > 0
     _restore_order(loader, position["order"], in_epoch=in_epoch)
     batches, extra = _behind(loader, position)
+    if in_epoch and (batches, extra) != (position["batches"], 0):
+        _warn_if_nothing_is_left(loader, batches, extra)
     resume_without_skip = continuing and position.get("running", True)
     progress.pending = Position(position, batches, extra, resume_without_skip) if in_epoch else None
     return batches
@@ -214,6 +241,18 @@ def _behind(loader: DataLoaderAdapter, position: dict[str, Any]) -> tuple[int, i
     return steps, 0
 
 
+def _warn_if_nothing_is_left(loader: DataLoaderAdapter, batches: int, extra: int) -> None:
+    size, samples = loader._samples_per_step(), adapter.samples_per_epoch(loader.base_dataloader)
+    if not loader._drop_last or size is None or samples is None:
+        return
+    left = samples * loader._parts() - batches * size - extra
+    if left < size:
+        warn_user(
+            f"The interrupted epoch ends without a batch: {left} samples are left, a step takes {size} now, and "
+            "drop_last=True drops an incomplete step. An open accumulation step ends in the next epoch."
+        )
+
+
 def _report(message: str) -> None:
     # Visible by default, on one process of a machine: a program that skips batches itself would skip them twice.
     first = storage.process.current.get("local_process_index", 0) == 0
@@ -233,7 +272,7 @@ def replacement_iterator(view: DataLoaderAdapter) -> Iterable[Any] | None:
     left_out, pending = view._left_out(), progress.pending
     if finished and pending is None and left_out == finished:
         return ()
-    if pending is not None and pending.batches == left_out and is_stateful(view.base_dataloader):
+    if progress.pending_in_epoch and pending.batches == left_out and is_stateful(view.base_dataloader):
         progress.pending = replace(pending, resume_without_skip=True)
         return view._origin
     return None
@@ -245,11 +284,14 @@ def take_pending_position(loader: DataLoaderAdapter) -> Position | None:
     Not a collective.
     """
     progress = loader._progress
-    pending, progress.pending = progress.pending, None
+    pending = progress.pending
     if pending is None:
         return None
+    in_its_epoch, progress.pending = progress.pending_in_epoch, None
     left_out = loader._left_out()
-    if left_out == pending.batches or (pending.resume_without_skip and loader._origin is None):
+    skips_as_many = left_out > 0 and left_out == pending.batches
+    continues_without_skip = pending.resume_without_skip and loader._origin is None
+    if in_its_epoch and (skips_as_many or continues_without_skip):
         if loader._origin is None:
             _report(
                 f"The loader continues in epoch {progress.epoch} after {pending.batches} of its batches, where the checkpoint was "
@@ -257,12 +299,12 @@ def take_pending_position(loader: DataLoaderAdapter) -> Position | None:
             )
         return pending
     _drop_loaded_state(loader)
-    if left_out:
+    if left_out and in_its_epoch:
         return Position({"at_start": pending.record.get("at_start")}, left_out)
     generator, sampler = shuffling_generator(loader), loader.get_sampler()
-    epoch_start_state = pending.record.get("anew")
-    if generator is not None and epoch_start_state is not None:
-        generator.set_state(generators.generator_state(epoch_start_state))
+    state_when_saved = pending.record.get("anew")
+    if generator is not None and state_when_saved is not None:
+        generator.set_state(generators.generator_state(state_when_saved))
     if isinstance(sampler, ReplayableRandomSampler):
         sampler.replay = None
     return None

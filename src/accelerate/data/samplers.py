@@ -371,6 +371,14 @@ class BatchSamplerShard(Part, BatchSampler):
             return False
         return 0 < len(sampler) % self.batch_size <= self._rounds().own(self.process_index).start
 
+    def has_round_after(self, rounds: int, extra: int) -> bool:
+        """Whether any process has a batch after so many rounds and `extra` samples beyond them; TypeError without a length."""
+        if self.deals_samples:
+            per_round, total = self._rounds().total, len(self.batch_sampler.sampler)
+        else:
+            per_round, total = 1 if self.split_batches else self.num_processes, self.total_length
+        return rounds * per_round + extra + (per_round if self.drop_last else 1) <= total
+
     def __iter__(self) -> Iterator[list[int]]:
         return self.iter_from(0)
 

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler
 
 from accelerate.base._warn import warn_user
 from accelerate.config.enums import DynamoBackend
@@ -502,12 +502,12 @@ def prepare_data_loader(
 
 
 def _check_schedules(accelerator: TrainingRun, objects: Sequence[Any]) -> None:
-    """Warn of schedules whose length does not fit the first prepared loader."""
+    """Warn of schedules whose length does not fit the training loader."""
     schedulers = [item for item in objects if isinstance(item, AcceleratedScheduler)]
     if not schedulers:
         return
     try:
-        batches = len(accelerator._dataloaders[0])
+        batches = len(_training_loader(accelerator._dataloaders))
         layout = accelerator.parallelism_config
         if layout is not None and layout._sp_by_deepspeed:
             batches *= layout.sp_size  # type: ignore[operator]  # no size is None
@@ -516,6 +516,14 @@ def _check_schedules(accelerator: TrainingRun, objects: Sequence[Any]) -> None:
     updates = -(-batches // max(1, accelerator.gradient_accumulation_steps))
     for scheduler in schedulers:
         scheduler.check_length(updates)
+
+
+def _training_loader(loaders: Sequence[Any]) -> Any:
+    """Return the first loader that shuffles, as loaders for evaluation do not; else the first one."""
+    shuffling = (
+        item for item in loaders if hasattr(item, "get_sampler") and isinstance(item.get_sampler(), RandomSampler)
+    )
+    return next(shuffling, loaders[0])
 
 
 def ensure_registered(accelerator: TrainingRun, kind: str, result: Any, given: Any) -> Any:

@@ -43,6 +43,7 @@ class Case:
     dispatch: bool | None = None
     split: bool = False
     stateful: bool = False
+    even: bool = True
     dropout: float = 0.5
     noise: bool = True
     loop_draws: bool = True
@@ -78,6 +79,7 @@ class Job:
             use_stateful_dataloader=case.stateful,
             dispatch_batches=case.dispatch,
             split_batches=case.split,
+            even_batches=case.even,
             continue_after_load=continue_after_load,
         )
         self.case = case
@@ -111,6 +113,10 @@ class Job:
                 break
             self.model(batch)
 
+    def joined(self):
+        """Let ranks end at different steps where the case says that they do."""
+        return contextlib.nullcontext() if self.case.even else self.accelerator.join_uneven_inputs([self.model])
+
     def train(self, log, save=None, resume=None, gather=False):
         """Train to the end, and log the steps; `save` is called with the name of each place where a run may save.
 
@@ -126,23 +132,24 @@ class Job:
                 start = behind
                 batches = self.loader if resume == "load" else self.accelerator.skip_first_batches(self.loader, behind)
                 resume = None
-            for step, batch in enumerate(batches, start + 1):
-                numbers, features = parts(batch)
-                loss = self.learn(features)
-                if self.case.evaluate and step % 2:
-                    self.evaluate()
-                # Upstream's arithmetic: so many whole epochs, and so many steps.
-                last = self.loader.end_of_dataloader
-                place["epoch"], place["step"] = (epoch + 1, 0) if last else (epoch, step)
-                log.write(step=[epoch, step, numbers.tolist(), repr(loss)])
-                if gather:
-                    found = self.accelerator.gather_for_metrics(numbers.tolist(), use_gather_object=True)
-                    log.write(gathered=[epoch, found])
-                save(f"{epoch}-{step}")
-                if last:
-                    save(f"{epoch}-last")
-                if self.case.leave is not None and tuple(self.case.leave) == (epoch, step):
-                    break
+            with self.joined():
+                for step, batch in enumerate(batches, start + 1):
+                    numbers, features = parts(batch)
+                    loss = self.learn(features)
+                    if self.case.evaluate and step % 2:
+                        self.evaluate()
+                    # Upstream's arithmetic: so many whole epochs, and so many steps.
+                    last = self.loader.end_of_dataloader
+                    place["epoch"], place["step"] = (epoch + 1, 0) if last else (epoch, step)
+                    log.write(step=[epoch, step, numbers.tolist(), repr(loss)])
+                    if gather:
+                        found = self.accelerator.gather_for_metrics(numbers.tolist(), use_gather_object=True)
+                        log.write(gathered=[epoch, found])
+                    save(f"{epoch}-{step}")
+                    if last:
+                        save(f"{epoch}-last")
+                    if self.case.leave is not None and tuple(self.case.leave) == (epoch, step):
+                        break
             place["epoch"], place["step"] = epoch + 1, 0
             save(f"{epoch}-after")
         weights = [value.tolist() for value in self.accelerator.unwrap_model(self.model).state_dict().values()]

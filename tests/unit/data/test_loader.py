@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from accelerate import Accelerator
 from accelerate.base.nested import leaves
 from accelerate.data.adapter import DataLoaderStateMixin
 from accelerate.data.build import prepare_data_loader, skip_first_batches
@@ -151,3 +152,42 @@ def test_what_cannot_be_left_out_is_refused():
     for data in (Numbers(), Stream()):
         with pytest.raises(ValueError, match="99.* but"):
             values(skip_first_batches(prepare_data_loader(DataLoader(data, 3)), 99))
+
+
+class UnsizedBatches(torch.utils.data.Sampler):
+    """Batches of two, from a sampler that does not tell their size."""
+
+    def __len__(self):
+        return 5
+
+    def __iter__(self):
+        return ([start, start + 1] for start in range(0, 10, 2))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"batch_size": 8, "even_batches": False},
+        {"batch_size": 8, "drop_last": True},
+        {"batch_sampler": UnsizedBatches(), "even_batches": False},
+        {"batch_sampler": UnsizedBatches()},
+    ],
+    ids=["another rank has one more", "incomplete round is dropped", "without a size", "without a size, full rounds"],
+)
+def test_metrics_keep_all_samples_of_a_last_round_that_is_full(options, caplog):
+    caplog.set_level("INFO", logger="accelerate")
+    accelerator, options = Accelerator(cpu=True), dict(options)
+    parts = {"num_processes": 5 if len(options) == 1 else 2, "even_batches": options.pop("even_batches", True)}
+    length = 100 if "batch_size" in options else 10
+    loader = prepare_data_loader(DataLoader(Numbers(length), **options), process_index=1, **parts)
+    for batch in loader:
+        assert accelerator.gather_for_metrics(batch).tolist() == batch.tolist()
+    assert loader.end_of_dataloader and "has no length" not in caplog.text
+
+
+def test_metrics_of_an_uneven_last_round_keep_the_real_samples():
+    loaders = [
+        prepare_data_loader(DataLoader(Numbers(28), 8), num_processes=2, process_index=rank, even_batches=False)
+        for rank in (0, 1)
+    ]
+    assert [[loader.remainder for _ in loader] for loader in loaders] == [[12, 12], [12, 12]]

@@ -232,3 +232,156 @@ def test_a_state_that_does_not_fit_is_told():
         _, (state, _) = interrupted(LOADERS[saved], 1, 0, 4)
         with pytest.warns(UserWarning, match="continued in another order"):
             resume.restore(build(LOADERS[now], 1), state[resume.KEY], continuing=False)
+
+
+def saved_after(batches, loader):
+    """Return the state saved after so many batches, in the loop that is left then."""
+    for number, _ in enumerate(loader, 1):
+        if number == batches:
+            return loader.state_dict()
+
+
+@pytest.mark.parametrize("leave", [True, False], ids=["left by break", "continue_after_load=False"])
+def test_epoch_begins_again_on_more_processes_than_a_step_was_behind(leave):
+    before = prepare_data_loader(DataLoader(Numbers(100), 8), num_processes=2, process_index=0)
+    state = saved_after(1, before)[resume.KEY]
+    if leave:
+        state = before.state_dict()[resume.KEY]
+    loader = prepare_data_loader(DataLoader(Numbers(100), 8), num_processes=4, process_index=0)
+    resume.restore(loader, state, continuing=leave)
+    assert loader._progress.pending.extra_samples == 16
+    assert next(iter(loader)).tolist() == list(range(8))
+
+
+def uneven(rank, sampler=None):
+    source = DataLoader(Numbers(100), 8) if sampler is None else DataLoader(Numbers(100), batch_sampler=sampler)
+    return prepare_data_loader(source, num_processes=2, process_index=rank, even_batches=False)
+
+
+class WholeBatches(torch.utils.data.Sampler):
+    """13 batches, the last of 4 samples, from a class that is not torch's."""
+
+    batch_size = 8
+
+    def __len__(self):
+        return 13
+
+    def __iter__(self):
+        return (list(range(start, min(start + 8, 100))) for start in range(0, 100, 8))
+
+
+@pytest.mark.parametrize("sampler", [None, WholeBatches()], ids=["by samples", "by batches"])
+def test_rank_that_ends_first_resumes_in_the_epoch_of_the_others(sampler):
+    states = [saved_after(6, uneven(rank, sampler)) for rank in (0, 1)]
+    assert [state[resume.KEY]["epoch"] for state in states] == [0, 0]
+    assert [state[resume.KEY]["batches"] for state in states] == [6, 6]
+    for rank, left in ((0, [[96, 97, 98, 99]]), (1, [])):
+        loader = uneven(rank, sampler)
+        loader.load_state_dict(states[rank])
+        assert [batch.tolist() for batch in loader] == left
+        assert loader.iteration == 1 and next(iter(loader))[0] == 8 * rank
+
+
+class Augmented(Numbers):
+    """Samples with noise from a generator that the dataset has for this purpose."""
+
+    def __init__(self, length):
+        super().__init__(length)
+        self.generator = torch.Generator().manual_seed(1)
+
+    def __getitem__(self, index):
+        return float(torch.rand((), generator=self.generator))
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_generator_of_a_map_style_dataset_is_not_that_of_the_order(shuffle):
+    def build():
+        return prepare_data_loader(DataLoader(Augmented(22), 2, shuffle=shuffle))
+
+    torch.manual_seed(11)
+    loader, batches = build(), []
+    for batch in loader:
+        batches.append(batch.tolist())
+        if len(batches) == 4:
+            state, of_data = loader.state_dict(), loader.dataset.generator.get_state()
+    resumed = build()
+    resumed.load_state_dict(state)
+    resumed.dataset.generator.set_state(of_data)  # as the program that has it must save and load it
+    assert [batch.tolist() for batch in resumed] == batches[4:]
+    assert state[resume.KEY]["order"]["kind"] == ("seed" if shuffle else "unrecorded")
+
+
+def seedable():
+    source = DataLoader(Numbers(8), 2, shuffle=True)
+    return prepare_data_loader(source, use_seedable_sampler=True, data_seed=3)
+
+
+def test_loop_left_at_its_last_batch_has_finished_the_epoch():
+    whole = seedable()
+    epochs = [[batch.tolist() for batch in whole] for _ in range(3)]
+    loader, states, got = seedable(), [], []
+    for _ in range(2):
+        got.append([])
+        for batch in loader:
+            got[-1].append(batch.tolist())
+            if loader.end_of_dataloader:
+                states.append(loader.state_dict())
+                break
+        states.append(loader.state_dict())
+    assert got == epochs[:2] and loader.iteration == 2
+    for number, state in enumerate(states):
+        resumed = seedable()
+        resumed.load_state_dict(state)
+        assert [batch.tolist() for batch in resumed] == epochs[1 + number // 2]
+
+
+@pytest.mark.parametrize("case", ["seedable", "default shuffle", "own generator"])
+def test_set_epoch_after_a_load_begins_another_epoch_at_its_start(case):
+    torch.manual_seed(11)
+    source = build(LOADERS[case], 1)
+    epochs = [[batch.tolist() for batch in source] for _ in range(2)]
+    state = saved_after(3, source)
+    for chosen in (2, 5):
+        loader = build(LOADERS[case], 1)
+        loader.load_state_dict(state)
+        loader.set_epoch(chosen)
+        position = loader.state_dict()[resume.KEY]
+        assert (position["epoch"], position["batches"]) == (chosen, 3 if chosen == 2 else 0)
+        batches = [batch.tolist() for batch in loader]
+        assert len(batches) == (8 if chosen == 2 else 11) and loader.iteration == chosen + 1
+    if case == "seedable":
+        loader.load_state_dict(state)
+        loader.set_epoch(1)
+        assert [batch.tolist() for batch in loader] == epochs[1]
+        loader.load_state_dict(state)
+        loader.set_epoch(1)
+        assert [batch.tolist() for batch in skip_first_batches(loader, 3)] == epochs[1][3:]
+
+
+@needs_torchdata
+@pytest.mark.filterwarnings("ignore")
+def test_set_epoch_after_a_load_restarts_a_stateful_loader():
+    def make():
+        return prepare_data_loader(DataLoader(Numbers(22), 2), use_stateful_dataloader=True)
+
+    state = saved_after(3, make())
+    for skipped in (0, 3):
+        loader = make()
+        loader.load_state_dict(state)
+        loader.set_epoch(1)
+        batches = skip_first_batches(loader, skipped)
+        assert [batch[0].item() for batch in batches] == [*range(2 * skipped, 22, 2)]
+
+
+def test_epoch_without_a_full_step_left_ends_and_warns():
+    def make(processes):
+        source = DataLoader(Numbers(100), 8, drop_last=True)
+        return prepare_data_loader(source, num_processes=processes, process_index=0)
+
+    state = saved_after(5, make(2))
+    loader = make(4)
+    with pytest.warns(UserWarning, match="20 samples are left, a step takes 32 now"):
+        loader.load_state_dict(state)
+    assert list(loader) == []
+    assert loader.end_of_dataloader and loader.iteration == 1
+    assert len(list(loader)) == 3

@@ -110,7 +110,7 @@ def _any_batch(ulysses: Callable[..., Any], core: Any, state: Any) -> Callable[.
 
     def attend(module: nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         active = state.active_dataloader
-        if active is None or active._progress.parts == 1:
+        if active is None or active._progress.micro_batches == 1:
             if not module.training:
                 return core.attn(module, query, *args, **kwargs)
             if active is not None:
@@ -173,9 +173,14 @@ class UlyssesSPDataLoaderAdapter:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         loader, progress, size, skip = self.dl, self.dl._progress, self.sp_world_size, self.skip
-        pending, progress.parts, progress.part = progress.pending, size, 0
-        progress.loops_in_parts = loop = progress.loops_in_parts + 1
-        alone = pending is not None and pending.resume_without_skip and loader._origin is None
+        pending, progress.micro_batches, progress.micro_batch = progress.pending, size, 0
+        progress.micro_batch_loops = loop = progress.micro_batch_loops + 1
+        alone = (
+            pending is not None
+            and progress.pending_in_epoch
+            and pending.resume_without_skip
+            and loader._origin is None
+        )
         batches: Any = iter(loader)  # a generator
         try:
             while (parts := self._exchanged(next(batches, None))) is not None:
@@ -190,15 +195,15 @@ class UlyssesSPDataLoaderAdapter:
                 for part in range(skip, size):
                     last = part == size - 1
                     # A batch is behind once all of its parts are.
-                    progress.part, progress.batches = (0, number) if last else (part + 1, number - 1)
+                    progress.micro_batch, progress.batches = (0, number) if last else (part + 1, number - 1)
                     progress.at_end = loader.end_of_dataloader = ended and last
                     loader.gradient_state._activate(loader)
                     yield parts[part]
                 skip, alone = 0, False
         finally:
             batches.close()
-            if progress.loops_in_parts == loop:  # else it was left, and is collected while another one runs
-                progress.parts, progress.part = 1, 0
+            if progress.micro_batch_loops == loop:  # else it was left, and is collected while another one runs
+                progress.micro_batches, progress.micro_batch = 1, 0
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch that the next iteration draws."""
