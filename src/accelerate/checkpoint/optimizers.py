@@ -362,8 +362,9 @@ def read_full_optimizer(
     if found.layout == "full":
         checkpoint, path = with_manifest(folder), os.path.join(folder, found.name)
         checkpoint.check([found.name, manifest.PARAMETER_NAMES])
-        stored: Reader = (file := FullFiles(path))
-        raw = file.state = file.open(path, load_kwargs)
+        full_files = FullFiles(path)
+        raw = full_files.state = full_files.open(path, load_kwargs)
+        stored: Reader = full_files
         if not is_state(raw) or (not is_named(raw) and _has_own_numbers(raw, goal, folder, index)):
             if fill is not None and is_state(raw):
                 inner = inner_optimizer(optimizer)
