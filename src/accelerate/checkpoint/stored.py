@@ -29,8 +29,6 @@ from accelerate.checkpoint.state import is_dtensor, is_sharded_tensor, mapped_le
 from accelerate.modules.unwrap import same_tensors
 from accelerate.runtime import durable, torch_private
 
-# Smaller files of torch's format are read at once, in one go.
-LARGE = 4 << 20
 # Threads share the work of reading from this many bytes on.
 _SHARED = 16 << 20
 
@@ -371,16 +369,13 @@ def _safetensors(path: str) -> dict[str, Source]:
 
 
 def _torch_file(path: str) -> Any:
-    """Return the state in a file of torch's format, whose tensors have sources in the file if it is large and torch tells their offsets."""
+    """Return the state in a file of torch's format; its tensors have sources in the file where `torch_files.outline` tells their places."""
     file = OpenFile(path)
-    outline = torch_files.outline(path) if os.path.getsize(path) >= LARGE else None
-    if outline is None:
+    if (outline := torch_files.outline(path)) is None:
         return torch_files.load(path, "cpu")
 
     def source(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        start = torch_private.checkpoint_offset(value) + value.storage_offset() * value.dtype.itemsize
-        return FileSource(file, start, value.shape, value.dtype)
+        is_place = isinstance(value, torch_files.TensorPlace)
+        return FileSource(file, value.start, value.shape, value.dtype) if is_place else value
 
     return mapped_leaves(outline, source)
