@@ -160,13 +160,13 @@ def test_arrays_and_numbers_of_numpy_are_read_as_they_were(tmp_path):
 
 @pytest.mark.parametrize("rows", [3, 1000])
 def test_tensors_of_a_pickle_are_read_as_they_were(tmp_path, rows):
-    """Those of a large file from where they are in it, or all at once if some of them are not plain memory there."""
+    """From their places in the file, or all at once if some of them are not contiguous plain tensors."""
     weight = torch.randn(rows, 1000)
     numbers = torch.complex(torch.arange(4.0), torch.arange(4.0, 8.0))
     plain = {"weight": weight, "tied": weight, "rest": [weight[1:], {"empty": torch.empty(0), "step": torch.ones(())}]}
-    plain |= {"kinds": [weight.bfloat16(), nn.Parameter(weight[0]), weight > 0, numbers]}
+    kinds = {"kinds": [weight.bfloat16(), nn.Parameter(weight[0]), weight > 0, numbers]}
     odd = {"turned": weight.T, "every other": weight[:, ::2], "conj": numbers.conj(), "inside": (weight, {2})}
-    for number, state in enumerate([plain, plain | odd]):
+    for number, state in enumerate([plain, plain | kinds, plain | kinds | odd]):
         path = str(tmp_path / f"{number}.bin")
         torch.save(state, path)
         reader = FullFiles(path)
