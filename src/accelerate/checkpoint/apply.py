@@ -8,7 +8,7 @@ import contextlib
 import inspect
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from accelerate.checkpoint import formats, manifest, schedules
 from accelerate.checkpoint.manifest import DamagedCheckpoint
 from accelerate.checkpoint.model_io import inner_optimizer
 from accelerate.checkpoint.state import Common, keeps_state
+from accelerate.checkpoint.stored import Plan
 from accelerate.checkpoint.verify import CheckpointFolder
 from accelerate.data import resume
 from accelerate.data.loader import PreparedLoader
@@ -39,11 +40,13 @@ class Change:
         apply: Gives it.
         keep: Returns what gives back the former state; None if `apply` cannot be refused, because names and shapes were compared.
         owner: The object, and the file of its state, for errors.
+        fill: Plans that read the rest over the object's own tensors, once no rank has refused.
     """
 
     apply: Callable[[], Any]
     keep: Callable[[], Undo] | None = None
     owner: tuple[Any, str] | None = None
+    fill: Sequence[Plan] = ()
 
 
 @dataclass
@@ -98,6 +101,8 @@ class Contents:
             for change in self.changes:
                 if change.keep is None:
                     change.apply()
+                for plan in change.fill:
+                    plan.read()
         except OSError as error:
             raise DamagedCheckpoint(
                 f"{self.folder} changed while it was loaded: {error}. Some of the state is the checkpoint's, and some is what it was before. "
@@ -144,23 +149,23 @@ def _kept_state(obj: Any) -> Undo:
     return partial(obj.load_state_dict, formats.deep_copied(obj.state_dict()))
 
 
-def optimizer_change(optimizer: Any, state: Any, file: str) -> Change:
-    """Return what gives an optimizer its state, whose tensors it may keep."""
+def optimizer_change(optimizer: Any, state: Any, file: str, fill: Sequence[Plan] = ()) -> Change:
+    """Return what gives an optimizer its state, whose tensors it may keep; plans `fill` those that it has already."""
 
     def apply() -> None:
         inner.load_state_dict(dict(tensor_kinds.rebuilt(inner, state)))
 
     def keep() -> Undo:
-        if not _uses_torch_load(inner):  # its own code, or that of a hook, may change the tensors that it has
+        if not uses_torch_load(inner):  # its own code, or that of a hook, may change the tensors that it has
             return _kept_state(inner)
         # Torch's code replaces the tensors. Loading the former state again would give them the dtypes of the parameters.
         return partial(inner.__setstate__, {"state": inner.state, "param_groups": inner.param_groups})
 
     inner = inner_optimizer(optimizer)
-    return Change(apply, keep, (optimizer, file))
+    return Change(apply, keep, (optimizer, file), fill)
 
 
-def _uses_torch_load(optimizer: Any) -> bool:
+def uses_torch_load(optimizer: Any) -> bool:
     """Say whether loading puts tensors into an optimizer as they are: torch's own code does it, and no hook."""
     return type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict and not (
         optimizer._optimizer_load_state_dict_pre_hooks or optimizer._optimizer_load_state_dict_post_hooks

@@ -18,7 +18,7 @@ import os
 import pickle
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import IO, Any
 
@@ -31,11 +31,14 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from accelerate.checkpoint import formats
 from accelerate.checkpoint.manifest import METADATA, DamagedCheckpoint, FileEntry
 from accelerate.checkpoint.state import is_distributed_tensor, mapped_leaves
-from accelerate.checkpoint.stored import Pairs, Plan, Reader, StoredTensor
+from accelerate.checkpoint.stored import OpenFile, Pairs, Plan, Reader, StoredTensor
 from accelerate.checkpoint.torch_files import load_each
 from accelerate.checkpoint.verify import CheckpointFolder
 from accelerate.runtime import durable
 from accelerate.runtime.torch_private import StorageInfo, unflatten_state_dict
+
+# A process may have 1,024 open files on many systems.
+_MOST_OPEN = 128
 
 # -- reading -----------------------------------------------------------------------------------------------------------
 
@@ -50,7 +53,10 @@ class ShardedFolder(Reader):
             folder.check([METADATA], below=os.path.basename(path))
         self._metadata = read_metadata(path, folder)
         self._reader = dcp.FileSystemReader(path)
+        self._files = self._reader.fs = _OpenFiles()
         self._reader.set_up_storage_reader(self._metadata, True)
+        files = {place.relative_path for place in self._metadata.storage_data.values()}
+        self.holds_files = len(files) <= _MOST_OPEN
         with _damage_named(self.origin):
             specs = self._metadata.state_dict_metadata
             values: dict[str, Any] = {
@@ -89,6 +95,8 @@ class ShardedFolder(Reader):
             for item in plan.items:
                 place = self._metadata.storage_data[item.storage_index]
                 ranges.setdefault(place.relative_path, set()).add((place.offset, place.offset + place.length))
+            if self.holds_files:
+                self._files.hold(os.path.join(self.origin, *name.split("/")) for name in ranges)
         if self._folder is not None:
             self._folder.check(ranges, below=os.path.basename(self.origin))
 
@@ -98,6 +106,25 @@ class ShardedFolder(Reader):
                 planner.load_objects()
 
         return read
+
+
+class _OpenFiles(FileSystem):
+    """The file system of torch's reader, whose files are opened when a plan is made."""
+
+    def __init__(self) -> None:
+        self._files: dict[str, OpenFile] = {}
+
+    def hold(self, paths: Iterable[str]) -> None:
+        """Keep files open."""
+        for path in paths:
+            if path not in self._files:
+                self._files[path] = OpenFile(path)
+
+    @contextlib.contextmanager
+    def create_stream(self, path: durable.Path, mode: str) -> Iterator[Any]:
+        file = self._files.get(os.fspath(path))
+        with open(path, mode) if file is None else file.stream() as stream:
+            yield stream
 
 
 @contextlib.contextmanager

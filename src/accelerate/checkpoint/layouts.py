@@ -40,7 +40,7 @@ from accelerate.checkpoint.state import (
     run_on_all_ranks,
 )
 from accelerate.checkpoint.storage import LocalStorage
-from accelerate.checkpoint.stored import FullFiles, Reader, StoredTensor, read_whole
+from accelerate.checkpoint.stored import FullFiles, Plan, Reader, StoredTensor, read_whole
 from accelerate.checkpoint.verify import CheckpointFolder, with_manifest
 from accelerate.config.strategies import specs
 from accelerate.extension import imported
@@ -288,19 +288,32 @@ def read_model(
     ties: Callable[[], Sequence[Sequence[str]]] = list,
     strict: bool = True,
     elsewhere: Collection[str] = (),
+    fill: list[Plan] | None = None,
 ) -> dict[str, Any]:
     """Read a model's state into new memory, each rank its shards; nothing else changes. Not a collective.
 
-    Names of the model that are `elsewhere`, on other stages of a pipeline, are not unexpected.
+    Names of the model that are `elsewhere`, on other stages of a pipeline, are not unexpected. With `fill`, which takes the plan that
+    reads over them, the model's own shards are in the state where that is possible.
     """
     values, missing, others = matched(own.values, model_values(stored), ties, {*stored.aliases, *elsewhere})
     refuse_misfit(stored.origin, "the model", misfits(own.values, values, *((missing, others) if strict else ())))
-    memory = {
-        name: state.empty_on_host_like(own.values[name], value.dtype)
+    sharded = {
+        name: value
         for name, value in values.items()
         if isinstance(value, StoredTensor) and is_distributed_tensor(own.values[name]) and not is_extra(name)
     }
-    stored.plan([(values[name], target) for name, target in memory.items()]).read()
+    if fill is not None and all(state.is_plain_on_host(own.values[name]) for name in sharded):
+        memory = {name: own.values[name] for name in sharded}
+    else:
+        memory, fill = (
+            {name: state.empty_on_host_like(own.values[name], value.dtype) for name, value in sharded.items()},
+            None,
+        )
+    plan = stored.plan([(value, memory[name]) for name, value in sharded.items()])
+    if fill is None:
+        plan.read()
+    else:
+        fill.append(plan)
     rest: dict[str, Any] = stored.read({name: value for name, value in values.items() if name not in memory})
     return values | rest | memory
 
@@ -396,11 +409,17 @@ def _publish_shards(values: dict[str, Any], folder: str) -> None:
 
 
 def read_for_model(
-    model: nn.Module, folder: Path, index: int = 0, prefer: Layout | None = None, strict: bool = True, **getter: Any
+    model: nn.Module,
+    folder: Path,
+    index: int = 0,
+    prefer: Layout | None = None,
+    strict: bool = True,
+    fill: list[Plan] | None = None,
+    **getter: Any,
 ) -> tuple[dict[str, Any], ModelState]:
     """Read a model's state, whatever wrote it, into new memory; return it and the model's own, as `apply_model` takes them.
 
-    An error is raised only where it happens. Collective: call on every rank.
+    `fill` is as `read_model` takes it. An error is raised only where it happens. Collective: call on every rank.
     """
 
     def opened() -> Reader:
@@ -409,7 +428,9 @@ def read_for_model(
     model_io = io_of(model)
     stored = run_on_all_ranks(opened) if model_io.is_collective else opened()
     own = model_io.model_state(model, **getter)
-    return read_model(own, stored, partial(model_io.tied_names, model), strict, model_io.elsewhere(model)), own
+    fill = None if model_io.gives_copies or model_io.is_collective or not stored.holds_files else fill
+    ties, elsewhere = partial(model_io.tied_names, model), model_io.elsewhere(model)
+    return read_model(own, stored, ties, strict, elsewhere, fill), own
 
 
 # -- reading into unsharded models -------------------------------------------------------------------------------------
@@ -442,7 +463,7 @@ def read_full_model(
     problems = misfits(own, values, *((missing, others) if options.get("strict", True) and by_name else ()))
     more = ", or load with strict=False, which accepts other names"
     refuse_misfit(os.path.join(folder, found.name), type(model).__name__, problems, more)
-    if by_name and stored.holds_files and options.keys() <= {"strict"}:
+    if by_name and options.keys() <= {"strict"}:
         pairs = _own_tensors(model, values)
         if pairs is not None:
             return Change(stored.plan(pairs).read)

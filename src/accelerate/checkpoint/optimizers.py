@@ -15,11 +15,12 @@ import torch
 from torch import nn
 
 from accelerate.checkpoint import manifest, model_io, state
+from accelerate.checkpoint.apply import uses_torch_load
 from accelerate.checkpoint.layouts import Found, Path, find, required, to_device
 from accelerate.checkpoint.manifest import DamagedCheckpoint
-from accelerate.checkpoint.model_io import io_of
+from accelerate.checkpoint.model_io import inner_optimizer, io_of
 from accelerate.checkpoint.state import Layout, is_distributed_tensor, mapped_leaves, run_on_all_ranks
-from accelerate.checkpoint.stored import FullFiles, Reader, StoredTensor, read_whole
+from accelerate.checkpoint.stored import FullFiles, Plan, Reader, StoredTensor
 from accelerate.checkpoint.verify import with_manifest
 from accelerate.modules import tensor_kinds
 from accelerate.modules.unwrap import match_names
@@ -154,12 +155,15 @@ def named(raw: Mapping[str, Any], order: Sequence[str]) -> dict[str, Any]:
 
 
 @state.quietly()
-def read_optimizer(goal: Target, stored: Reader, found: Found) -> dict[str, Any]:
+def read_optimizer(goal: Target, stored: Reader, found: Found, fill: list[Plan] | None = None) -> dict[str, Any]:
     """Read a state into new memory, each rank its shards, keyed by the optimizer's own names, in its own groups.
 
-    Nothing else changes. Not a collective. RuntimeError names parameters that differ; DamagedCheckpoint a bad file.
+    Nothing else changes. `fill` is as `with_own_tensors` takes it. Not a collective. RuntimeError names parameters that differ;
+    DamagedCheckpoint a bad file.
     """
     raw, names = matched(goal, stored, found)
+    if fill is not None and stored.holds_files:
+        raw["state"] = with_own_tensors(raw["state"], stored, goal.parameters, goal.states, fill)
     fitting = _Fitting(goal, stored.origin)
     states = {name: fitting.fitted(name, raw["state"][name]) for name in names}
     # An option may be a tensor, as a learning rate. What belongs to no parameter is unsharded.
@@ -311,16 +315,20 @@ def read_for_optimizer(
     index: int = 0,
     prefer: Layout | None = None,
     groups: list[list[str]] | None = None,
+    fill: list[Plan] | None = None,
 ) -> dict[str, Any]:
-    """Read an optimizer's state, whatever wrote it, into new memory, as its `load_state_dict` takes it. `groups` are as `target` takes them.
+    """Read an optimizer's state, whatever wrote it, into new memory, as its `load_state_dict` takes it.
 
-    An error is raised only where it happens. Collective: call on every rank.
+    `groups` are as `target` takes them, `fill` as `with_own_tensors`. An error is raised only where it happens.
+
+    Collective: call on every rank.
     """
     goal, io = target(optimizer, model, groups), io_of(model)
+    fill = None if io.is_collective or not _keeps_tensors(optimizer) else fill
 
     def read() -> dict[str, Any]:
         found = required(folder, "optimizer", index, prefer)
-        return read_optimizer(goal, found.open(), found)
+        return read_optimizer(goal, found.open(), found, fill)
 
     return io.optimizer_to_load(optimizer, model, run_on_all_ranks(read) if io.is_collective else read())
 
@@ -332,10 +340,11 @@ def read_full_optimizer(
     index: int = 0,
     map_location: Any = "cpu",
     load_kwargs: Mapping[str, Any] | None = None,
+    fill: list[Plan] | None = None,
 ) -> dict[str, Any]:
     """Read a state of any layout with the numbers that the optimizer has, which stays as it is. Not a collective.
 
-    FileNotFoundError without a state, RuntimeError for that of other parameters, DamagedCheckpoint for bad shards.
+    `fill` is as `with_own_tensors` takes it. FileNotFoundError without a state, RuntimeError for that of other parameters, DamagedCheckpoint for bad shards.
     """
     file = manifest.optimizer_file(index)
     if os.path.lexists(os.path.join(folder, file)):
@@ -349,13 +358,23 @@ def read_full_optimizer(
         )
     model, groups = model_io.owner(optimizer, models)
     goal = None if model is None else target(optimizer, model, groups)
+    fill = fill if str(map_location) == "cpu" and _keeps_tensors(optimizer) else None
     if found.layout == "full":
         checkpoint, path = with_manifest(folder), os.path.join(folder, found.name)
         checkpoint.check([found.name, manifest.PARAMETER_NAMES])
-        raw: dict[str, Any] = read_whole(path, map_location, load_kwargs)
+        full_files = FullFiles(path)
+        raw = full_files.state = full_files.open(path, load_kwargs)
+        stored: Reader = full_files
         if not is_state(raw) or (not is_named(raw) and _has_own_numbers(raw, goal, folder, index)):
-            return raw
-        stored: Reader = FullFiles(path, raw)
+            if fill is not None and is_state(raw):
+                inner = inner_optimizer(optimizer)
+                numbers = itertools.chain.from_iterable(group["params"] for group in raw["param_groups"])
+                own = itertools.chain.from_iterable(group["params"] for group in inner.param_groups)
+                parameters = dict(zip(numbers, own, strict=False))
+                states = {number: inner.state.get(parameter, {}) for number, parameter in parameters.items()}
+                raw = {**raw, "state": with_own_tensors(raw["state"], stored, parameters, states, fill)}
+            state: dict[str, Any] = stored.read(raw)
+            return to_device(state, map_location)
     else:
         stored = found.open(load_kwargs)
     if goal is None:
@@ -363,7 +382,60 @@ def read_full_optimizer(
             f"{found.name} in {folder!r} names its parameters, and no prepared model has those of this optimizer. "
             "Prepare the model, too."
         )
-    return to_device(model_io.numbered(read_optimizer(goal, stored, found)), map_location)
+    return to_device(model_io.numbered(read_optimizer(goal, stored, found, fill)), map_location)
+
+
+def _keeps_tensors(optimizer: Any) -> bool:
+    """Say whether an optimizer keeps the tensors in a state that it loads, and does not look at their values: torch's own do."""
+    inner = inner_optimizer(optimizer)
+    is_torchs = type(inner).__setstate__.__module__.startswith("torch.optim.")
+    return is_torchs and uses_torch_load(inner) and not tensor_kinds.kept_by(inner)
+
+
+def with_own_tensors(
+    states: Mapping[Any, Any],
+    stored: Reader,
+    parameters: Mapping[Any, Any],
+    own_states: Mapping[Any, Mapping[str, Any]],
+    fill: list[Plan],
+) -> dict[Any, Any]:
+    """Return stored states with an optimizer's own tensors in the place of the stored ones that may be read over them.
+
+    Args:
+        states: The states by the numbers or names of the parameters.
+        stored: Reads them.
+        parameters: The optimizer's parameters by the same.
+        own_states: What the optimizer has for each parameter already.
+        fill: Takes the plan that reads over the optimizer's tensors, for when it cannot be given its former state any more.
+    """
+    pairs: list[tuple[StoredTensor, torch.Tensor]] = []
+
+    def own_or_stored(name: Any, key: Any, value: Any) -> Any:
+        own, parameter = own_states.get(name, {}).get(key), parameters.get(name)
+        # Torch converts what differs from the parameter.
+        if (
+            not isinstance(value, StoredTensor)
+            or not isinstance(own, torch.Tensor)
+            or parameter is None
+            or key == "step"
+            or own.shape != value.shape
+            or not own.dtype == value.dtype == parameter.dtype
+            or not state.is_plain_on_host(own)
+            or parameter.device != own.device
+        ):
+            return value
+        pairs.append((value, own))
+        return own
+
+    states = {
+        name: {key: own_or_stored(name, key, value) for key, value in values.items()}
+        if isinstance(values, Mapping)
+        else values
+        for name, values in states.items()
+    }
+    if pairs:
+        fill.append(stored.plan(pairs))
+    return states
 
 
 def _has_own_numbers(raw: Mapping[str, Any], goal: Target | None, folder: Path, index: int) -> bool:

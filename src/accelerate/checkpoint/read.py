@@ -65,9 +65,8 @@ def read(run: Run, folder: CheckpointFolder, options: dict[str, Any], model_opti
             contents.unclaimed = _unclaimed_states(run, contents)
         for index, optimizer in enumerate(run._optimizers):
             with noted():
-                state = state_io.load_optimizer(run, optimizer, folder, index, **options)
-                if state is not None:
-                    contents.changes.append(apply.optimizer_change(optimizer, state, manifest.optimizer_file(index)))
+                change = state_io.load_optimizer(run, optimizer, folder, index, **options)
+                contents.changes += [] if change is None else [change]
         with noted():
             _read_models(run, contents, {**options, "model_options": model_options})
         if problems:

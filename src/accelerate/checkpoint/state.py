@@ -222,6 +222,12 @@ def local_tensor(value: Any) -> torch.Tensor:
     return local
 
 
+def is_plain_on_host(value: torch.Tensor) -> bool:
+    """Say whether this rank's part of a tensor is contiguous memory of the host, which a file may be read over."""
+    local = local_part(value)
+    return type(local) is torch.Tensor and local.device.type == "cpu" and local.is_contiguous() and not local.is_conj()
+
+
 def local_part(value: Any) -> torch.Tensor:
     """Return what this rank has of a tensor, detached; it is no copy."""
     return local_tensor(value).detach()

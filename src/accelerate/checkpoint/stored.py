@@ -10,6 +10,7 @@ same when another save replaces it.
 
 import contextlib
 import errno
+import io
 import json
 import math
 import os
@@ -28,8 +29,6 @@ from accelerate.checkpoint.state import is_dtensor, is_sharded_tensor, mapped_le
 from accelerate.modules.unwrap import same_tensors
 from accelerate.runtime import durable, torch_private
 
-# Smaller files of torch's format are read at once, in one go.
-LARGE = 4 << 20
 # Threads share the work of reading from this many bytes on.
 _SHARED = 16 << 20
 
@@ -66,7 +65,7 @@ class Reader(ABC):
     origin: str
     state: Any
     aliases: Mapping[str, str]
-    holds_files = False
+    holds_files = True
 
     @abstractmethod
     def plan(self, pairs: Pairs) -> Plan:
@@ -184,13 +183,17 @@ class OpenFile:
     """A file that is open until this object is released."""
 
     def __init__(self, path: str) -> None:
-        self._descriptor = -1
+        self.descriptor = -1
         durable.require_file(path)
-        self._path, self._descriptor = path, os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+        self._path, self.descriptor = path, os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
 
     def __del__(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+
+    def stream(self) -> io.BufferedReader:
+        """Return a stream of the file; several streams may be read at a time."""
+        return io.BufferedReader(_Stream(self))
 
     def read_into(self, memory: torch.Tensor, start: int) -> None:
         """Fill a contiguous tensor in host memory with the bytes from `start` on."""
@@ -198,15 +201,36 @@ class OpenFile:
             return
         view = memory.detach().reshape(-1).view(torch.uint8).numpy().data
         while len(view):
-            if not (size := os.preadv(self._descriptor, [view], start)):
+            if not (size := os.preadv(self.descriptor, [view], start)):
                 raise OSError(errno.EIO, "the file became shorter while it was read", self._path)
             view, start = view[size:], start + size
 
 
+class _Stream(io.RawIOBase):
+    """Reads an open file from a position of its own."""
+
+    def __init__(self, file: OpenFile) -> None:
+        self._file, self._position = file, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        size = os.fstat(self._file.descriptor).st_size
+        self._position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: size}[whence]
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        size = os.preadv(self._file.descriptor, [buffer], self._position)
+        self._position += size
+        return size
+
+
 class FullFiles(Reader):
     """Full tensors by key, each with its source."""
-
-    holds_files = True
 
     def __init__(self, origin: str, state: Any = None, aliases: Mapping[str, str] | None = None) -> None:
         self.origin, self.aliases = origin, aliases or {}
@@ -345,16 +369,13 @@ def _safetensors(path: str) -> dict[str, Source]:
 
 
 def _torch_file(path: str) -> Any:
-    """Return the state in a file of torch's format, whose tensors have sources in the file if it is large and torch tells their offsets."""
+    """Return the state in a file of torch's format; its tensors have sources in the file where `torch_files.outline` tells their places."""
     file = OpenFile(path)
-    outline = torch_files.outline(path) if os.path.getsize(path) >= LARGE else None
-    if outline is None:
+    if (outline := torch_files.outline(path)) is None:
         return torch_files.load(path, "cpu")
 
     def source(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        start = torch_private.checkpoint_offset(value) + value.storage_offset() * value.dtype.itemsize
-        return FileSource(file, start, value.shape, value.dtype)
+        is_place = isinstance(value, torch_files.TensorPlace)
+        return FileSource(file, value.start, value.shape, value.dtype) if is_place else value
 
     return mapped_leaves(outline, source)

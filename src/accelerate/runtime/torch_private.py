@@ -153,9 +153,13 @@ def is_fake(group: Any = None) -> bool:
     return dist.get_backend(group) == "fake"
 
 
-def checkpoint_offset(tensor: torch.Tensor) -> Any:
-    """Return where the storage of a tensor that `torch.load` put on the meta device begins in the file; None if torch does not tell."""
-    return getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
+def pickle_and_offsets(path: str) -> tuple[bytes, Callable[[str], int]]:
+    """Return the pickle in a file of torch's format, and what tells where a record begins in the file; an error for other files."""
+    reader = torch._C.PyTorchFileReader(path)
+    order = reader.get_record("byteorder") if reader.has_record("byteorder") else b"little"
+    if order != sys.byteorder.encode():
+        raise ValueError(f"{path} has the byte order of another machine")
+    return reader.get_record("data.pkl"), reader.get_record_offset
 
 
 def shapes_only() -> Any:

@@ -6,11 +6,12 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from accelerate.checkpoint import layouts, model_io, optimizers, state
-from accelerate.checkpoint.apply import Change, kept_tensors, loads_by_name
+from accelerate.checkpoint import layouts, manifest, model_io, optimizers, state
+from accelerate.checkpoint.apply import Change, kept_tensors, loads_by_name, optimizer_change
 from accelerate.checkpoint.model_io import io_of
 from accelerate.checkpoint.save import SavePlan
 from accelerate.checkpoint.state import Entries, Layout, Wanted
+from accelerate.checkpoint.stored import Plan
 from accelerate.checkpoint.verify import CheckpointFolder
 from accelerate.runtime.run import Run
 from accelerate.strategies.fsdp import public_module
@@ -55,14 +56,19 @@ class ShardedIO(StateIO):
         if unknown := sorted(model_options.keys() - {"strict", "adapter_only"}):
             raise TypeError(f"{type(model).__name__} does not take {unknown}; nothing was loaded.")
         adapter_only, strict = model_options.get("adapter_only", False), model_options.get("strict", True)
+        by_name, fill = not adapter_only and loads_by_name(model), list[Plan]()
         state, own = layouts.read_for_model(
-            model, folder, index, self.layout(accelerator), strict, getter=_getter(adapter_only)
+            model,
+            folder,
+            index,
+            self.layout(accelerator),
+            strict,
+            fill if by_name else None,
+            getter=_getter(adapter_only),
         )
         setter = functools.partial(public_module()._set_model_state_dict, adapter_only=True) if adapter_only else None
         apply = functools.partial(io_of(model).apply_model, model, state, own, setter, strict)
-        return Change(
-            apply, None if not adapter_only and loads_by_name(model) else functools.partial(kept_tensors, model)
-        )
+        return Change(apply, None if by_name else functools.partial(kept_tensors, model), fill=fill)
 
     def save_optimizer(self, accelerator: Run, optimizer: Any, plan: SavePlan, index: int, **options: Any) -> None:
         """Write the shards of an optimizer's state, by the names of parameters. Collective: call on every rank."""
@@ -72,10 +78,12 @@ class ShardedIO(StateIO):
 
     def load_optimizer(
         self, accelerator: Run, optimizer: Any, folder: CheckpointFolder, index: int, **options: Any
-    ) -> dict[str, Any]:
-        """Read this rank's shards of an optimizer's state, whichever ranks wrote it. Collective: call on every rank."""
+    ) -> Change:
+        """Read this rank's shards of an optimizer's state, whichever ranks wrote it. All ranks."""
         model, groups = model_of(optimizer, accelerator._models)
-        return optimizers.read_for_optimizer(optimizer, model, folder, index, self.layout(accelerator), groups)
+        prefer, fill = self.layout(accelerator), list[Plan]()
+        state = optimizers.read_for_optimizer(optimizer, model, folder, index, prefer, groups, fill)
+        return optimizer_change(optimizer, state, manifest.optimizer_file(index), fill)
 
 
 class FSDP2IO(ShardedIO):

@@ -10,11 +10,12 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from accelerate.checkpoint import layouts, optimizers, save
-from accelerate.checkpoint.apply import Change
+from accelerate.checkpoint import layouts, manifest, optimizers, save
+from accelerate.checkpoint.apply import Change, optimizer_change
 from accelerate.checkpoint.model_io import inner_optimizer, plain_state, tied_again
 from accelerate.checkpoint.save import SavePlan
 from accelerate.checkpoint.state import Entries, Wanted
+from accelerate.checkpoint.stored import Plan
 from accelerate.checkpoint.verify import CheckpointFolder
 from accelerate.modules.unwrap import canonical_names
 from accelerate.runtime.run import Run
@@ -80,9 +81,14 @@ class StateIO:
 
     def load_optimizer(
         self, accelerator: Run, optimizer: Any, folder: CheckpointFolder, index: int, **options: Any
-    ) -> Any:
-        """Return an optimizer's state in a checkpoint folder, for its ``load_state_dict``; None if its model's state has it. Collective: call on every rank."""
-        return optimizers.read_full_optimizer(optimizer, accelerator._models, folder, index, **options)
+    ) -> Change | None:
+        """Read an optimizer's state, and return what gives it to the optimizer; None if its model's state has it. All ranks.
+
+        `options` are `map_location`, and `load_kwargs` of ``torch.load``.
+        """
+        fill: list[Plan] = []
+        state = optimizers.read_full_optimizer(optimizer, accelerator._models, folder, index, fill=fill, **options)
+        return optimizer_change(optimizer, state, manifest.optimizer_file(index), fill)
 
     def checkpointed_schedulers(self, accelerator: Run) -> list[Any]:
         """Return the schedulers whose state is saved with a checkpoint."""

@@ -92,7 +92,7 @@ class MegatronIO(StateIO):
 
     def load_optimizer(
         self, accelerator: Run, optimizer: Any, folder: CheckpointFolder, index: int, **options: Any
-    ) -> Any:
+    ) -> None:
         """Nothing: the engine's part has it."""
 
     def checkpointed_schedulers(self, accelerator: Run) -> list[Any]:
