@@ -133,9 +133,18 @@ class TensorPlace:
     dtype: torch.dtype
 
 
+# By the names of torch's storages in a pickle, which warn when they are read from torch.
 _STORAGES = {
-    f"{name}Storage": getattr(torch, f"{name}Storage").dtype
-    for name in ["Double", "Float", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool"]
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
 }
 
 
