@@ -25,6 +25,7 @@ import torch
 from accelerate.checkpoint import formats, torch_files
 from accelerate.checkpoint.manifest import DamagedCheckpoint
 from accelerate.checkpoint.state import is_dtensor, is_sharded_tensor, mapped_leaves
+from accelerate.devices.memory import should_reduce_batch_size
 from accelerate.modules.unwrap import same_tensors
 from accelerate.runtime import durable, torch_private
 
@@ -283,7 +284,8 @@ def _naming(path: str) -> Iterator[None]:
             "load_kwargs={'weights_only': False} to load_state; that runs code from the file."
         ) from error
     except Exception as error:
-        if path in str(error):
+        # The disk, or memory, says nothing about the bytes of the file.
+        if path in str(error) or isinstance(error, (OSError, MemoryError)) or should_reduce_batch_size(error):
             raise
         raise DamagedCheckpoint(f"{path} could not be read, so it is damaged: {error!r}") from error
 
