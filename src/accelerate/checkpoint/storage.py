@@ -519,7 +519,7 @@ class LocalStorage(CheckpointStorage):
             if not waits or tenths >= 10 * PATIENCE_S:
                 raise Busy(
                     f"Another process has been saving to {self.location!r} for {tenths / 10:.0f} s: it holds {path!r}. Is a "
-                    "former one still running? Machines of one run that share a disk leave save_on_each_node=True out."
+                    "former one still running? Machines of one run that share a disk omit save_on_each_node=True."
                 )
             time.sleep(0.1)
         try:

@@ -284,8 +284,9 @@ def _naming(path: str) -> Iterator[None]:
             "load_kwargs={'weights_only': False} to load_state; that runs code from the file."
         ) from error
     except Exception as error:
-        # The disk, or memory, says nothing about the bytes of the file.
-        if path in str(error) or isinstance(error, (OSError, MemoryError)) or should_reduce_batch_size(error):
+        # An error of the disk or of memory says nothing about the bytes of the file, but damaged bytes name offsets that EINVAL refuses.
+        is_of_disk = isinstance(error, OSError) and error.errno != errno.EINVAL
+        if path in str(error) or is_of_disk or isinstance(error, MemoryError) or should_reduce_batch_size(error):
             raise
         raise DamagedCheckpoint(f"{path} could not be read, so it is damaged: {error!r}") from error
 
