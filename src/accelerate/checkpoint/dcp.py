@@ -34,7 +34,6 @@ from accelerate.checkpoint.state import is_distributed_tensor, mapped_leaves
 from accelerate.checkpoint.stored import Pairs, Plan, Reader, StoredTensor
 from accelerate.checkpoint.torch_files import load_each
 from accelerate.checkpoint.verify import CheckpointFolder
-from accelerate.devices.memory import should_reduce_batch_size
 from accelerate.runtime import durable
 from accelerate.runtime.torch_private import StorageInfo, unflatten_state_dict
 
@@ -106,11 +105,9 @@ def _damage_named(origin: str) -> Iterator[None]:
     """Turn whatever damaged bytes run into within the block into one error."""
     try:
         yield
-    except (DamagedCheckpoint, MemoryError):
+    except DamagedCheckpoint:
         raise
     except Exception as error:
-        if should_reduce_batch_size(error):  # memory ran out, which says nothing about the bytes
-            raise
         raise DamagedCheckpoint(f"{origin} could not be read: {error!r}") from error
 
 
