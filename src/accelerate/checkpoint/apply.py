@@ -2,6 +2,9 @@
 
 A `Change` gives one object its state. `begin` applies the changes that may be refused, and remembers what undoes them. The ranks agree that
 none was refused. Then `complete` applies the rest, or every rank calls `undo`.
+
+`complete` reads weights from the disk into the objects, and drops the undo steps first, because host memory has no second copy of the
+weights. So it may fail, with OSError as DamagedCheckpoint, and leave some objects with the checkpoint's state.
 """
 
 import contextlib
@@ -95,7 +98,11 @@ class Contents:
                 logger.error("A former state could not be given back: %s: %s", type(error).__name__, error)
 
     def complete(self) -> "Contents":
-        """Apply all other changes, and restore schedules and generators. All ranks."""
+        """Apply all other changes, and restore schedules and generators; nothing can be undone from here on. All ranks.
+
+        Raises:
+            DamagedCheckpoint: A file could not be read any more; some objects have their new state.
+        """
         self.undo_steps.clear()
         try:
             for change in self.changes:

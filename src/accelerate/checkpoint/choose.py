@@ -67,14 +67,17 @@ class Search:
         """Return which checkpoint all ranks load, or why there is none: small and plain data."""
         try:
             found = self._newest() if self.latest else (self.storage, self.storage.state())
+            return self._no_checkpoint() if found is None else self._described(*found)
         except Exception as error:
             return _no(OSError, f"{self.storage.location!r} could not be read. {type(error).__name__}: {error}")
-        if found is None:
-            passed = [f"{location}: {reason:.1000}" for location, reason in self.passed.items()]
-            more = "".join(f"\n  passed over {line}" for line in manifest.first_of(passed))
-            text = f"There is no complete checkpoint in {self.storage.location!r}. Save one first, or name one.{more}"
-            return _no(FileNotFoundError, text, nothing=not passed)
-        storage, state = found
+
+    def _no_checkpoint(self) -> dict[str, Any]:
+        passed = [f"{location}: {reason:.1000}" for location, reason in self.passed.items()]
+        more = "".join(f"\n  passed over {line}" for line in manifest.first_of(passed))
+        text = f"There is no complete checkpoint in {self.storage.location!r}. Save one first, or name one.{more}"
+        return _no(FileNotFoundError, text, nothing=not passed)
+
+    def _described(self, storage: CheckpointStorage, state: CheckpointStatus) -> dict[str, Any]:
         if state.kind == "absent":
             return _no(ValueError, f"load_state({storage.location!r}): {state.reason}.", nothing=True)
         if not state.loads:
@@ -167,12 +170,14 @@ class Choice:
     problems: list[str]
     following: int | None
 
-    def outcome(self, step: Callable[[], T]) -> Outcome[T]:
-        """Take a step, and return whether its result counts: the checkpoint must still be there, undamaged. Not a collective."""
-        outcome = attempt(step)
+    def judged(self, outcome: Outcome[T]) -> Outcome[T]:
+        """Return whether the result of a step counts: the checkpoint must still be there, undamaged. Not a collective."""
         if isinstance(outcome, Refuse) and not isinstance(outcome.error, Exception):
             return outcome
-        if self.replaced():
+        replaced = attempt(self.replaced)
+        if isinstance(replaced, Refuse):
+            return replaced
+        if replaced.value:
             return TryNext(["another save took its place"], replaced=True)
         wrong = [*self.problems, *self.folder.wrong]
         return TryNext(wrong) if wrong else outcome
@@ -194,11 +199,17 @@ def attempt(step: Callable[[], T]) -> Ok[T] | Refuse:
 
 
 def own_copy(storage: CheckpointStorage, save: str) -> tuple[str, str | None, list[str], Manifest | None]:
-    """Return the folder of a machine's own copy of a checkpoint, its save, what is wrong with it, and its manifest. The leader of the machine."""
-    try:
-        if not storage.shared:  # rank 0 has looked at it for all
+    """Return the folder of a machine's own copy of a checkpoint, its save, what is wrong with it, and its manifest. The leader of the machine.
+
+    OSError if a copy in an object store cannot be made.
+    """
+    if not storage.shared:  # rank 0 has looked at it for all
+        try:
             folder, listing = storage.outline()
-            return folder, save, [], listing
+        except (DamagedCheckpoint, FileNotFoundError) as error:  # or another save took its place, which the save tells
+            return storage.location, save, [f"{type(error).__name__}: {error}"], None
+        return folder, save, [], listing
+    try:
         state = storage.state()
         if not state.loads:
             return storage.location, _save_of(state), [state.reason], None

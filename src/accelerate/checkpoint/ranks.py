@@ -25,7 +25,7 @@ import os
 import socket
 import time
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -86,6 +86,21 @@ def _limit_s() -> float:
 
 
 @dataclass(frozen=True)
+class Problem:
+    """Why ranks cannot continue.
+
+    Attributes:
+        level: How it ranks among the problems of all ranks, from 1 on; the highest one counts.
+        error: What this rank may raise.
+        lines: The problems of other ranks with this level, each with its rank; nothing for a problem of this rank.
+    """
+
+    level: int
+    error: BaseException
+    lines: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
 class Group:
     """The ranks of a checkpoint, as one of them sees them.
 
@@ -128,6 +143,7 @@ class Ranks:
         self._keys: Any = None  # those of this meeting
         self._kind = self._location = self._site = ""
         self._number, self._round, self._leader = 0, -1, group.rank
+        self._has_left = False
 
     def agree(self, kind: str, location: str) -> None:
         """Wait until every rank has made the same call with the same path.
@@ -181,6 +197,24 @@ class Ranks:
         """
         self._meet("null", error=error)
 
+    def worst(self, problem: Problem | None) -> Problem | None:
+        """Return the problem with the highest level: this rank's if it has that level, else one that names the ranks with it.
+
+        Collective: call on every rank.
+
+        Raises:
+            RuntimeError: A rank will never come, or the store failed.
+        """
+        level, error = (0, None) if problem is None else (problem.level, problem.error)
+        outcome = self._outcome_or_error("null", False, error, level)
+        if outcome["error"] is None:
+            return None
+        self.leave()
+        failure = RuntimeError(f"{self._kind}({self._location!r}) {outcome['error']}")
+        if outcome["lost"]:
+            raise failure
+        return problem if outcome["level"] == level else Problem(outcome["level"], failure, outcome["lines"])
+
     def share(self, value: Any = None, root: int = 0, error: BaseException | None = None) -> Any:
         """Return the small JSON value of rank `root`; ranks may name different ones.
 
@@ -197,18 +231,18 @@ class Ranks:
         notes = outcome.get("notes") or {root: self._note(root)}
         return None if notes[root] is None else notes[root]["value"]
 
-    def smallest(self, number: int) -> int:
+    def smallest(self, number: int, error: BaseException | None = None) -> int:
         """Return the smallest of the numbers of all ranks.
 
         Collective: call on every rank.
         """
         if self._store is None:
-            numbers: list[int] = [note["value"] for note in self._meet(str(number))["notes"].values()]
+            numbers: list[int] = [note["value"] for note in self._meet(str(number), error=error)["notes"].values()]
             return min(numbers)
         key, smallest = f"smallest/{self._round + 1}", ""
         while (smallest := self._keys.compare_set(key, smallest, str(number)).decode()) and int(smallest) > number:
             continue  # seldom more than once: ranks have the same number, as a rule
-        self.first_error(None)
+        self.first_error(error)
         return int(self._keys.get(key))
 
     def leader(self) -> int:
@@ -216,10 +250,13 @@ class Ranks:
         return 0 if self.group.shared else self._leader
 
     def leave(self) -> None:
-        """End the call, after the last round. The last rank to leave removes the keys.
+        """End the call, after the last round, once on each rank. The last rank to leave removes the keys.
 
         Collective: call on every rank.
         """
+        if self._has_left:  # after an error; a second arrival would stand for a rank that still reads the keys
+            return
+        self._has_left = True
         with contextlib.suppress(RuntimeError):  # a store that cannot delete, or whose process has ended
             if self._store is not None and self._keys.add("left", 1) == self.group.world_size:
                 numbers = [f"smallest/{number}" for number in range(1, self._round + 1)]
@@ -261,10 +298,7 @@ class Ranks:
 
     def _meet(self, text: str, flag: bool = False, error: BaseException | None = None) -> Note:
         """Come to the next round with a JSON value; return its outcome once all ranks have come, or raise the error of any."""
-        try:
-            outcome = self._outcome(text, flag, None if error is None else _short(f"{type(error).__name__}: {error}"))
-        except RuntimeError as store_error:
-            raise error or RuntimeError(self._store_problem(store_error)) from store_error
+        outcome = self._outcome_or_error(text, flag, error, 0 if error is None else 1)
         if outcome["error"] is not None:
             self.leave()
             if (
@@ -274,10 +308,23 @@ class Ranks:
             raise RuntimeError(f"{self._kind}({self._location!r}) {outcome['error']}") from error
         return outcome
 
-    def _outcome(self, text: str, flag: bool, message: str | None = None) -> Note:
+    def _outcome_or_error(self, text: str, flag: bool, error: BaseException | None, level: int) -> Note:
+        """Come to the next round, and return its outcome; if the store fails, raise the error of this rank, or one that says so."""
+        try:
+            message = None if error is None else _short(f"{type(error).__name__}: {error}")
+            return self._outcome(text, flag, message, level)
+        except RuntimeError as store_error:
+            raise error or RuntimeError(self._store_problem(store_error)) from store_error
+
+    def _outcome(self, text: str, flag: bool, message: str | None = None, level: int = 0) -> Note:
         """Come to the next round, and return its outcome; without a store it has the notes of all ranks."""
         self._round += 1
-        note: Note = {"round": [self._number, self._round], "value": json.loads(text), "error": message}
+        note: Note = {
+            "round": [self._number, self._round],
+            "value": json.loads(text),
+            "error": message,
+            "level": level,
+        }
         if self._store is not None:
             return self._come(note, flag)
         notes, flags = zip(*self._gather([note, flag]), strict=True)
@@ -319,9 +366,13 @@ class Ranks:
         values = {rank: note["value"] for rank, note in notes.items()}
         if self._round == 0:
             return {"misuse": _disagreement(values), "name": next(iter(values.values()))["name"]}
-        failed = [f"Rank {rank}: {note['error']}" for rank, note in sorted(notes.items()) if note["error"] is not None]
-        error = f"failed on other ranks. {' '.join(first_of(failed, _MOST))}" if failed else None
-        return {"flags": flags, "error": error, "lost": []}
+        level = max(note["level"] for note in notes.values())
+        failed = [
+            f"Rank {rank}: {note['error']}" for rank, note in sorted(notes.items()) if note["level"] == level > 0
+        ]
+        lines = first_of(failed, _MOST)
+        error = f"failed on other ranks. {' '.join(lines)}" if failed else None
+        return {"flags": flags, "error": error, "level": level, "lines": lines, "lost": []}
 
     # -- missing ranks -------------------------------------------------------------------------------------------------
 

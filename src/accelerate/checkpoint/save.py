@@ -246,6 +246,22 @@ class Save:
     Between `begin` and the next step a rank puts its files into the `plan`. A rank that fails keeps its `problem`, goes to the next
     exchange with the others, and all raise it there. Nothing is published then, and what was staged is removed.
 
+    The rounds of all ranks are::
+
+        begin            every rank has made this call, with the same path
+                         the leader's staged folder, or why it could not be made
+        check_collected  whether every rank has its state in the plan, for saves in the background and of shards
+        finish           object stores: whether every rank has written, so that leaders upload the files of hooks
+                         how many ranks left a part of the manifest, or which could not write
+                         `each_node`: whether every publishing rank has listed its files
+                         whether the checkpoint is published
+
+    The roles are::
+
+        stages               `leads`: rank 0, or the first rank of each machine where not all ranks see one folder
+        publishes            `_publishes`: rank 0, or with `each_node` the first rank of each machine
+        writes common files  `plan.writes_shared`: the first rank of the run, or with `each_node` of the node
+
     Attributes:
         manifest_fields: What the manifest says of the run.
         check_target: Called with the storage by the leader before it stages; raises where the storage must not be taken.
@@ -299,7 +315,7 @@ class Save:
             RuntimeError: Another rank could not make the folder.
         """
         ranks, group, self.problem = self.ranks, self.group, former
-        ranks.agree(self.kind, self.storage.location)
+        ranks.agree(self.kind, self.storage.unresolved)
         leader = ranks.leader()
         self.leads = group.rank == leader
         self._publishes = group.rank == (leader if group.each_node else 0)
@@ -342,7 +358,7 @@ class Save:
             leaves_part = bool(files) and not self._publishes
             if leaves_part:
                 self.attempt(lambda: self._leave_part(files))
-            parts = ranks.count(leaves_part, self.problem)
+            parts = ranks.count(leaves_part, self.problem)  # every rank has written
 
             # List. The rank that publishes reads the parts, and hashes what hooks have written.
             if self._publishes:

@@ -85,13 +85,18 @@ class CheckpointStorage(ABC):
 
     Attributes:
         shared: whether every process that reaches the location sees what one of them stages.
+        unresolved: the location without links resolved, by which ranks compare their calls: a link may change between two of them.
         fetched: the local folder that `fetch` made on this node, and the generation of what is in it; other ranks of the node
             take it over, so that they `bring` files of the same checkpoint.
     """
 
     location: str
     shared: ClassVar[bool] = True
+    unresolved: str = field(default="", init=False, compare=False, repr=False)
     fetched: tuple[str, str] | None = field(default=None, init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.unresolved = self.location
 
     @property
     def name(self) -> str:
@@ -295,6 +300,7 @@ class LocalStorage(CheckpointStorage):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         # What a link points to is replaced, not the link.
         super().__init__(os.path.realpath(path))
+        self.unresolved = os.path.abspath(path)
         self._staged = ""
         self._aside = ""  # the hidden folder; also when what was staged in it has left it
         self._lock = contextlib.ExitStack()
@@ -428,14 +434,14 @@ class LocalStorage(CheckpointStorage):
         if not (replaces := os.path.lexists(self.location)):
             os.rename(self._staged, self.location)
         else:
-            sync_folder(self._aside)  # it will have what is the user's own
+            # It will have what is the user's own, which is found again by the name in the file.
+            sync_file(os.path.join(self._aside, folders.PLACE))
+            sync_folder(self._aside)
             with contextlib.suppress(OSError):
                 shutil.copymode(self.location, self._staged)
             os.rename(self._staged, former)  # the name of what lies there once the two are exchanged
             if not exchange(former, self.location):
                 os.rename(former, self._staged)
-                with open(os.path.join(self._aside, folders.PLACE), "rb") as file:
-                    os.fsync(file.fileno())  # between the renames nothing else says where the checkpoint is
                 os.rename(self.location, former)
                 os.rename(self._staged, self.location)
         self._staged = ""
@@ -513,7 +519,7 @@ class LocalStorage(CheckpointStorage):
             if not waits or tenths >= 10 * PATIENCE_S:
                 raise Busy(
                     f"Another process has been saving to {self.location!r} for {tenths / 10:.0f} s: it holds {path!r}. Is a "
-                    "former one still running? Machines of one run that share a disk leave save_on_each_node=True out."
+                    "former one still running? Machines of one run that share a disk omit save_on_each_node=True."
                 )
             time.sleep(0.1)
         try:

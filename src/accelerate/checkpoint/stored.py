@@ -26,6 +26,7 @@ import torch
 from accelerate.checkpoint import formats, torch_files
 from accelerate.checkpoint.manifest import DamagedCheckpoint
 from accelerate.checkpoint.state import is_dtensor, is_sharded_tensor, mapped_leaves
+from accelerate.devices.memory import should_reduce_batch_size
 from accelerate.modules.unwrap import same_tensors
 from accelerate.runtime import durable, torch_private
 
@@ -307,7 +308,9 @@ def _naming(path: str) -> Iterator[None]:
             "load_kwargs={'weights_only': False} to load_state; that runs code from the file."
         ) from error
     except Exception as error:
-        if path in str(error):
+        # An error of the disk or of memory says nothing about the bytes of the file, but damaged bytes name offsets that EINVAL refuses.
+        is_of_disk = isinstance(error, OSError) and error.errno != errno.EINVAL
+        if path in str(error) or is_of_disk or isinstance(error, MemoryError) or should_reduce_batch_size(error):
             raise
         raise DamagedCheckpoint(f"{path} could not be read, so it is damaged: {error!r}") from error
 

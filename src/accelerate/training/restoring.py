@@ -8,6 +8,7 @@ import contextlib
 import logging
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,7 +17,7 @@ from accelerate.checkpoint import manifest
 from accelerate.checkpoint.apply import Contents
 from accelerate.checkpoint.choose import Choice, Ok, Outcome, Refuse, Search, TryNext, attempt, own_copy, refused
 from accelerate.checkpoint.manifest import DamagedCheckpoint, Manifest, damaged
-from accelerate.checkpoint.ranks import Group, Ranks, default_store
+from accelerate.checkpoint.ranks import Group, Problem, Ranks, default_store
 from accelerate.checkpoint.read import read, tensor_device
 from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, storage_of
 from accelerate.checkpoint.verify import CheckpointFolder, verify
@@ -47,12 +48,11 @@ def load_state(
     them refuses its state all the same, on any rank, all are given back what they had. Where another save takes its
     place meanwhile, all ranks start over with that one, so that they never mix two.
     """
-    background = accelerator._background
-    problem: Exception | None = background.wait("load_state()") if background.pending else None
     location = tensor_device(model_options.pop("map_location", None), accelerator.device)
     options = {"map_location": location, "load_kwargs": load_kwargs}
     search = Search(accelerator, _storage(accelerator, input_dir), latest or input_dir is None)
-    return _load(accelerator, search, problem, options, model_options, missing_ok)
+    with accelerator._background.reporting("load_state()") as problem:
+        return _load(accelerator, search, problem, options, model_options, missing_ok)
 
 
 def _load(
@@ -66,7 +66,7 @@ def _load(
     location, replaced = search.storage.location, 0
     while True:
         ranks = Ranks(Group.of(accelerator, search.storage), default_store())
-        ranks.agree("load_state", location)
+        ranks.agree("load_state", search.storage.unresolved)
         if (choice := _choose(search, ranks, problem, missing_ok)) is None:
             return None
         outcome = _load_chosen(accelerator, ranks, choice, options, model_options)
@@ -100,12 +100,13 @@ def _load_chosen(
     by_shards = accelerator._state_io.saves_shards
     reading: Outcome[Contents] | None = None
     try:
-        verified = _agree(ranks, choice.outcome(lambda: _verify(choice, accelerator.process_index, by_shards)))
+        verifying = attempt(lambda: _verify(choice, accelerator.process_index, by_shards))
+        verified = _agree(ranks, choice.judged(verifying))
         if not isinstance(verified, Ok):
             return verified
-        reading = choice.outcome(lambda: read(accelerator, choice.folder, options, model_options))
+        reading = attempt(lambda: read(accelerator, choice.folder, options, model_options))
         # Before any rank gives its objects anything: they may call collectives.
-        outcome = _agree(ranks, reading)
+        outcome = _agree(ranks, choice.judged(reading))
         if not isinstance(outcome, Ok):
             return outcome
         contents = outcome.value
@@ -116,33 +117,40 @@ def _load_chosen(
         ranks.leave()
         return outcome
     finally:
-        if isinstance(reading, Ok):
+        if isinstance(reading, Ok):  # also if its result does not count: hooks of the user may have changed models
             reading.value.undo()
         choice.storage.release()
 
 
+# The levels of problems in `_agree`: an interrupt ends the load on all ranks, a checkpoint that is gone is not damaged, and a
+# rank may fail because another one finds the checkpoint damaged.
+_FAILED, _DAMAGED, _REPLACED, _INTERRUPTED = 1, 2, 3, 4
+
+
 def _agree(ranks: Ranks, outcome: Outcome[T]) -> Outcome[T]:
-    """Return the outcome that counts: to start over if one rank requires it, else to try another one, else a rank's error. All ranks."""
-    if not ranks.any(not isinstance(outcome, Ok)):
+    """Return the outcome that counts: that of this rank if none is worse, else the worst one.
+
+    Collective: call on every rank.
+    """
+    problem = _problem(outcome)
+    try:
+        worst = ranks.worst(problem)
+    except BaseException as error:  # a rank is lost, or the store is
+        return outcome if isinstance(outcome, Refuse) else Refuse(error)
+    if worst is None or worst is problem:
         return outcome
-    if ranks.any(isinstance(outcome, TryNext) and outcome.replaced):
-        ranks.leave()
+    if worst.level == _REPLACED:
         return TryNext(["another save took its place"], replaced=True)
-    is_damaged = ranks.any(isinstance(outcome, TryNext))
-    error: BaseException | None = None
+    return TryNext(worst.lines) if worst.level == _DAMAGED else Refuse(worst.error)
+
+
+def _problem(outcome: Outcome[T]) -> Problem | None:
+    if isinstance(outcome, Ok):
+        return None
     if isinstance(outcome, TryNext):
         error = DamagedCheckpoint("; ".join(manifest.first_of(outcome.reasons)))
-    elif isinstance(outcome, Refuse) and not is_damaged:  # else it is a consequence
-        error = outcome.error
-    try:
-        ranks.first_error(error)
-    except BaseException as agreed:
-        if not is_damaged:
-            return Refuse(agreed)
-        if isinstance(outcome, TryNext):
-            return outcome
-        return TryNext([str(agreed).partition(" failed on other ranks. ")[2]])
-    raise AssertionError("No rank has an error, though one is not Ok.")
+        return Problem(_REPLACED if outcome.replaced else _DAMAGED, error)
+    return Problem(_FAILED if isinstance(outcome.error, Exception) else _INTERRUPTED, outcome.error)
 
 
 def _storage(accelerator: TrainingRun, input_dir: Folder | None) -> CheckpointStorage:
@@ -154,7 +162,7 @@ def _storage(accelerator: TrainingRun, input_dir: Folder | None) -> CheckpointSt
             "load_state() got no input_dir, and the Accelerator has no project folder to look in. Pass the checkpoint, or "
             "Accelerator(project_config=ProjectConfiguration(project_dir))."
         )
-    return storage_of(project.project_dir).child(manifest.CHECKPOINTS_FOLDER)
+    return storage_of(os.path.join(project.project_dir, manifest.CHECKPOINTS_FOLDER))
 
 
 def _choose(search: Search, ranks: Ranks, problem: Exception | None, missing_ok: bool) -> Choice | None:
@@ -163,7 +171,8 @@ def _choose(search: Search, ranks: Ranks, problem: Exception | None, missing_ok:
     A `problem` of a rank, which failed in the background, is raised on all of them.
     """
     group = ranks.group
-    answer = ranks.share(search.answer() if group.rank == 0 and problem is None else None, error=problem)
+    answer, error = _attempted(search.answer) if group.rank == 0 and problem is None else (None, problem)
+    answer = ranks.share(answer, error=error)
     if (refusal := refused(answer)) is not None:
         ranks.leave()
         # A checkpoint that cannot be read is no reason to start again, and to save over it.
@@ -178,17 +187,25 @@ def _choose(search: Search, ranks: Ranks, problem: Exception | None, missing_ok:
     if not group.shared:
         shared = None
         if group.rank == leader:
-            path, save, problems, listing = own_copy(storage, save)
-            shared = [path, save, (storage.fetched or ("", ""))[1]]
-        path, save, generation = ranks.share(shared, leader)
+            copied, error = _attempted(lambda: own_copy(storage, save))
+            if copied is not None:
+                path, save, problems, listing = copied
+                shared = [path, save, (storage.fetched or ("", ""))[1]]
+        path, save, generation = ranks.share(shared, leader, error)
         storage.fetched = path, generation
     if group.each_node and following is not None:  # a machine may have one more
-        own_number = search.following_number(storage) or 0
-        following = -ranks.smallest(-own_number if group.rank == leader else 0)
+        number, error = _attempted(lambda: search.following_number(storage)) if group.rank == leader else (0, None)
+        following = -ranks.smallest(-(number or 0), error)
     with contextlib.suppress(OSError, DamagedCheckpoint):  # there is none, or another save takes the place
         listing = listing or Manifest.read(path)
     folder = CheckpointFolder(path, listing or Manifest({}), _local_rank_and_size(search.run), storage.bring)
     return Choice(storage, folder, save, problems, following)
+
+
+def _attempted(step: Callable[[], T]) -> tuple[T | None, BaseException | None]:
+    """Take a step; return its result, or its error for the next exchange of all ranks."""
+    outcome = attempt(step)
+    return (outcome.value, None) if isinstance(outcome, Ok) else (None, outcome.error)
 
 
 def _local_rank_and_size(run: Run) -> tuple[int, int]:

@@ -42,7 +42,6 @@ def save_state(
     Collective: call on every rank.
     """
     project, background, state_io = accelerator.project_configuration, accelerator._background, accelerator._state_io
-    former = background.wait("save_state()") if background.pending else None
     _warn_of_open_window(accelerator)
     path = _path(accelerator, output_dir)
     storage = storage_of(path)
@@ -52,7 +51,8 @@ def save_state(
         warn_user("save_state(blocking=False) writes at once here: these ranks have no key-value store to meet in.")
         blocking = True
 
-    save.begin(former)
+    with background.reporting("save_state()") as former:
+        save.begin(former)
     if state_io.saves_shards and not blocking:
         save.shards = comm.side_group(beside=True)
     save.attempt(lambda: _collect(accelerator, save.plan, save.group.each_node, safe_serialization, model_options))

@@ -11,8 +11,10 @@ from expect import differing, raised
 from harness import everywhere, rank, shared_folder, world
 
 from accelerate.checkpoint import storage
+from accelerate.checkpoint.apply import Contents
 from accelerate.checkpoint.manifest import PARTS_FOLDER, DamagedCheckpoint, Manifest, files_below
 from accelerate.checkpoint.ranks import CollectiveMisuse
+from accelerate.checkpoint.storage import LocalStorage
 from accelerate.extensions.big_models.loading import load_checkpoint_in_model
 from accelerate.utils import ProjectConfiguration
 
@@ -156,6 +158,66 @@ def check_what_one_rank_cannot_load_no_rank_loads():
         with raised((ValueError, RuntimeError), "this counter takes no state"):
             other.accelerator.load_state(folder)
         assert not differing(other.everything(), before)
+
+
+def check_an_error_that_comes_last_is_heard_of_by_all_ranks():
+    """After an interrupt a rank loads nothing again, whatever becomes of the checkpoint on other ranks."""
+    job, real = Job(), Contents.complete
+    last, main = job.accelerator.is_last_process, job.accelerator.is_main_process
+
+    def stop(*args):
+        raise KeyboardInterrupt("by the user")
+
+    def replace(models, folder):
+        os.utime(os.path.join(folder, "accelerate_manifest.json"), ns=(1, 1))
+
+    with shared_folder() as folder:
+        job.accelerator.save_state(folder)
+        Contents.complete = stop if last else real
+        for _ in range(5):  # ranks of one round leave in any order
+            with raised((KeyboardInterrupt, RuntimeError), "by the user"):
+                job.accelerator.load_state(folder)
+        Contents.complete = real
+        job.accelerator.wait_for_everyone()
+        handle = job.accelerator.register_load_state_pre_hook(
+            stop if last else replace if main else lambda *args: None
+        )
+        with raised((KeyboardInterrupt, RuntimeError), "by the user"):
+            job.accelerator.load_state(folder)
+        handle.remove()
+        job.accelerator.load_state(folder)
+
+
+def check_a_project_that_cannot_be_listed_is_an_error_on_all_ranks():
+    with shared_folder() as folder:
+        job, real = (
+            Job(project_config=ProjectConfiguration(folder, automatic_checkpoint_naming=True)),
+            LocalStorage.is_empty,
+        )
+        job.accelerator.save_state()
+
+        def refuse_entry(entry):
+            raise PermissionError("not for this user")
+
+        LocalStorage.is_empty = refuse_entry
+        with raised(OSError, "not for this user"):
+            job.accelerator.load_state()
+        LocalStorage.is_empty = real
+        job.accelerator.load_state()
+
+
+def check_a_link_that_leads_elsewhere_for_some_ranks_is_one_path():
+    job, real = Job(), os.path.realpath
+    with shared_folder() as folder:
+        link = os.path.join(folder, "current")
+        if job.accelerator.is_main_process:
+            os.symlink("c1", link)
+        job.accelerator.save_state(os.path.join(folder, "c1"))
+        other = os.path.join(folder, "c0") if job.accelerator.is_last_process and world() > 1 else link
+        os.path.realpath = lambda path, **options: real(other if path == link else path, **options)
+        assert job.accelerator.load_state(link).name == "c1"
+        os.path.realpath = real
+        job.accelerator.wait_for_everyone()
 
 
 def check_all_ranks_take_the_same_newest_one():

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from accelerate import Accelerator
 from accelerate.checkpoint.manifest import (
     NAME,
     DamagedCheckpoint,
@@ -525,3 +526,17 @@ def test_a_file_in_parts(s3, monkeypatch):
     assert s3.list_multipart_uploads(Bucket="bucket").get("Uploads", []) == []
     storage.discard()
     assert objects(storage) == [NAME, "model.safetensors"]
+
+
+def test_a_copy_that_cannot_be_made_is_an_error_with_its_cause(monkeypatch):
+    accelerator = Accelerator(cpu=True)
+    accelerator.save_state(URL)
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+        patch.setattr(ObjectStore, "outline", lambda store: raise_error(full))
+        accelerator.load_state(URL)
+    assert accelerator.load_state(URL) == URL
+
+
+def raise_error(error):
+    raise error

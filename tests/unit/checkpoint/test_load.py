@@ -403,3 +403,18 @@ def test_what_is_read_is_compared_piece_by_piece_and_once(tmp_path):
     assert folder.differences({"shards": None}) == []  # each piece was hashed
     with pytest.raises(DamagedCheckpoint, match="shards could not be read"):
         CheckpointFolder(str(tmp_path), listing).check(["shards"])
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), OSError(5, "disk"), RuntimeError("DefaultCPUAllocator: can't allocate memory")]
+)
+def test_memory_that_runs_out_is_not_damage(tmp_path, monkeypatch, error):
+    torch.save({"weight": torch.ones(2)}, tmp_path / "state.bin")
+
+    def fail(*args, **options):
+        raise error
+
+    monkeypatch.setattr(torch, "load", fail)
+    with pytest.raises(type(error)) as raised:
+        read_whole(str(tmp_path / "state.bin"))
+    assert raised.value is error

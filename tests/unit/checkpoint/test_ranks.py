@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from accelerate.checkpoint import ranks as checkpoint_ranks
-from accelerate.checkpoint.ranks import CollectiveMisuse, Group, Ranks
+from accelerate.checkpoint.ranks import CollectiveMisuse, Group, Problem, Ranks
 from accelerate.runtime import peers
 from cases import cases
 
@@ -170,3 +170,29 @@ def test_ranks_give_up_one_that_does_not_come_within_the_limit(ranks, monkeypatc
     for rank in (0, 1):
         assert isinstance(ranks.raised[rank], CollectiveMisuse)
         assert "rank 2 did not call it: it has not come (the limit is 0 s)" in str(ranks.raised[rank])
+
+
+def test_a_rank_that_leaves_twice_counts_once(ranks):
+    def save(rank):
+        gathered = ranks.agreed(rank)
+        gathered.any(False)
+        return gathered
+
+    ranks.play(save)
+    for _ in range(3):
+        ranks.results[0].leave()
+    assert ranks.store.check(["accelerate/ranks/0/outcome/1"])  # the other ranks may not have read it
+    ranks.results[1].leave(), ranks.results[2].leave()
+    assert not ranks.store.check(["accelerate/ranks/0/outcome/1"])
+
+
+def test_the_worst_problem_counts_on_all_ranks(ranks):
+    levels = [1, 3, 3, 0]
+    ranks.size = len(levels)
+    problems = [Problem(level, OSError(f"{level}")) if level else None for level in levels]
+    ranks.play(lambda rank: ranks.agreed(rank).worst(problems[rank]))
+    assert ranks.raised == {} and [ranks.results[rank] is problems[rank] for rank in (1, 2)] == [True, True]
+    for rank in (0, 3):
+        worst = ranks.results[rank]
+        assert (worst.level, worst.lines) == (3, ["Rank 1: OSError: 3", "Rank 2: OSError: 3"])
+        assert str(worst.error) == f"save_state('/run/folder') failed on other ranks. {' '.join(worst.lines)}"

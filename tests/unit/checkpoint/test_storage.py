@@ -428,3 +428,21 @@ def test_a_publish_that_fails_between_two_renames_puts_the_former_one_back(tmp_p
     assert content(folder) == "new", "a reader takes what is complete, and newest"
     made.discard()
     assert content(folder) == "old" and (folder / "notes.txt").exists() and os.listdir(tmp_path) == ["c"]
+
+
+def test_what_names_the_former_one_is_on_the_disk_before_it_leaves_its_place(tmp_path, monkeypatch):
+    make(tmp_path / "c")
+    synced, fsync, exchange = [], os.fsync, storage.exchange
+
+    def record(descriptor):
+        synced.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    def exchange_synced(left, right):
+        assert ".accelerate_save" in synced
+        return exchange(left, right)
+
+    monkeypatch.setattr(os, "fsync", record)
+    monkeypatch.setattr(storage, "exchange", exchange_synced)
+    make(tmp_path / "c", "new")
+    assert content(tmp_path / "c") == "new"

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator
 from accelerate.checkpoint.manifest import DamagedCheckpoint
+from accelerate.checkpoint.ranks import CollectiveMisuse, Ranks
 from accelerate.config.project import ProjectConfiguration
 from accelerate.data import resume
 from accelerate.runtime import generators
@@ -159,6 +160,25 @@ def test_what_a_hook_has_loaded_is_given_back(tmp_path):
     assert first.weight.eq(5).all()
 
 
+def test_what_a_hook_has_loaded_of_a_replaced_checkpoint_is_given_back(tmp_path):
+    accelerator, calls = Accelerator(cpu=True), []
+    first, second = accelerator.prepare(nn.Linear(2, 2), Particular(2, 2))
+    accelerator.save_state(tmp_path / "c")
+    second.refuses = True
+    with torch.no_grad():
+        first.weight.fill_(5.0)
+
+    def hook(models, folder):
+        calls.append(first.weight.eq(5).all().item())
+        models.pop(0).load_state_dict(load_file(os.path.join(folder, "model.safetensors")))
+        os.utime(os.path.join(folder, "accelerate_manifest.json"), ns=(len(calls), min(len(calls), 2)))
+
+    accelerator.register_load_state_pre_hook(hook)
+    with pytest.raises(ValueError, match="takes no state"):
+        accelerator.load_state(tmp_path / "c")
+    assert calls == [True, True, True] and first.weight.eq(5).all()
+
+
 def beside(run, publish, times=1):
     """Let something be saved by others while a run reads a checkpoint: after its optimizers, before its models."""
     calls = []
@@ -276,6 +296,28 @@ def test_an_error_of_the_background_comes_out_of_the_next_call(tmp_path, monkeyp
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["checkpoint_0"]
     run.accelerator.save_state()
     assert run.accelerator.load_state().name == "checkpoint_2"
+
+
+def test_a_wrong_argument_leaves_the_error_of_the_background_for_the_next_call(tmp_path, monkeypatch):
+    run = Run()
+    with monkeypatch.context() as patch:
+        patch.setattr("accelerate.checkpoint.formats.os.fsync", lambda descriptor: 1 / 0)
+        run.accelerator.save_state(tmp_path / "c", blocking=False)
+        run.accelerator._background._thread.join()
+    with pytest.raises(TypeError, match="map_location"):
+        run.accelerator.load_state(tmp_path / "c", map_location="nowhere")
+    with pytest.raises(ValueError, match="no output_dir"):
+        run.accelerator.save_state()
+    with monkeypatch.context() as patch, pytest.raises(CollectiveMisuse):
+        patch.setattr(Ranks, "agree", refuse_to_agree)
+        run.accelerator.save_state(tmp_path / "c")
+    with pytest.raises(RuntimeError, match="could not be saved.*division by zero"):
+        run.accelerator.save_state(tmp_path / "c")
+    run.accelerator.save_state(tmp_path / "c")
+
+
+def refuse_to_agree(*args):
+    raise CollectiveMisuse("another rank loads")
 
 
 def test_each_generator_is_restored_apart_and_a_failure_names_its_cause(caplog):
