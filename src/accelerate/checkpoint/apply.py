@@ -81,7 +81,10 @@ class Contents:
     attributes: dict[str, Any] = field(default_factory=dict)
 
     def begin(self) -> None:
-        """Apply the changes that may be refused; the caller undoes them if one is. All ranks."""
+        """Apply the changes that may be refused; the caller undoes them if one is.
+
+        Collective: call on every rank.
+        """
         for change in self.changes:
             if change.keep is not None:
                 self.undo_steps.append(change.keep())
@@ -98,7 +101,9 @@ class Contents:
                 logger.error("A former state could not be given back: %s: %s", type(error).__name__, error)
 
     def complete(self) -> "Contents":
-        """Apply all other changes, and restore schedules and generators; nothing can be undone from here on. All ranks.
+        """Apply all other changes, and restore schedules and generators; nothing can be undone from here on.
+
+        Collective: call on every rank.
 
         Raises:
             DamagedCheckpoint: A file could not be read any more; some objects have their new state.
@@ -134,7 +139,7 @@ def _naming(owner: tuple[Any, str] | None, folder: CheckpointFolder) -> Iterator
     try:
         yield
     except (ValueError, TypeError, RuntimeError, LookupError, AttributeError) as error:
-        # A program may wait for an error of its own.
+        # A program may wait for a separate error.
         if owner is None or type(error).__module__ != "builtins":
             raise
         kind = ValueError if type(error) is ValueError else RuntimeError
@@ -173,7 +178,7 @@ def optimizer_change(optimizer: Any, state: Any, file: str, fill: Sequence[Plan]
 
 
 def uses_torch_load(optimizer: Any) -> bool:
-    """Say whether loading puts tensors into an optimizer as they are: torch's own code does it, and no hook."""
+    """Return whether loading puts tensors into an optimizer as they are: torch's own code does it, and no hook."""
     return type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict and not (
         optimizer._optimizer_load_state_dict_pre_hooks or optimizer._optimizer_load_state_dict_post_hooks
     )
@@ -228,7 +233,7 @@ def kept_tensors(model: nn.Module) -> Undo:
 
 
 def loads_by_name(model: nn.Module) -> bool:
-    """Say whether loading takes exactly the names of the state dict, and cannot fail once they and the shapes fit.
+    """Return whether loading takes exactly the names of the state dict, and cannot fail once they and the shapes fit.
 
     Hooks and overrides may rename on the way, and they and what takes an extra state may refuse it.
     """

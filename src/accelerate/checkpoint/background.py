@@ -163,7 +163,7 @@ class Background:
 
         def run() -> None:
             try:
-                time.sleep(0)  # the caller goes on first
+                time.sleep(0)  # the caller continues first
                 with durable.resting(_REST, self._hurry):
                     task()
                 _unreported.discard(self)
@@ -188,7 +188,10 @@ class Background:
         self._thread = thread
 
     def finish(self) -> None:
-        """Wait until the save in flight is written, and raise what went wrong, as RuntimeError. Any rank, alone."""
+        """Wait until the save in flight is written, and raise what went wrong, as RuntimeError.
+
+        Not a collective.
+        """
         with self.reporting() as problem:
             if problem is not None:
                 raise problem

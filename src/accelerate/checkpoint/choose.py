@@ -118,7 +118,10 @@ class Search:
             logger.warning("Passed over %s: %s", location, reason)
 
     def pass_over(self, choice: "Choice", reasons: Sequence[str]) -> None:
-        """Do not choose a checkpoint again that some rank has found damaged. All ranks."""
+        """Do not choose a checkpoint again that some rank has found damaged.
+
+        Collective: call on every rank.
+        """
         self.damaged[choice.storage.location] = choice.save
         if self.run.process_index == 0:
             self._pass(choice.storage.location, "; ".join(reasons))
@@ -171,7 +174,10 @@ class Choice:
     following: int | None
 
     def judged(self, outcome: Outcome[T]) -> Outcome[T]:
-        """Return whether the result of a step counts: the checkpoint must still be there, undamaged. Not a collective."""
+        """Return whether the result of a step counts: the checkpoint must still be there, undamaged.
+
+        Not a collective.
+        """
         if isinstance(outcome, Refuse) and not isinstance(outcome.error, Exception):
             return outcome
         replaced = attempt(self.replaced)
@@ -183,7 +189,10 @@ class Choice:
         return TryNext(wrong) if wrong else outcome
 
     def replaced(self) -> bool:
-        """Say whether another save has taken its place, or it was removed, since it was chosen. Not a collective."""
+        """Return whether another save has taken its place, or it was removed, since it was chosen.
+
+        Not a collective.
+        """
         if (self.problems or self.folder.wrong) and not self.storage.shared:  # a local copy of it stays as it was
             return _save_of(self.storage.state()) != self.save
         listing = self.folder.listing

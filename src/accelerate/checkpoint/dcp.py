@@ -166,7 +166,7 @@ class _Properties(TensorProperties):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Reads the pickle of a ``.metadata`` file; whatever it names beside torch's plain records is refused."""
+    """Reads the pickle of a ``.metadata`` file; whatever it names next to torch's plain records is refused."""
 
     _RECORDS = ("StorageMeta", "BytesStorageMetadata", "ChunkStorageMetadata")
     _PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
@@ -216,7 +216,7 @@ def read_metadata(folder: durable.Path, listed: CheckpointFolder | None = None) 
 def _problem_of_files(
     places: Mapping[MetadataIndex, StorageInfo], folder: str, listed: Mapping[str, FileEntry]
 ) -> str:
-    """Say which file does not have what it should; an empty text if all have."""
+    """Return which file does not have what it should; an empty text if all have."""
     ends: dict[str, tuple[int, str]] = {}
     for index, place in places.items():
         file, end = place.relative_path, place.offset + place.length
@@ -234,7 +234,7 @@ def _problem_of_files(
 
 
 def _problem_of_chunks(values: Mapping[str, Any]) -> str:
-    """Say which tensor its pieces are not, whose reader would leave memory as it was; an empty text if all are."""
+    """Return which tensor its pieces are not, whose reader would leave memory as it was; an empty text if all are."""
     for name, value in values.items():
         if not isinstance(value, TensorStorageMetadata):
             continue
@@ -258,7 +258,7 @@ def _problem_of_chunks(values: Mapping[str, Any]) -> str:
 
 
 def _disjoint(pieces: list[Any], dims: int) -> bool:
-    """Say whether no two pieces, offsets and sizes, have an element in common."""
+    """Return whether no two pieces, offsets and sizes, have an element in common."""
     for dim in range(dims if len(pieces) > 1 else 0):
         groups: list[list[Any]] = []
         end = 0
@@ -375,7 +375,7 @@ class _SavePlanner(dcp.DefaultSavePlanner):
 def _shared_out(plans: list[dcp.SavePlan]) -> list[dcp.SavePlan]:
     """Let one rank write each item: of what ranks have whole the first one, of a shard the one with the fewest bytes so far.
 
-    Replicas have the same shards. What is whole may differ between ranks, as running statistics do.
+    Replicas have the same shards. What is complete may differ between ranks, as running statistics do.
     """
     found: dict[MetadataIndex, tuple[Any, int, list[int]]] = {}
     for rank, plan in enumerate(plans):
@@ -404,7 +404,7 @@ def _writer(
     """Return torch's writer, whose files are hashed on their way and whole when they are closed; `entries` gets what they are."""
 
     class CreatedFiles(FileSystem):
-        """The file system of torch's writer; a file takes its place when it is whole, so that torch need not rename it."""
+        """The file system of torch's writer; a file takes its place when it is complete, so that torch need not rename it."""
 
         @contextlib.contextmanager
         def create_stream(self, path: durable.Path, mode: str) -> Iterator[Any]:
@@ -433,7 +433,9 @@ def save(
     files: int = 1,
     create: formats.Create = durable.durable,
 ) -> dict[str, FileEntry]:
-    """Write a state in torch's sharded format: each rank the shards it has, and its part of what all have. All ranks.
+    """Write a state in torch's sharded format: each rank the shards it has, and its part of what all have.
+
+    Collective: call on every rank.
 
     Args:
         state: nested dictionaries of tensors, DTensors, ShardedTensors and plain values.

@@ -51,7 +51,7 @@ def scan(folder: str) -> list[os.DirEntry[str]]:
 
 
 def is_folder(path: str) -> bool:
-    """Say whether a path is a folder, and not a link to one."""
+    """Return whether a path is a folder, and not a link to one."""
     try:
         return stat.S_ISDIR(os.lstat(path).st_mode)
     except (OSError, ValueError):  # a name that no file system has
@@ -59,7 +59,7 @@ def is_folder(path: str) -> bool:
 
 
 def leads_to_folder(entry: os.DirEntry[str]) -> bool:
-    """Say whether an entry is a folder or a link to one; not one that cannot be examined, such as a link to itself."""
+    """Return whether an entry is a folder or a link to one; not one that cannot be examined, such as a link to itself."""
     try:
         return entry.is_dir()
     except OSError:
@@ -67,7 +67,7 @@ def leads_to_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def is_name(name: str) -> bool:
-    """Say whether a text can be the name of an entry of a folder."""
+    """Return whether a text can be the name of an entry of a folder."""
     is_one = name == os.path.basename(name) and name not in ("", ".", "..") and "\0" not in name
     return is_one and len(os.fsencode(name)) <= _LONGEST
 

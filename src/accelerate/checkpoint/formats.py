@@ -87,7 +87,7 @@ def check_storable(name: str, tensor: Any) -> torch.Tensor:
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or tensor.dtype not in DTYPE_NAMES:
         kind = f"{tensor.dtype}, {tensor.layout}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
         raise TypeError(
-            f"safetensors cannot hold {name!r} ({kind}). Save with safe_serialization=False, or leave it out of the state dict."
+            f"safetensors cannot hold {name!r} ({kind}). Save with safe_serialization=False, or omit it of the state dict."
         )
     return tensor
 
@@ -123,7 +123,7 @@ def write_bytes(path: Path, data: bytes, rank: int = 0, create: Create = durable
 
 
 def describe(path: Path, rank: int = 0, threads: int = 1) -> FileEntry:
-    """Hash a file that other code wrote, and see to it that the disk has it. Any rank, alone."""
+    """Hash a file that other code wrote, and see to it that the disk has it. Not a collective."""
     size, pieces = pieces_of_file(path, threads)
     with open(path, "rb") as file:
         os.fsync(file.fileno())

@@ -80,7 +80,10 @@ def adapter_entries(model: nn.Module, state: Mapping[str, Any], adapter: str | N
 
 
 def _load_adapter(model: nn.Module, adapter: Mapping[str, Any]) -> Any:
-    """Load what `adapter_entries` returned together with the rest, where the model loads all parameters at once. All ranks."""
+    """Load what `adapter_entries` returned together with the rest, where the model loads all parameters at once.
+
+    Collective: call on every rank.
+    """
     whole = model.state_dict()
     names = {id(value): name for name, value in whole.items()}
     own = adapter_entries(model, whole)

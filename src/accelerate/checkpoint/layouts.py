@@ -86,7 +86,7 @@ def engine_layouts() -> dict[str, EngineLayout]:
 
 @dataclass(frozen=True)
 class Found:
-    """Where a model or optimizer lies in a checkpoint.
+    """Where a model or optimizer is in a checkpoint.
 
     Attributes:
         name: of the file, index of files, or folder.
@@ -100,9 +100,11 @@ class Found:
     kind: Kind = "model"
 
     def open(self, load_kwargs: Mapping[str, Any] | None = None) -> Reader:
-        """Return the reader of it, which compares what it reads with the manifest, if there is one. Not a collective.
+        """Return the reader of it, which compares what it reads with the manifest, if there is one.
 
         `load_kwargs` are those of ``torch.load``.
+
+        Not a collective.
         """
         folder, path = with_manifest(self.folder), os.path.join(self.folder, self.name)
         if self.layout == "full":
@@ -145,7 +147,7 @@ class Found:
         return listed
 
     def has(self, file: str) -> bool:
-        """Say whether a file belongs to it, beside those that an index lists."""
+        """Return whether a file belongs to it, next to those that an index lists."""
         return file == self.name or (self.layout != "full" and file.startswith(f"{self.name}/"))
 
 
@@ -179,7 +181,7 @@ def candidates(folder: Path, files: Collection[str], kind: Kind, index: int) -> 
     of_ranks = [f"{shards}_rank0.bin", *([f"{FSDP_MODEL_NAME}_rank0.bin"] if (kind, index) == ("model", 0) else ())]
     if not found and (local := [file for file in of_ranks if file in files]):
         raise ValueError(
-            f"{min(local)!r} in {os.fspath(folder)!r} and the files beside it hold what each rank had (LOCAL_STATE_DICT, or use_dcp=False), "
+            f"{min(local)!r} in {os.fspath(folder)!r} and the files next to it hold what each rank had (LOCAL_STATE_DICT, or use_dcp=False), "
             "which only those ranks can put together. Load the checkpoint by the version that wrote it, on as many ranks, and save "
             "it with SHARDED_STATE_DICT."
         )
@@ -188,7 +190,7 @@ def candidates(folder: Path, files: Collection[str], kind: Kind, index: int) -> 
 
 
 def find(folder: Path, kind: Kind, index: int = 0, prefer: Layout | None = None) -> Found | None:
-    """Return where a model or optimizer lies, in the preferred layout if there are several. Any rank, alone."""
+    """Return where a model or optimizer lies, in the preferred layout if there are several. Not a collective."""
     files: Collection[str]
     if isinstance(folder, CheckpointFolder) and folder.listing.files:
         files, name = folder.listing.files, usual_names(kind, index)[0]
@@ -219,7 +221,10 @@ def required(folder: Path, kind: Kind, index: int, prefer: Layout | None, what: 
 
 
 def unreadable(folder: Path) -> list[str]:
-    """Return a line for each file of a folder at which a reader would fail, as far as headers and ends tell. Any rank, alone."""
+    """Return a line for each file of a folder at which a reader would fail, as far as headers and ends tell.
+
+    Not a collective.
+    """
     found = []
     for name in sorted(name for name in os.listdir(folder) if os.path.isfile(os.path.join(folder, name))):
         path = os.path.join(folder, name)
@@ -240,7 +245,7 @@ def unreadable(folder: Path) -> list[str]:
 
 
 def is_extra(name: str) -> bool:
-    """Say whether a name is that of a module's extra state, which may be anything."""
+    """Return whether a name is that of a module's extra state, which may be anything."""
     suffix: str = torch_private.EXTRA_STATE_KEY_SUFFIX
     return name.rpartition(".")[2] == suffix
 
@@ -290,10 +295,12 @@ def read_model(
     elsewhere: Collection[str] = (),
     fill: list[Plan] | None = None,
 ) -> dict[str, Any]:
-    """Read a model's state into new memory, each rank its shards; nothing else changes. Not a collective.
+    """Read a model's state into new memory, each rank its shards; nothing else changes.
 
     Names of the model that are `elsewhere`, on other stages of a pipeline, are not unexpected. With `fill`, which takes the plan that
     reads over them, the model's own shards are in the state where that is possible.
+
+    Not a collective.
     """
     values, missing, others = matched(own.values, model_values(stored), ties, {*stored.aliases, *elsewhere})
     refuse_misfit(stored.origin, "the model", misfits(own.values, values, *((missing, others) if strict else ())))
@@ -444,10 +451,12 @@ def read_full_model(
     load_kwargs: Mapping[str, Any] | None = None,
     model_options: Mapping[str, Any] | None = None,
 ) -> Change:
-    """Return what gives a model, out of its wrappers, its weights, in whatever layout they are. Not a collective.
+    """Return what gives a model, out of its wrappers, its weights, in whatever layout they are.
 
     Names match whatever wrappers wrote them, and tied weights that the file has once are filled in. FileNotFoundError without
     weights; RuntimeError lists what differs. `model_options` are those of the model's ``load_state_dict``.
+
+    Not a collective.
     """
     model, options = extract_model_from_parallel(model, keep_torch_compile=False), dict(model_options or {})
     found = required(folder, "model", index, "full", type(model).__name__)

@@ -1,7 +1,7 @@
-"""The names of a checkpoint's files, and the manifest that lists them: by it a reader knows that a checkpoint is whole.
+"""The names of a checkpoint's files, and the manifest that lists them: by it a reader knows that a checkpoint is complete.
 
 The manifest is JSON, is written last, and has every file of the checkpoint with its size and checksum. A folder without one is no
-checkpoint of ours. Details of a file that another rank than the publisher wrote lie in that rank's part of the manifest, so that
+checkpoint of ours. Details of a file that another rank than the publisher wrote are in that rank's part of the manifest, so that
 nobody gathers them. docs/checkpoint-format.md describes the format. Nothing here imports torch, but for the versions of a new manifest.
 """
 
@@ -114,19 +114,19 @@ def number_of(folder: Path) -> int | None:
 
 
 def is_ours_alone(name: str) -> bool:
-    """Say whether an entry of a folder shows that `save_state` wrote it, with a manifest; format 1 had files of generators."""
+    """Return whether an entry of a folder shows that `save_state` wrote it, with a manifest; format 1 had files of generators."""
     return (
         name in (PARTS_FOLDER, PARAMETER_NAMES) or re.fullmatch(rf"generators_{NUMBER}\.safetensors", name) is not None
     )
 
 
 def is_checkpoint_file(name: str) -> bool:
-    """Say whether an entry directly in a folder has a name that a checkpoint's files have, ours or upstream's."""
+    """Return whether an entry directly in a folder has a name that a checkpoint's files have, ours or upstream's."""
     return _PARTS.fullmatch(name) is not None
 
 
 def is_shard_file(name: str) -> bool:
-    """Say whether a file has a name that torch gives to the files of a folder of shards."""
+    """Return whether a file has a name that torch gives to the files of a folder of shards."""
     return re.fullmatch(rf"__{NUMBER}_{NUMBER}\.distcp|\.metadata", name) is not None
 
 
@@ -200,7 +200,7 @@ def library_versions() -> dict[str, str]:
     import torch
 
     return {
-        # Of the package that runs: another distribution of the name may lie beside it.
+        # Of the package that runs: another distribution of the name may are next to it.
         "accelerate": getattr(sys.modules["accelerate"], "__version__", "unknown"),
         "torch": str(torch.__version__),
         "numpy": numpy.__version__,
@@ -489,7 +489,7 @@ def _entries(files: Mapping[str, Any]) -> dict[str, FileEntry]:
 
 
 def problems(folder: Path, manifest: Manifest, *, deep: bool = False) -> list[str]:
-    """Return a line for each file of a checkpoint that is wrong, none if it is whole; `deep` reads the files."""
+    """Return a line for each file of a checkpoint that is wrong, none if it is complete; `deep` reads the files."""
     found = []
     for name, entry in sorted(manifest.files.items()):
         path = os.path.join(folder, *name.split("/"))

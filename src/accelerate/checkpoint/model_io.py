@@ -63,7 +63,10 @@ class ModelIO:
         return [name]
 
     def own_names(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:
-        """Return the names in `unwrapped` of an optimizer's parameters, for each group; ValueError for one of no model. Not a collective."""
+        """Return the names in `unwrapped` of an optimizer's parameters, for each group; ValueError for one of no model.
+
+        Not a collective.
+        """
         named = self.unwrapped(model).named_parameters()
         names = {id(parameter): self.names_of(name, parameter) for name, parameter in named}
         groups: list[list[str]] = []
@@ -79,7 +82,10 @@ class ModelIO:
         return groups
 
     def parameter_names(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:
-        """Return the user's names of an optimizer's parameters, for each group; ValueError for one of no model. Not a collective."""
+        """Return the user's names of an optimizer's parameters, for each group; ValueError for one of no model.
+
+        Not a collective.
+        """
         return list(map(canonical_names, self.own_names(optimizer, model)))
 
     @quietly()
@@ -93,7 +99,10 @@ class ModelIO:
         return ModelState(dict(zip(names, state.values(), strict=True)), dict(zip(names, state, strict=True)))
 
     def state_dict(self, model: nn.Module, getter: Callable[..., Any] | None) -> dict[str, Any]:
-        """Return the model's own state dict, each rank with its shards. Collective: call on every rank."""
+        """Return the model's own state dict, each rank with its shards.
+
+        Collective: call on every rank.
+        """
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
         options = StateDictOptions()
@@ -175,14 +184,16 @@ def _loaded(address: str) -> ModelIO:
 
 
 def tied_again(model: nn.Module) -> set[str]:
-    """Return the names of a model's state whose tensor comes under an earlier name. Any rank, alone."""
+    """Return the names of a model's state whose tensor comes under an earlier name. Not a collective."""
     return {name for names in io_of(model).tied_names(model) for name in names[1:]}
 
 
 def collected(entries: Entries, model: nn.Module, everywhere: bool = False) -> dict[str, Any]:
-    """Return copies of a model's whole entries, under all their names. All ranks.
+    """Return copies of a model's whole entries, under all their names.
 
     They are in host memory on rank 0, and nowhere else; with `everywhere` on each rank's device.
+
+    Collective: call on every rank.
     """
     state: dict[str, Any] = {}
     for name, value in entries:
@@ -206,7 +217,10 @@ def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def plain_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the state dict of torch's optimizer, no copy, with values of few bits as a checkpoint holds them. Any rank, alone."""
+    """Return the state dict of torch's optimizer, no copy, with values of few bits as a checkpoint holds them.
+
+    Not a collective.
+    """
     raw = optimizer.state_dict()
     for kind in tensor_kinds.kept_by(optimizer):
         raw = {**raw, "state": mapped_leaves(raw["state"], kind.plain)}

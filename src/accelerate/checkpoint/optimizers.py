@@ -31,7 +31,10 @@ _REMEDY = "Make model and optimizer as they were when the checkpoint was saved."
 
 
 def read_names(folder: Path, index: int = 0) -> list[list[str]] | None:
-    """Return the names of an optimizer's parameters that a checkpoint has, for each group, or None. Any rank, alone."""
+    """Return the names of an optimizer's parameters that a checkpoint has, for each group, or None.
+
+    Not a collective.
+    """
     path = os.path.join(folder, manifest.PARAMETER_NAMES)
     if not os.path.isfile(path):
         return None
@@ -93,7 +96,10 @@ class Target:
 
 
 def target(optimizer: torch.optim.Optimizer, model: nn.Module, groups: list[list[str]] | None = None) -> Target:
-    """Return what an optimizer needs; `groups` are the names of its parameters, where they are known. All ranks."""
+    """Return what an optimizer needs; `groups` are the names of its parameters, where they are known.
+
+    Collective: call on every rank.
+    """
     io = io_of(model)
     groups = io.parameter_names(optimizer, model) if groups is None else groups
     parameters, states, flat = io.optimizer_tensors(optimizer, model, groups)
@@ -103,7 +109,7 @@ def target(optimizer: torch.optim.Optimizer, model: nn.Module, groups: list[list
 
 
 def is_state(raw: Any) -> bool:
-    """Say whether a value has the form that torch's optimizers give their states."""
+    """Return whether a value has the form that torch's optimizers give their states."""
     if not isinstance(raw, Mapping) or not isinstance(raw.get("state", {}), Mapping):
         return False
     groups = raw.get("param_groups")
@@ -128,7 +134,7 @@ def optimizer_values(stored: Reader) -> dict[str, Any]:
 def saved_names(
     folder: Path, index: int, groups: Sequence[Mapping[str, Any]], own: Sequence[str] | None = None
 ) -> list[str] | None:
-    """Return the names of numbered parameters, if the checkpoint has them. Any rank, alone."""
+    """Return the names of numbered parameters, if the checkpoint has them. Not a collective."""
     found = read_names(folder, index)
     if found is None and all("param_names" in group for group in groups):
         found = [list(group["param_names"]) for group in groups]
@@ -141,7 +147,7 @@ def saved_names(
 
 
 def is_named(raw: Mapping[str, Any]) -> bool:
-    """Say whether an optimizer's state is keyed by names."""
+    """Return whether an optimizer's state is keyed by names."""
     return all({str}.issuperset(map(type, group["params"])) for group in raw["param_groups"])
 
 
@@ -176,7 +182,7 @@ def read_optimizer(goal: Target, stored: Reader, found: Found, fill: list[Plan] 
 def matched(goal: Target, stored: Reader, found: Found) -> tuple[dict[str, Any], list[str]]:
     """Return a stored state under an optimizer's own names, in its own groups, not read; and the names of its parameters in it.
 
-    The rest of its states belongs to no parameter. Any rank, alone. RuntimeError names parameters that differ.
+    The rest of its states belongs to no parameter. Not a collective. RuntimeError names parameters that differ.
     """
     raw = optimizer_values(stored)
     if not is_named(raw):
@@ -231,7 +237,7 @@ def _own_groups(
         if len({repr({**groups[source], "params": None, "param_names": None}) for source in saved_in}) > 1:
             problems.append(f"the parameters of group {number} in groups {saved_in}")
         source = groups[saved_in[0] if saved_in else min(number, len(groups) - 1)]
-        # The names which torch keeps beside the numbers are the optimizer's own.
+        # The names which torch keeps next to the numbers are the optimizer's own.
         options = {key: value for key, value in source.items() if key not in ("params", "param_names")}
         made.append({**options, "params": list(of_group)})
     strange = [name for name in home if name not in sources and states.get(name)]
@@ -304,7 +310,7 @@ class _Fitting:
 
 
 def _may_belong(stored: Sequence[int], own: Sequence[int]) -> bool:
-    """Say whether a value may belong to a parameter: some optimizers keep one for each row or column, or only for all."""
+    """Return whether a value may belong to a parameter: some optimizers keep one for each row or column, or only for all."""
     return len(stored) != len(own) or all(count in (1, whole) for count, whole in zip(stored, own, strict=True))
 
 
@@ -342,9 +348,11 @@ def read_full_optimizer(
     load_kwargs: Mapping[str, Any] | None = None,
     fill: list[Plan] | None = None,
 ) -> dict[str, Any]:
-    """Read a state of any layout with the numbers that the optimizer has, which stays as it is. Not a collective.
+    """Read a state of any layout with the numbers that the optimizer has, which stays as it is.
 
     `fill` is as `with_own_tensors` takes it. FileNotFoundError without a state, RuntimeError for that of other parameters, DamagedCheckpoint for bad shards.
+
+    Not a collective.
     """
     file = manifest.optimizer_file(index)
     if os.path.lexists(os.path.join(folder, file)):
@@ -386,7 +394,7 @@ def read_full_optimizer(
 
 
 def _keeps_tensors(optimizer: Any) -> bool:
-    """Say whether an optimizer keeps the tensors in a state that it loads, and does not look at their values: torch's own do."""
+    """Return whether an optimizer keeps the tensors in a state that it loads, and does not look at their values: torch's own do."""
     inner = inner_optimizer(optimizer)
     is_torchs = type(inner).__setstate__.__module__.startswith("torch.optim.")
     return is_torchs and uses_torch_load(inner) and not tensor_kinds.kept_by(inner)
@@ -439,7 +447,7 @@ def with_own_tensors(
 
 
 def _has_own_numbers(raw: Mapping[str, Any], goal: Target | None, folder: Path, index: int) -> bool:
-    """Say whether the numbers in a state are the optimizer's own, as far as names tell it."""
+    """Return whether the numbers in a state are the optimizer's own, as far as names tell it."""
     if goal is None:
         return True
     order = saved_names(folder, index, raw["param_groups"], goal.order)

@@ -110,9 +110,11 @@ def _read_models(run: Run, contents: Contents, options: dict[str, Any]) -> None:
 def read_file(
     folder: durable.Path, file: str, what: str = "", map_location: Any = None, load_kwargs: Any = None
 ) -> Any:
-    """Read safetensors, or torch's format without running code of the file. Not a collective.
+    """Read safetensors, or torch's format without running code of the file.
 
     A file that is missing is None if `what`, whose state it is, is empty.
+
+    Not a collective.
     """
     if not os.path.lexists(os.path.join(folder, file)):
         if not what:
@@ -125,9 +127,11 @@ def read_file(
 
 
 def read_common(common: Common, folder: CheckpointFolder, load_kwargs: dict[str, Any] | None = None) -> Contents:
-    """Read the states of what every strategy saves. Not a collective.
+    """Read the states of what every strategy saves.
 
     FileNotFoundError names a missing file; ValueError an interrupted epoch whose loader has other data now.
+
+    Not a collective.
     """
     read_state = partial(read_file, folder, load_kwargs=load_kwargs)
     file = manifest.random_states_file(common.process_index)

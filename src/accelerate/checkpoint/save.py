@@ -80,7 +80,10 @@ class SavePlan(os.PathLike[str]):
         self._jobs[file] = (formats.write_bytes, data, {})
 
     def add_shards(self, name: str, state: dict[str, Any]) -> None:
-        """Add a folder of shards, in torch's sharded format: all ranks add it, and write it together. All ranks."""
+        """Add a folder of shards, in torch's sharded format: all ranks add it, and write it together.
+
+        Collective: call on every rank.
+        """
         self._shards[name] = state
 
     def replace(self, change: Callable[[Any], Any]) -> None:
@@ -109,7 +112,7 @@ class SavePlan(os.PathLike[str]):
         return self._written
 
     def write_file(self, file: str) -> None:
-        """Write one of the files durably, before the others. Any rank, alone."""
+        """Write one of the files durably, before the others. Not a collective."""
         write, obj, options = self._jobs.pop(file)
         self._written[file] = write(file, obj, rank=self.rank, create=self.create, **options)
         self._unsynced.append(file)
@@ -141,7 +144,7 @@ def _bytes_of(obj: Any) -> int:
 
 
 def writes(save_on_each_node: bool = False) -> bool:
-    """Say whether this process writes the shared files, of the run or of its node."""
+    """Return whether this process writes the shared files, of the run or of its node."""
     state = PartialState()
     return state.is_local_main_process if save_on_each_node else state.is_main_process
 
@@ -179,7 +182,10 @@ def write_model(
     safe_serialization: bool = True,
     save_on_each_node: bool = False,
 ) -> None:
-    """Write the state dict of model number `index`; ValueError names a value that safetensors lacks. All ranks."""
+    """Write the state dict of model number `index`; ValueError names a value that safetensors lacks.
+
+    Collective: call on every rank.
+    """
     file = manifest.model_file(index, safe_serialization)
     with planned(folder, save_on_each_node) as plan:
         if not plan.writes_shared:
@@ -197,7 +203,10 @@ def write_model(
 
 
 def write_optimizer(state: Any, folder: durable.Path, index: int = 0, save_on_each_node: bool = False) -> None:
-    """Write the state of optimizer number `index`. All ranks call it, one process writes."""
+    """Write the state of optimizer number `index`.
+
+    Collective: call on every rank, one process writes.
+    """
     with planned(folder, save_on_each_node) as plan:
         if plan.writes_shared:
             plain_data.refuse_unreadable({f"optimizer {index}": state})

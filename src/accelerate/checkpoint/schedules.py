@@ -13,12 +13,14 @@ KEY = "schedule_units"
 
 
 def units(common: Common) -> list[int]:
-    """Return what `restore` needs to know of this run's schedules, plain data. Any rank, alone."""
+    """Return what `restore` needs to know of this run's schedules, plain data. Not a collective."""
     return [getattr(scheduler, "advance", 1) for scheduler in common.schedulers]
 
 
 def restore(common: Common, folder: CheckpointFolder, saved: Sequence[int] | None) -> list[str]:
-    """Let restored schedules advance as in the run that saved them; return a line for each whose rate may differ. Any rank, alone.
+    """Let restored schedules advance as in the run that saved them; return a line for each whose rate may differ.
+
+    Not a collective.
 
     Args:
         common: objects that have their states back.

@@ -61,7 +61,10 @@ def run_on_all_ranks(work: Callable[[], T]) -> T:
 
 
 def gather_from_all_ranks(value: Any) -> list[Any]:
-    """Return what each rank gives, small and plain data, in the order of ranks. All ranks."""
+    """Return what each rank gives, small and plain data, in the order of ranks.
+
+    Collective: call on every rank.
+    """
     size = rank_and_size()[1]
     given = [value] * size
     if size > 1:
@@ -70,7 +73,10 @@ def gather_from_all_ranks(value: Any) -> list[Any]:
 
 
 def from_first_rank(value: Any) -> Any:
-    """Return what rank 0 gives, small and plain data. All ranks."""
+    """Return what rank 0 gives, small and plain data.
+
+    Collective: call on every rank.
+    """
     given = [value]
     if rank_and_size()[1] > 1:
         dist.broadcast_object_list(given, 0)
@@ -106,17 +112,17 @@ def mapped_leaves(state: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def is_dtensor(value: Any) -> bool:
-    """Say whether a value is a DTensor. Asked of its abilities: importing the class takes time, and it has moved."""
+    """Return whether a value is a DTensor. Asked of its abilities: importing the class takes time, and it has moved."""
     return isinstance(value, torch.Tensor) and hasattr(value, "to_local")
 
 
 def is_sharded_tensor(value: Any) -> bool:
-    """Say whether a value is a ShardedTensor, the kind that FSDP1 has."""
+    """Return whether a value is a ShardedTensor, the kind that FSDP1 has."""
     return isinstance(value, torch.Tensor) and hasattr(value, "local_shards")
 
 
 def is_distributed_tensor(value: Any) -> bool:
-    """Say whether a value is a tensor that knows the whole while this rank has a part."""
+    """Return whether a value is a tensor that knows the whole while this rank has a part."""
     return is_dtensor(value) or is_sharded_tensor(value)
 
 
@@ -159,13 +165,16 @@ class Common:
 
 
 def keeps_state(loader: Any) -> bool:
-    """Say whether a loader is stateful, as torchdata's are."""
+    """Return whether a loader is stateful, as torchdata's are."""
     return is_stateful(loader.base_dataloader if isinstance(loader, PreparedLoader) else loader)
 
 
 @quietly()
 def gathered(state: Any) -> Any:
-    """Return a state with whole tensors on rank 0's host, gathered one by one; None for them elsewhere. All ranks."""
+    """Return a state with full tensors on rank 0's host, gathered one by one; None for them elsewhere.
+
+    Collective: call on every rank.
+    """
     main = rank_and_size()[0] == 0
 
     def gather(value: Any) -> Any:
@@ -223,7 +232,7 @@ def local_tensor(value: Any) -> torch.Tensor:
 
 
 def is_plain_on_host(value: torch.Tensor) -> bool:
-    """Say whether this rank's part of a tensor is contiguous memory of the host, which a file may be read over."""
+    """Return whether this rank's part of a tensor is contiguous memory of the host, which a file may be read over."""
     local = local_part(value)
     return type(local) is torch.Tensor and local.device.type == "cpu" and local.is_contiguous() and not local.is_conj()
 

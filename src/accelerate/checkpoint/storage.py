@@ -1,7 +1,7 @@
 """Where a checkpoint lies, how it gets there in one step, and which checkpoints of a run stay.
 
-A checkpoint is written into a hidden folder beside its location. When all of it is there, the manifest too, and every byte has
-reached the disk, it takes the location: by one rename, or, where an older checkpoint lies there, by exchanging the two. A
+A checkpoint is written into a hidden folder next to its location. When all of it is there, the manifest too, and every byte has
+reached the disk, it takes the location: by one rename, or, where an older checkpoint is there, by exchanging the two. A
 reader finds the old one or the new one, and never a part. A publish that is killed between two steps is completed by the
 next process that writes to the location.
 """
@@ -52,7 +52,7 @@ class Busy(RuntimeError):
 
 @dataclass(frozen=True)
 class CheckpointStatus:
-    """What lies at a location, why it is not complete, and its manifest if that could be read.
+    """What is at a location, why it is not complete, and its manifest if that could be read.
 
     Attributes:
         kind: ``"complete"`` with a manifest and its files; ``"foreign"`` for a folder of another library or of an
@@ -127,11 +127,14 @@ class CheckpointStorage(ABC):
         return type(self)(posixpath.join(self.location, name))
 
     def parent(self) -> "CheckpointStorage":
-        """Return the storage that this one lies in; a root lies in itself."""
+        """Return the storage that this one is in; a root is in itself."""
         return type(self)(os.path.dirname(self.location))
 
     def state(self) -> CheckpointStatus:
-        """Return what lies here, without reading the files themselves; OSError if the store fails. Any rank, alone."""
+        """Return what lies here, without reading the files themselves; OSError if the store fails.
+
+        Not a collective.
+        """
         former, state = None, self._look()
         while not state.loads and state != former:  # another save may take the place between two steps of a look
             former, state = state, self._look()
@@ -159,7 +162,7 @@ class CheckpointStorage(ABC):
 
     @abstractmethod
     def entries(self) -> Sequence["CheckpointStorage"]:
-        """Return the folders that lie here, by name; hidden ones are left out."""
+        """Return the folders that lie here, by name; hidden ones are omitted."""
 
     @abstractmethod
     def files(self) -> dict[str, FileStat]:
@@ -219,16 +222,16 @@ class CheckpointStorage(ABC):
         return {}
 
     def has_checkpoint_files(self) -> bool:
-        """Say whether something here has a name that a checkpoint's files have, ours or another library's."""
+        """Return whether something here has a name that a checkpoint's files have, ours or another library's."""
         entries = [*self.files(), *(entry.name for entry in self.entries())]
         return any(entry == NAME or manifest.is_checkpoint_file(entry) for entry in entries)
 
     def is_empty(self) -> bool:
-        """Say whether neither a file nor a visible folder is here."""
+        """Return whether neither a file nor a visible folder is here."""
         return not (self.files() or self.entries())
 
     def counts(self, state: CheckpointStatus, foreign: bool = True) -> bool:
-        """Say whether it is one of those of which pruning keeps some: complete or, with `foreign`, another library's, by its files."""
+        """Return whether it is one of those of which pruning keeps some: complete or, with `foreign`, another library's, by its files."""
         return state.kind == "complete" or (foreign and state.kind == "foreign" and self.has_checkpoint_files())
 
     def checkpoints(self) -> list[tuple[int, "CheckpointStorage"]]:
@@ -285,7 +288,7 @@ _LONGEST = 100
 class LocalStorage(CheckpointStorage):
     """A folder of a file system that is mounted here; it need not exist.
 
-    A checkpoint called X is saved and removed by way of a hidden folder beside it, whose name is random::
+    A checkpoint called X is saved and removed by way of a hidden folder next to it, whose name is random::
 
         .saving_0123456789abcdef/
             .accelerate_save   says X; a folder without that file is the user's own
@@ -338,13 +341,13 @@ class LocalStorage(CheckpointStorage):
         return list(dict.fromkeys(self.child(name) for name in sorted(shown) if not name.startswith(".")))
 
     def has_checkpoint_files(self) -> bool:
-        """Say whether something here has a name that a checkpoint's files have; not of a folder that cannot be read."""
+        """Return whether something here has a name that a checkpoint's files have; not of a folder that cannot be read."""
         with contextlib.suppress(PermissionError):
             return super().has_checkpoint_files()
         return False
 
     def is_empty(self) -> bool:
-        """Say whether nothing is here."""
+        """Return whether nothing is here."""
         with contextlib.suppress(PermissionError):
             return super().is_empty()
         return False
@@ -439,7 +442,7 @@ class LocalStorage(CheckpointStorage):
             sync_folder(self._aside)
             with contextlib.suppress(OSError):
                 shutil.copymode(self.location, self._staged)
-            os.rename(self._staged, former)  # the name of what lies there once the two are exchanged
+            os.rename(self._staged, former)  # the name of what is there once the two are exchanged
             if not exchange(former, self.location):
                 os.rename(former, self._staged)
                 os.rename(self.location, former)
@@ -470,7 +473,7 @@ class LocalStorage(CheckpointStorage):
     def _complete_publish(self, aside: str) -> None:
         """Complete the publish of a hidden folder: what is left in it then is worth nothing. Needs the lock."""
         new, former = os.path.join(aside, self.name), os.path.join(aside, folders.FORMER)
-        with warned(f"What was at {self.location} before is still in {aside}"):  # the next save goes on with it
+        with warned(f"What was at {self.location} before is still in {aside}"):  # the next save continues with it
             if folders.is_folder(former) and not os.path.lexists(self.location):
                 os.rename(new if folders.is_folder(new) else former, self.location)
                 sync_folder(os.path.dirname(self.location))

@@ -208,7 +208,7 @@ class OpenFile:
 
 
 class _Stream(io.RawIOBase):
-    """Reads an open file from a position of its own."""
+    """Reads an open file from a separate position."""
 
     def __init__(self, file: OpenFile) -> None:
         self._file, self._position = file, 0

@@ -44,9 +44,11 @@ POPULATE = 22
 
 
 def each(task: Callable[[Any], T], items: Iterable[Any], threads: int) -> list[T]:
-    """Return what a task returns for each item, in order, or raise its first error once no task runs. Any rank, alone.
+    """Return what a task returns for each item, in order, or raise its first error once no task runs.
 
     An interpreter that is about to exit starts no threads any more; then all is done in the one that calls.
+
+    Not a collective.
     """
     items = list(items)
     if min(threads, len(items)) < 2:
@@ -105,13 +107,13 @@ def threads() -> int:
 
 
 def of_file(path: Path, threads: int = 2) -> tuple[int, str]:
-    """Return the size and the checksum of a file, of which threads read pieces. Any rank, alone."""
+    """Return the size and the checksum of a file, of which threads read pieces. Not a collective."""
     size, pieces = pieces_of_file(path, threads)
     return size, combined(pieces)
 
 
 def pieces_of_file(path: Path, threads: int = 2) -> tuple[int, list[bytes]]:
-    """Return the size of a file, and the digests of its pieces. Any rank, alone."""
+    """Return the size of a file, and the digests of its pieces. Not a collective."""
     size = require_file(path)
     return size, digests(path, range(0, size, CHUNK), size, threads)
 
@@ -365,7 +367,7 @@ _LEADS_OUT = re.compile(r"(?:^|/)(?:\.{0,2}(?:/|\Z)|[^/]:)|[\\\0]" + "|:" * (os.
 
 
 def is_inside(name: Any) -> bool:
-    """Say whether a path that a manifest or an index of shards gives stays within its folder, on every system."""
+    """Return whether a path that a manifest or an index of shards gives stays within its folder, on every system."""
     return not outside((name,))
 
 
@@ -442,7 +444,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 def exchange(left: str, right: str) -> bool:
-    """Exchange two folders of one file system in one step (renameat2); say whether the system could."""
+    """Exchange two folders of one file system in one step (renameat2); return whether the system could."""
     rename = _call("renameat2", "int", "char_p", "int", "char_p", "uint")
     if rename is None:
         return False

@@ -56,11 +56,17 @@ class Strategy:
         raise NotImplementedError(f"The strategy {self.name!r} prepares each object separately.")
 
     def wrap_model(self, accelerator: Run, model: nn.Module) -> nn.Module:
-        """Return the model as it trains under this strategy. Collective: call on every rank."""
+        """Return the model as it trains under this strategy.
+
+        Collective: call on every rank.
+        """
         return model
 
     def batches(self, accelerator: Run, loader: Any) -> Any:
-        """Return the loader that is prepared in the place of one that was given. Collective: call on every rank."""
+        """Return the loader that is prepared in the place of one that was given.
+
+        Collective: call on every rank.
+        """
         return loader
 
     def unwrap_model(
@@ -101,17 +107,26 @@ class Strategy:
     def clip_grad_norm(
         self, accelerator: Run, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float
     ) -> torch.Tensor:
-        """Clip gradients to a total norm, and return the norm that they had. Collective: call on every rank."""
+        """Clip gradients to a total norm, and return the norm that they had.
+
+        Collective: call on every rank.
+        """
         return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
 
     def clip_grad_value(self, accelerator: Run, parameters: Iterable[nn.Parameter], clip_value: float) -> None:
-        """Clip each gradient element to a range. Collective: call on every rank."""
+        """Clip each gradient element to a range.
+
+        Collective: call on every rank.
+        """
         nn.utils.clip_grad_value_(parameters, clip_value)
 
     # -- end -----------------------------------------------------------------------------------------------------
 
     def release(self, accelerator: Run) -> None:
-        """Release the strategy's data of the Accelerator's objects. Collective: call on every rank."""
+        """Release the strategy's data of the Accelerator's objects.
+
+        Collective: call on every rank.
+        """
 
 
 class SingleProcess(Strategy):

@@ -109,7 +109,10 @@ def take_from_first(tensor: torch.Tensor, device: torch.device, group: Any = Non
 
 
 def ranks_of_experts(module: nn.Module) -> int:
-    """Return over how many ranks the experts of a module are spread; 0 if it has none that are. Not a collective."""
+    """Return over how many ranks the experts of a module are spread; 0 if it has none that are.
+
+    Not a collective.
+    """
     parameters: Iterable[Any] = module._parameters.values()
     meshes = [value.device_mesh for value in parameters if hasattr(value, "device_mesh")]
     names = next((mesh.mesh_dim_names for mesh in meshes if "ep" in (mesh.mesh_dim_names or ())), ())

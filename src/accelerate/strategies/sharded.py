@@ -107,7 +107,10 @@ class FSDP2(Sharded):
 
     @contextlib.contextmanager
     def whole_parameters(self, accelerator: Run, model: nn.Module) -> Iterator[nn.Module]:
-        """Gather all units at once, and keep them through forwards. Collective: call on every rank."""
+        """Gather all units at once, and keep them through forwards.
+
+        Collective: call on every rank.
+        """
         with torch_private.unsharded(list(shard.roots(model))):
             yield self.unwrap_model(model)
 

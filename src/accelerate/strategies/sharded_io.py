@@ -29,7 +29,10 @@ class ShardedIO(StateIO):
         return layouts.layout_of(accelerator.state.fsdp_plugin, use_dcp)
 
     def whole_tensors(self, accelerator: Run, model: nn.Module, is_selected: Wanted = bool) -> Entries:
-        """Gather a tensor at a time, on each rank. Collective: call on every rank."""
+        """Gather a tensor at a time, on each rank.
+
+        Collective: call on every rank.
+        """
         again = model_io.tied_again(model)
         for name, value in io_of(model).model_state(model).values.items():
             if is_selected(name) and name not in again:
@@ -43,7 +46,10 @@ class ShardedIO(StateIO):
         return model_io.collected(self.whole_tensors(accelerator, model), model)
 
     def save_model(self, accelerator: Run, state: dict[str, Any], plan: SavePlan, index: int, **options: Any) -> None:
-        """Write the shards of a model. Collective: call on every rank."""
+        """Write the shards of a model.
+
+        Collective: call on every rank.
+        """
         outer = accelerator._models[index]
         values = io_of(outer).model_state(outer, _getter(options.get("adapter_only", False))).values
         layouts.write(values, plan, "model", index, self.layout(accelerator, options.get("use_dcp", True)))
@@ -51,7 +57,10 @@ class ShardedIO(StateIO):
     def load_model(
         self, accelerator: Run, model: nn.Module, folder: CheckpointFolder, index: int, **options: Any
     ) -> Change:
-        """Read this rank's shards of a model, whichever ranks wrote it. Collective: call on every rank."""
+        """Read this rank's shards of a model, whichever ranks wrote it.
+
+        Collective: call on every rank.
+        """
         model_options = options.get("model_options", {})
         if unknown := sorted(model_options.keys() - {"strict", "adapter_only"}):
             raise TypeError(f"{type(model).__name__} does not take {unknown}; nothing was loaded.")
@@ -71,7 +80,10 @@ class ShardedIO(StateIO):
         return Change(apply, None if by_name else functools.partial(kept_tensors, model), fill=fill)
 
     def save_optimizer(self, accelerator: Run, optimizer: Any, plan: SavePlan, index: int, **options: Any) -> None:
-        """Write the shards of an optimizer's state, by the names of parameters. Collective: call on every rank."""
+        """Write the shards of an optimizer's state, by the names of parameters.
+
+        Collective: call on every rank.
+        """
         model, _ = model_of(optimizer, accelerator._models)
         state = io_of(model).optimizer_state(optimizer, model)
         layouts.write(state, plan, "optimizer", index, self.layout(accelerator))
@@ -79,7 +91,10 @@ class ShardedIO(StateIO):
     def load_optimizer(
         self, accelerator: Run, optimizer: Any, folder: CheckpointFolder, index: int, **options: Any
     ) -> Change:
-        """Read this rank's shards of an optimizer's state, whichever ranks wrote it. All ranks."""
+        """Read this rank's shards of an optimizer's state, whichever ranks wrote it.
+
+        Collective: call on every rank.
+        """
         model, groups = model_of(optimizer, accelerator._models)
         prefer, fill = self.layout(accelerator), list[Plan]()
         state = optimizers.read_for_optimizer(optimizer, model, folder, index, prefer, groups, fill)

@@ -68,23 +68,30 @@ class StateIO:
     def load_model(
         self, accelerator: Run, model: nn.Module, folder: CheckpointFolder, index: int, **options: Any
     ) -> Change:
-        """Read a model's state from a checkpoint folder, and return what gives it to the model, which stays as it is. Collective: call on every rank.
+        """Read a model's state from a checkpoint folder, and return what gives it to the model, which stays as it is.
 
         `options` are `map_location`, `load_kwargs` of ``torch.load`` and `model_options` of the model's ``load_state_dict``.
+
+        Collective: call on every rank.
         """
         inner = accelerator._strategy.unwrap_model(model, keep_torch_compile=False)
         return layouts.read_full_model(inner, folder, index, **options)
 
     def save_optimizer(self, accelerator: Run, optimizer: Any, plan: SavePlan, index: int, **options: Any) -> None:
-        """Write an optimizer's state into a plan. Collective: call on every rank."""
+        """Write an optimizer's state into a plan.
+
+        Collective: call on every rank.
+        """
         save.write_optimizer(plain_state(inner_optimizer(optimizer)), plan, index, **options)
 
     def load_optimizer(
         self, accelerator: Run, optimizer: Any, folder: CheckpointFolder, index: int, **options: Any
     ) -> Change | None:
-        """Read an optimizer's state, and return what gives it to the optimizer; None if its model's state has it. All ranks.
+        """Read an optimizer's state, and return what gives it to the optimizer; None if its model's state has it.
 
         `options` are `map_location`, and `load_kwargs` of ``torch.load``.
+
+        Collective: call on every rank.
         """
         fill: list[Plan] = []
         state = optimizers.read_full_optimizer(optimizer, accelerator._models, folder, index, fill=fill, **options)

@@ -42,11 +42,13 @@ def load_state(
     missing_ok: bool,
     **model_options: Any,
 ) -> Path | str | None:
-    """Load what ``save_state`` saved into everything prepared or registered. All ranks call it.
+    """Load what ``save_state`` saved into everything prepared or registered.
 
     The checkpoint is verified, read in full and compared with the objects before any of them is changed. If one of
     them refuses its state all the same, on any rank, all are given back what they had. Where another save takes its
     place meanwhile, all ranks start over with that one, so that they never mix two.
+
+    Collective: call on every rank.
     """
     location = tensor_device(model_options.pop("map_location", None), accelerator.device)
     options = {"map_location": location, "load_kwargs": load_kwargs}
@@ -96,7 +98,10 @@ def _load_chosen(
     options: dict[str, Any],
     model_options: dict[str, Any],
 ) -> Outcome[Contents]:
-    """Verify, read and apply a checkpoint; unless that is `Ok`, all objects have what they had. All ranks."""
+    """Verify, read and apply a checkpoint; unless that is `Ok`, all objects have what they had.
+
+    Collective: call on every rank.
+    """
     by_shards = accelerator._state_io.saves_shards
     reading: Outcome[Contents] | None = None
     try:
@@ -166,9 +171,11 @@ def _storage(accelerator: TrainingRun, input_dir: Folder | None) -> CheckpointSt
 
 
 def _choose(search: Search, ranks: Ranks, problem: Exception | None, missing_ok: bool) -> Choice | None:
-    """Return the checkpoint that rank 0 has found, on the disk of this rank's machine; None if there is none. All ranks.
+    """Return the checkpoint that rank 0 has found, on the disk of this rank's machine; None if there is none.
 
     A `problem` of a rank, which failed in the background, is raised on all of them.
+
+    Collective: call on every rank.
     """
     group = ranks.group
     answer, error = _attempted(search.answer) if group.rank == 0 and problem is None else (None, problem)

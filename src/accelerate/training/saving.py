@@ -112,7 +112,7 @@ def _automatic(
     def refuse(storage: CheckpointStorage) -> None:
         if storage.location != unfinished and storage.state().loads:
             raise ValueError(
-                f"The checkpoint {storage.location!r} exists and would be overwritten. Load it before you go on, "
+                f"The checkpoint {storage.location!r} exists and would be overwritten. Load it before you continue, "
                 f"or set accelerator.project_configuration.iteration (now {number}) to a number that is free."
             )
 

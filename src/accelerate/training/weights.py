@@ -42,7 +42,10 @@ _ADAPTER = "adapter_config.json"
 def get_state_dict(
     accelerator: TrainingRun, model: nn.Module, unwrap: bool, offloaded: Callable[[nn.Module], dict[str, Any]]
 ) -> dict[str, Any]:
-    """Return the full state dict of a model; `offloaded` collects that of offloaded weights. All ranks call it."""
+    """Return the full state dict of a model; `offloaded` collects that of offloaded weights.
+
+    Collective: call on every rank.
+    """
     for module in model.modules():
         # Of several hooks of a module, one may keep its weights elsewhere.
         hooked = "_hf_hook" in module.__dict__
@@ -62,7 +65,10 @@ def _refuse_meta(state: Mapping[str, Any]) -> None:
 def stream_weights(
     accelerator: TrainingRun, model: nn.Module, dtype: torch.dtype | None, limit: int
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield copies of a model's full tensors in buckets of at most so many bytes, or of one tensor. All ranks, in step."""
+    """Yield copies of a model's full tensors in buckets of at most so many bytes, or of one tensor.
+
+    Collective: call on every rank, in step.
+    """
     # A cast must not change packed weights and their scales.
     scales = canonical_names(tensor_kinds.of_model(accelerator._strategy.unwrap_model(model)))
     packed = tuple([name.rpartition(".")[0] for name in scales])
@@ -93,7 +99,10 @@ def save_model(
     max_shard_size: int | str,
     safe_serialization: bool,
 ) -> None:
-    """Save a model's weights alone, in shards if they are large. All ranks call it, one process writes."""
+    """Save a model's weights alone, in shards if they are large.
+
+    Collective: call on every rank, one process writes.
+    """
     if os.path.isfile(save_directory):
         raise NotADirectoryError(f"save_directory={os.fspath(save_directory)!r} is a file; pass a folder.")
     convert_file_size_to_int(max_shard_size)  # refused on all ranks, not by the one that writes alone
@@ -123,7 +132,10 @@ def save_model(
 
 
 def save_adapter(accelerator: TrainingRun, model: nn.Module, folder: Folder) -> None:
-    """Gather a model's adapters, compare them with the shards of each rank, and let rank 0 write them. Collective: call on every rank."""
+    """Gather a model's adapters, compare them with the shards of each rank, and let rank 0 write them.
+
+    Collective: call on every rank.
+    """
     inner = accelerator._strategy.unwrap_model(model, keep_torch_compile=False)
     adapters = getattr(inner, "peft_config", None) or {}
     if not adapters or any(config.is_prompt_learning for config in adapters.values()):

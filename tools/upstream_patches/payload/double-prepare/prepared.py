@@ -1,7 +1,7 @@
 """Which objects an `Accelerator` has prepared, so that preparing one of them again does not wrap it again.
 
 Objects are compared with `is` and held by weak references: tensors, modules and lists define `==` as they like, two models
-with equal weights are two models, and what the user lets go of must not live on here.
+with equal weights are two models, and what the user releases must not live on here.
 """
 
 import functools
@@ -87,13 +87,13 @@ class PreparedObjects:
         return None
 
     def clear(self) -> None:
-        """Forget everything: whatever is prepared next is prepared afresh."""
+        """Forget everything: whatever is prepared next is prepared again."""
         self.entries.clear()
 
     def record(self, kind: str, given: Any, result: Any, listed: Any, trained: bool, settings: dict[str, str]) -> None:
         """Remember that `given` was prepared as `result`; replaces what was known about either of them."""
         made_from = [given, *_inside(given), *_inside(result)]
-        # A prepared optimizer or scheduler that was let go of is given as it is; the bare one is inside it.
+        # A prepared optimizer or scheduler that was released is given as it is; the bare one is inside it.
         made_from += [getattr(result, kind)] if kind in ("optimizer", "scheduler") else []
         former = (self.find(given), self.find(result))
         self.entries = [entry for entry in self.entries if entry.outer() is not None and entry not in former]
@@ -171,7 +171,7 @@ def _new_model(accelerator: Any, model: nn.Module) -> nn.Module | None:
         )
     wrapper = next((module for module in (model, *_inside(model)) if _is_wrapper(module)), None)
     if wrapper is not None and (_is_marked(model) or _is_marked(wrapper)):
-        # Prepared once and let go of, or a copy of a prepared model: wrapped as it should be, so it is used as it is.
+        # Prepared once and release, or a copy of a prepared model: wrapped as it should be, so it is used as it is.
         ddp = isinstance(wrapper, nn.parallel.DistributedDataParallel)
         listed = wrapper.module if ddp else wrapper
         trained, settings = _is_trainable(model), _settings(accelerator)
@@ -303,7 +303,7 @@ def _autocast_forward(module: Any) -> Any:
 
 
 def _undo(model: nn.Module, keep_forward: bool = False) -> None:
-    """Take the traces of a former preparation off a model that is prepared afresh."""
+    """Take the traces of a former preparation off a model that is prepared again."""
     for module in (model, *_inside(model)):
         # The mark says that somebody prepared it at some time, for whatever use; copies and adapters show it too.
         if getattr(module, "_is_accelerate_prepared", False):
@@ -314,7 +314,7 @@ def _undo(model: nn.Module, keep_forward: bool = False) -> None:
 
 
 def _shared_part(registry: PreparedObjects, model: nn.Module) -> str | None:
-    """Say which part a new model shares with one that is prepared already."""
+    """Return which part a new model shares with one that is prepared already."""
     prepared = [list(entry.objects()) for entry in registry.entries if entry.kind == "model"]
     # The entry of this very model is left when its wrapper is gone; that is no sharing.
     prepared = [objects for objects in prepared if not _holds(objects, model)]
@@ -337,7 +337,7 @@ def _warn_prepared(obj: Any, outer: Any, kind: str) -> None:
     if obj is not outer:
         what += f" as a {type(outer).__name__}, which is returned in its place"
     _warn(
-        f"{what}. {_WOULD_HAVE[kind]}. Call `prepare` once and use what it returns; to prepare it afresh, call "
+        f"{what}. {_WOULD_HAVE[kind]}. Call `prepare` once and use what it returns; to prepare it again, call "
         "`accelerator.free_memory()` first."
     )
 

@@ -30,7 +30,7 @@ WARNING_PARTS = ("already prepared", "is prepared, but", "Another live Accelerat
 
 
 class CountedModel(nn.Module):
-    """A small model that counts how often its state is asked for."""
+    """A small model that counts how often its state is requested."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class DoublePrepareTest(unittest.TestCase):
     """What `prepare` returns, what it lists and whether it warns, for each kind of object that it may get again."""
 
     def setUp(self) -> None:
-        """Build an `Accelerator`, in a state of its own unless the process group has to live on."""
+        """Build an `Accelerator`, in a separate state unless the process group has to live on."""
         if not IS_WORKER:
             AcceleratorState._reset_state(reset_partial_state=True)
             GradientState._reset_state()
@@ -60,7 +60,7 @@ class DoublePrepareTest(unittest.TestCase):
         assert self.distributed == IS_WORKER
 
     def tearDown(self) -> None:
-        """Let go of everything that was prepared."""
+        """Release everything that was prepared."""
         self.accelerator.free_memory()
         gc.collect()
 
@@ -206,7 +206,7 @@ class DoublePrepareTest(unittest.TestCase):
         third.free_memory()
 
     def test_after_free_memory(self) -> None:
-        """The objects are prepared afresh, silently and without a nested wrapper."""
+        """The objects are prepared again, silently and without a nested wrapper."""
         model = CountedModel()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for release in (self.accelerator.free_memory, self.accelerator.clear):
@@ -309,7 +309,7 @@ class DoublePrepareTest(unittest.TestCase):
             assert self.accelerator.prepare(model) is model
 
     def test_forward_is_wrapped_once(self) -> None:
-        """Preparing afresh does not put one autocast over another."""
+        """Preparing again does not put one autocast over another."""
         if self.distributed:
             return  # the precision belongs to the state, which cannot be built again here
         AcceleratorState._reset_state(reset_partial_state=True)
@@ -341,7 +341,7 @@ class TwoProcessTest(unittest.TestCase):
 
 
 if __name__ == "__main__":
-    # The processes have to leave together: one that goes on after a failure would wait for the other one for ever.
+    # The processes have to leave together: one that continues after a failure would wait for the other one for ever.
     program = unittest.main(defaultTest="DoublePrepareTest", failfast=True, exit=False)
     if program.result.wasSuccessful():
         torch.distributed.barrier()

@@ -144,7 +144,7 @@ class AcceleratorStateTest(unittest.TestCase):
             self.assertIs(arguments.preserve_accelerator_state, expected)
 
     def test_a_trainer_trains_on_the_state(self) -> None:
-        """A Trainer uses the state that is there, and the caller's accelerator works beside it."""
+        """A Trainer uses the state that is there, and the caller's accelerator works next to it."""
 
         class Line(torch.nn.Module):
             def __init__(self) -> None:

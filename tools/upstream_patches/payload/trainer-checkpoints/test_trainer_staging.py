@@ -1,4 +1,4 @@
-"""Checkpoints of the Trainer are whole or not there.
+"""Checkpoints of the Trainer are complete or not there.
 
 The same file is the program whose processes are killed in the middle of a save, or are the two ranks of a Trainer.
 """
@@ -96,7 +96,7 @@ class TrainerStagingTest(unittest.TestCase):
         return os.path.join(self.folder, *words)
 
     def test_killed_in_a_save(self) -> None:
-        """Wherever it is killed in its second save, the run goes on from the first, and ends as one that was not."""
+        """Wherever it is killed in its second save, the run continues from the first, and ends as one that was not."""
         wanted = trainer(self.path("straight"))
         wanted.train()
         codes = run(*[{"folder": self.path(moment), "killed": moment} for moment in MOMENTS])
@@ -148,7 +148,7 @@ class TrainerStagingTest(unittest.TestCase):
         self.assertEqual(get_last_checkpoint(self.folder), self.path("checkpoint-6"))
 
     def test_without_a_whole_one(self) -> None:
-        """There is none to go on from, and it is said."""
+        """There is none to continue from, and it is said."""
         os.mkdir(self.path("checkpoint-2"))
         self.assertIsNone(get_last_checkpoint(self.folder))
         with self.assertRaisesRegex(ValueError, "No valid checkpoint"):
@@ -165,7 +165,7 @@ class TrainerStagingTest(unittest.TestCase):
         warned.assert_not_called()
 
     def test_rotation(self) -> None:
-        """Nothing is removed before the new one is whole and in its place."""
+        """Nothing is removed before the new one is complete and in its place."""
         seen = []
         remove = shutil.rmtree
 
@@ -206,7 +206,7 @@ class TrainerStagingTest(unittest.TestCase):
         self.assertEqual(names(self.folder), ["checkpoint-2", "checkpoint-4", "checkpoint-6"])
 
     def test_a_disk_without_renames(self) -> None:
-        """It is copied, and what says that it is whole comes last; a run that is killed meanwhile has an unfinished one."""
+        """It is copied, and what says that it is complete comes last; a run that is killed meanwhile has an unfinished one."""
         trainer(self.folder, max_steps=2).train()
         Path(self.path("checkpoint-2", "older")).touch()
         copied = []
@@ -297,7 +297,7 @@ class DistributedTrainerStagingTest(unittest.TestCase):
         ]
 
     def check(self, folder: Path, ranks: tuple, state: bool = True) -> None:
-        """The checkpoints are there with what these ranks wrote, and nothing is left beside them."""
+        """The checkpoints are there with what these ranks wrote, and nothing is left next to them."""
         with self.subTest(folder=folder.name):
             self.assertEqual(names(folder), ["checkpoint-2", "checkpoint-4"])
             for name in names(folder):

@@ -1,7 +1,7 @@
-"""Checkpoints of the Trainer that are whole or not there.
+"""Checkpoints of the Trainer that are complete or not there.
 
 A checkpoint is written under another name, in the folder where it belongs. It gets its own name in one step, when all
-processes have written. The other name begins with an underscore, which pushes to the Hub leave out.
+processes have written. The other name begins with an underscore, which pushes to the Hub omit.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ def stage_checkpoint(checkpoint_dir: str, args: Any, wait_for_everyone: Callable
 
 
 def publish_checkpoint(staged: str, checkpoint_dir: str, args: Any, wait_for_everyone: Callable[[], Any]) -> None:
-    """Give what is staged its name, when all processes have written, and before any of them goes on. All processes."""
+    """Give what is staged its name, when all processes have written, and before any of them continues. All processes."""
     wait_for_everyone()
     if _publishes(args):
         claimed, replaced = f"{staged}-claimed", f"{staged}-replaced"
@@ -99,7 +99,7 @@ def _publishes(args: Any) -> bool:
 
 
 def _copy(staged: str, checkpoint_dir: str) -> None:
-    """Replace the folder by a copy, for mounted object stores; the file by which it is whole goes first and comes last."""
+    """Replace the folder by a copy, for mounted object stores; the file by which it is complete goes first and comes last."""
     state = os.path.join(checkpoint_dir, STATE_NAME)
     with contextlib.suppress(FileNotFoundError):
         os.remove(state)
