@@ -158,12 +158,13 @@ setup: $(VENV)/.ready ## make .venv with the package (editable) and the developm
 demo: $(VENV)/.ready-transformers ## both faults, a Trainer killed in a save, and a training on real data, with a table at the end
 	$(BIN)/python examples/demo.py
 
-quality: $(VENV)/.ready ## lint, format check, types, dead code, links of the documentation
+quality: $(VENV)/.ready ## lint, format check, types, dead code, links and phrases of the documentation
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python tools/dead_code.py
 	$(BIN)/python tools/check_links.py
+	$(BIN)/python tools/phrases.py --check
 
 style: $(VENV)/.ready ## let the linter and the formatter repair what they can
 	$(BIN)/ruff check --fix .
