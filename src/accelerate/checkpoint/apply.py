@@ -111,10 +111,11 @@ class Contents:
         self.undo_steps.clear()
         try:
             for change in self.changes:
-                if change.keep is None:
-                    change.apply()
+                # First, because a model may give copies as its state, which `apply` then puts into it.
                 for plan in change.fill:
                     plan.read()
+                if change.keep is None:
+                    change.apply()
         except OSError as error:
             raise DamagedCheckpoint(
                 f"{self.folder} changed while it was loaded: {error}. Some of the state is the checkpoint's, and some is what it was before. "
