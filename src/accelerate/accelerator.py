@@ -345,7 +345,7 @@ class Accelerator(Processes, ExtensionMethods):
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """Whether the last step of any prepared optimizer was omitted because gradients overflowed."""
+        """Whether the last step of any prepared optimizer was skipped because gradients overflowed."""
         return any(optimizer.step_was_skipped for optimizer in self._optimizers)
 
     @property

@@ -73,7 +73,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     """A torch optimizer that knows about gradient accumulation and gradient scaling.
 
     ``step`` and ``zero_grad`` do nothing while gradients accumulate. With a scaler, ``step_was_skipped`` says whether
-    the last step was omitted because of an overflow. State, parameter groups and defaults are the inner optimizer's,
+    the last step was skipped because of an overflow. State, parameter groups and defaults are the inner optimizer's,
     which is there as ``optimizer``.
 
     Args:

@@ -263,7 +263,7 @@ def _join_all() -> None:
 
 
 def _leave() -> None:
-    """End with status 1 if a save failed that no call has reported, lest the program look as if it had succeeded."""
+    """End with status 1 if a save failed that no call has reported, so that the program does not look successful."""
     _join_all()
     if all(background._pid != os.getpid() for background in _unreported):  # a fork has its parent's
         return

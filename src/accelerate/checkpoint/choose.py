@@ -1,6 +1,6 @@
 """Choosing the checkpoint to load: the one at a location, or the newest that loads among those of a run.
 
-Rank 0 searches for all. Where machines have disks of their own, one rank of each machine looks at its copy.
+Rank 0 searches for all. Where machines have separate disks, one rank of each machine looks at its copy.
 
 The four phases of a load, here and in `verify`, `read` and `apply`, end with an `Outcome`.
 """

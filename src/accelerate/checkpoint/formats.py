@@ -87,7 +87,7 @@ def check_storable(name: str, tensor: Any) -> torch.Tensor:
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or tensor.dtype not in DTYPE_NAMES:
         kind = f"{tensor.dtype}, {tensor.layout}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
         raise TypeError(
-            f"safetensors cannot hold {name!r} ({kind}). Save with safe_serialization=False, or omit it of the state dict."
+            f"safetensors cannot hold {name!r} ({kind}). Save with safe_serialization=False, or remove it from the state dict."
         )
     return tensor
 

@@ -269,7 +269,7 @@ class Ranks:
         """Come to the next meeting; return whether this rank's call differs from that of the first rank."""
         store, size = dist.PrefixStore("accelerate/ranks", self._origin), self.group.world_size
         self._number = (store.add("arrived", 1) - 1) // size
-        # After the arrival: to connect takes seconds where torch looks up the host's name without effect.
+        # After the arrival: connecting takes seconds if torch cannot resolve the host's name.
         self._store = dist.PrefixStore("accelerate/ranks", _connection(self._origin))
         self._keys = dist.PrefixStore(str(self._number), self._store)
         if call["leads"] and not self.group.shared:

@@ -520,7 +520,7 @@ class EndAhead:
         return self
 
     def draw(self) -> None:
-        """Let the sampler draw its order now, rather than when the running iteration is requested its first item."""
+        """Let the sampler draw its order now, rather than with the first item of the running iteration."""
         self._items = iter(self.source)
         self._following = next(self._items, _END)
 

@@ -31,7 +31,7 @@ def starts(values: Mapping[str, Resolved], on: set[str], job: Any) -> bool:
 
 
 def process(plan: LaunchPlan, environment: Mapping[str, str]) -> Process:
-    """Return the call of mpirun that `run` makes. mpirun is requested its version; nothing else is started."""
+    """Return the call of mpirun that `run` makes. Only `mpirun --version` is started."""
     return _call(plan, environment)[1]
 
 
