@@ -45,6 +45,7 @@ _CLOSING = 1 << 40
 # Added if all ranks must end because they hang.
 _ABORTING = 1 << 41
 _JOIN_S = 1.0
+_LOOKS_AWAITED = 2  # how long the holder of the store waits for the others at its end, in intervals between two looks
 _ENDING_S = 5.0  # for the stacks of all ranks
 
 
@@ -118,7 +119,7 @@ class Watcher:
             holds = _holds(self._origin(), self.rank)
             if holds:
                 store.add("asked", _CLOSING)
-            self._count_in(store, "left", 2 * interval(self.world_size) * holds)
+            self._count_in(store, "left", _LOOKS_AWAITED * interval(self.world_size) * holds)
         except Exception as error:  # the process that holds the store has ended first
             logger.debug("Rank %d could not leave word that it ends: %s", self.rank, error)
 
