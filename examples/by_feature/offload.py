@@ -21,7 +21,7 @@ LAYERS, WIDTH = 8, 256
 
 
 class Block(nn.Module):
-    """A residual block; all of it has to are on one device, which `no_split_module_classes` says."""
+    """A residual block; all of it has to be on one device, which `no_split_module_classes` says."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -207,29 +207,34 @@ _LARGE_INT = 1 << (_LONG_INT - 1)
 # -- states -----------------------------------------------------------------------------------------------------------
 
 
+# Which no change concerns.
+_CONSTANTS = frozenset((str, float, bool, bytes, type(None)))
+
+
 def rebuilt(state: Any, change: Callable[[Any], Any], known: dict[int, Any] | None = None) -> Any:
     """Return a state of the same nested containers, which may contain itself, with its values changed."""
     known = {} if known is None else known
     if id(state) in known:
         return known[id(state)]
-    if type(state) in (dict, OrderedDict):
-        made = known[id(state)] = type(state)()
+    kind = type(state)
+    if kind in (dict, OrderedDict):
+        made = known[id(state)] = kind()
         for key, value in state.items():
-            made[key if isinstance(key, (str, torch.Tensor)) else rebuilt(key, change, known)] = rebuilt(
-                value, change, known
-            )
-        if type(state) is OrderedDict:
-            vars(made).update(rebuilt(vars(state), change, known))  # a state dict has its version there
+            if type(value) not in _CONSTANTS:
+                value = rebuilt(value, change, known)
+            made[key if isinstance(key, (str, torch.Tensor)) else rebuilt(key, change, known)] = value
+        if kind is OrderedDict and vars(state):  # a state dict has its version there
+            vars(made).update(rebuilt(vars(state), change, known))
         return made
-    if type(state) is list:
+    if kind is list:
         made = known[id(state)] = []
-        made.extend([rebuilt(value, change, known) for value in state])
+        made.extend([value if type(value) in _CONSTANTS else rebuilt(value, change, known) for value in state])
         return made
-    if type(state) is not tuple:
+    if kind is not tuple:
         return change(state)
     if {*map(type, state)} == {int} and min(state) > -_LARGE_INT and max(state) < _LARGE_INT:
         return state  # Python's random state has 625 integers, which no change concerns
-    return tuple([rebuilt(value, change, known) for value in state])
+    return tuple([value if type(value) in _CONSTANTS else rebuilt(value, change, known) for value in state])
 
 
 class _Call:

@@ -200,7 +200,7 @@ def library_versions() -> dict[str, str]:
     import torch
 
     return {
-        # Of the package that runs: another distribution of the name may are next to it.
+        # Of the package that runs: another distribution of the name may be next to it.
         "accelerate": getattr(sys.modules["accelerate"], "__version__", "unknown"),
         "torch": str(torch.__version__),
         "numpy": numpy.__version__,

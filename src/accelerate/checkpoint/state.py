@@ -99,13 +99,19 @@ def quietly() -> Iterator[None]:
         yield
 
 
+_CONTAINERS = (Mapping, list)
+
+
 def mapped_leaves(state: Any, change: Callable[[Any], Any]) -> Any:
     """Return a new state whose values, in nested dictionaries and lists, have been changed."""
-    if isinstance(state, Mapping):
-        return {name: mapped_leaves(value, change) for name, value in state.items()}
-    if isinstance(state, list):
-        return [mapped_leaves(value, change) for value in state]
-    return change(state)
+    if not isinstance(state, _CONTAINERS):
+        return change(state)
+    is_mapping = isinstance(state, Mapping)
+    changed = [
+        mapped_leaves(value, change) if isinstance(value, _CONTAINERS) else change(value)
+        for value in (state.values() if is_mapping else state)
+    ]
+    return dict(zip(state, changed, strict=True)) if is_mapping else changed
 
 
 # -- kinds of models and tensors ---------------------------------------------------------------------------------------

@@ -372,13 +372,6 @@ def _safetensors(path: str) -> dict[str, Source]:
 
 
 def _torch_file(path: str) -> Any:
-    """Return the state in a file of torch's format; its tensors have sources in the file where `torch_files.outline` tells their places."""
-    file = OpenFile(path)
-    if (outline := torch_files.outline(path)) is None:
-        return torch_files.load(path, "cpu")
-
-    def source(value: Any) -> Any:
-        is_place = isinstance(value, torch_files.TensorPlace)
-        return FileSource(file, value.start, value.shape, value.dtype) if is_place else value
-
-    return mapped_leaves(outline, source)
+    """Return the state in a file of torch's format; its tensors have sources in the file where `torch_files.outline` can read it."""
+    outline = torch_files.outline(path, partial(FileSource, OpenFile(path)))
+    return torch_files.load(path, "cpu") if outline is None else outline

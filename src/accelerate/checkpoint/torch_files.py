@@ -124,12 +124,16 @@ def _values_allowed() -> Iterator[None]:
             serialization.add_safe_globals(former)
 
 
+# Makes what takes the place of a contiguous tensor of a file, of the byte at which it starts, its shape, and its dtype.
+MakeTensor = Callable[[int, torch.Size, torch.dtype], Any]
+
+
 @dataclass(frozen=True)
-class TensorPlace:
-    """A contiguous tensor in a file, from byte `start` on."""
+class _Storage:
+    """Memory of tensors in a file, from byte `start` on."""
 
     start: int
-    shape: torch.Size
+    size: int
     dtype: torch.dtype
 
 
@@ -154,10 +158,10 @@ class _Outline(pickle.Unpickler):
     Other names are refused. What may be named belongs to this object only, so a pickle that changes it spoils nothing else.
     """
 
-    def __init__(self, data: bytes, start_of: Callable[[str], int]) -> None:
+    def __init__(self, data: bytes, start_of: Callable[[str], int], make_tensor: MakeTensor) -> None:
         super().__init__(io.BytesIO(data))
-        self.tensors: list[TensorPlace] = []
-        self._start_of = start_of
+        self.tensors: list[Any] = []
+        self._start_of, self._make_tensor = start_of, make_tensor
         self._names = {
             ("torch._utils", "_rebuild_tensor_v2"): lambda *arguments: self._tensor(*arguments),
             ("collections", "OrderedDict"): type("OrderedDict", (dict,), {}),
@@ -169,41 +173,36 @@ class _Outline(pickle.Unpickler):
             raise pickle.UnpicklingError(f"it names {module}.{name}")
         return self._names[module, name]
 
-    def persistent_load(self, pid: Any) -> TensorPlace:
+    def persistent_load(self, pid: Any) -> _Storage:
         _, storage, record, _, count = pid
-        return TensorPlace(self._start_of(f"data/{record}"), torch.Size([count]), _STORAGES[storage])
+        return _Storage(self._start_of(f"data/{record}"), count, _STORAGES[storage])
 
-    def _tensor(self, storage: TensorPlace, offset: int, size: Any, stride: Any, *more: Any) -> TensorPlace:
+    def _tensor(self, storage: _Storage, offset: int, size: Any, stride: Any, *more: Any) -> Any:
         shape, dtype = torch.Size(size), storage.dtype
         contiguous, step = [], 1
         for length in reversed(shape):
             contiguous.append(step)
             step *= max(length, 1)
-        if tuple(contiguous[::-1]) != stride or len(more) > 2 or not 0 <= offset <= storage.shape[0] - shape.numel():
+        if tuple(contiguous[::-1]) != stride or len(more) > 2 or not 0 <= offset <= storage.size - shape.numel():
             raise pickle.UnpicklingError("it has a tensor that is not contiguous")
-        self.tensors.append(TensorPlace(storage.start + offset * dtype.itemsize, shape, dtype))
+        self.tensors.append(self._make_tensor(storage.start + offset * dtype.itemsize, shape, dtype))
         return self.tensors[-1]
 
 
-def outline(path: str) -> Any:
-    """Return the state in a file of torch's format with a `TensorPlace` for each tensor; no tensor is read.
+def outline(path: str, make_tensor: MakeTensor) -> Any:
+    """Return the state in a file of torch's format with what `make_tensor` returns for each tensor; no tensor is read.
 
     Torch's careful reader is written in Python, and takes half of the time of a small load. None for a file that only it can read:
     with other values, with a tensor in a container that `mapped_leaves` does not look into, or that is damaged.
     """
-    places: set[int] = set()
-
-    def note(value: Any) -> Any:
-        if isinstance(value, TensorPlace):
-            places.add(id(value))
-        return value
-
+    values: list[Any] = []
     try:
-        reader = _Outline(*torch_private.pickle_and_offsets(path))
-        state = mapped_leaves(reader.load(), note)
+        reader = _Outline(*torch_private.pickle_and_offsets(path), make_tensor)
+        state = reader.load()
+        mapped_leaves(state, values.append)
     except Exception:  # who reads the file then says what is wrong
         return None
-    return state if len(places) == len(reader.tensors) else None
+    return state if set(map(id, reader.tensors)) <= set(map(id, values)) else None
 
 
 _CHANGED = (dict, list, collections.deque)

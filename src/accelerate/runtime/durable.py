@@ -36,7 +36,9 @@ CHUNK = 16 << 20
 
 # How much is written at a time, before the disk begins with it: so little that it is nearly done when a file of some megabytes is closed.
 _BLOCK = 2 << 20
-# Smaller pieces are collected until they are so much.
+# Smaller pieces are collected until they are so much. Larger ones are written from where they are, without a copy.
+_COLLECTED = 128 << 10
+# How much is read at a time.
 _STEP = 1 << 20
 
 # Advice: to read and map pages of a file in one go, several times faster than a fault at a time (kernels from 5.14 know it).
@@ -239,7 +241,7 @@ class HashedFile(io.BufferedWriter):
 def hashed(sink: Sink) -> Iterator[HashedFile]:
     """Give the file of a sink to write to, which is there in full when the block ends well, else not at all."""
     try:
-        file = HashedFile(sink, _STEP)
+        file = HashedFile(sink, _COLLECTED)
         yield file
         file.finish()
     except BaseException as error:

@@ -114,7 +114,7 @@ def init_on_device(device: int | str | torch.device, include_buffers: bool | Non
                 # Out of the meta device there is nothing to copy: such a parameter is still to be initialised.
                 made = torch.empty_like(param, device=device) if param.is_meta else param.detach().to(device)
                 param = as_parameter(param, made.detach())
-            module._parameters[name] = param  # in any case: the block may are in another one, which has moved it
+            module._parameters[name] = param  # in any case: the block may be in another one, which has moved it
 
     nn.Module.register_parameter = register_on_device
     try:

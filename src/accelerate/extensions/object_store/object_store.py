@@ -62,7 +62,7 @@ class ObjectStore(CheckpointStorage):
     staged `sync` what else was written into their folders. When all have done so, one rank calls `publish`.
 
     The credentials and the address of the store come from the environment or from fsspec's configuration.
-    ImportError names a package that a URL needs; ValueError says that no checkpoint can are there.
+    ImportError names a package that a URL needs; ValueError says that no checkpoint can be there.
     """
 
     shared = False
