@@ -218,7 +218,8 @@ def rebuilt(state: Any, change: Callable[[Any], Any], known: dict[int, Any] | No
         return known[id(state)]
     kind = type(state)
     if kind in (dict, OrderedDict):
-        made = known[id(state)] = kind()
+        made: Any = kind()
+        known[id(state)] = made
         for key, value in state.items():
             if type(value) not in _CONSTANTS:
                 value = rebuilt(value, change, known)

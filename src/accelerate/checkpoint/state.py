@@ -106,12 +106,9 @@ def mapped_leaves(state: Any, change: Callable[[Any], Any]) -> Any:
     """Return a new state whose values, in nested dictionaries and lists, have been changed."""
     if not isinstance(state, _CONTAINERS):
         return change(state)
-    is_mapping = isinstance(state, Mapping)
-    changed = [
-        mapped_leaves(value, change) if isinstance(value, _CONTAINERS) else change(value)
-        for value in (state.values() if is_mapping else state)
-    ]
-    return dict(zip(state, changed, strict=True)) if is_mapping else changed
+    values = state.values() if isinstance(state, Mapping) else state
+    changed = [mapped_leaves(value, change) if isinstance(value, _CONTAINERS) else change(value) for value in values]
+    return dict(zip(state, changed, strict=True)) if isinstance(state, Mapping) else changed
 
 
 # -- kinds of models and tensors ---------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -32,6 +32,8 @@ from accelerate.runtime import durable, torch_private
 
 # Threads share the work of reading from this many bytes on.
 _SHARED = 16 << 20
+# Torch's reader moves to and fro in a file for each tensor. A file of fewer bytes is quicker in memory.
+_SMALL = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -192,9 +194,10 @@ class OpenFile:
         if self.descriptor >= 0:
             os.close(self.descriptor)
 
-    def stream(self) -> io.BufferedReader:
-        """Return a stream of the file; several streams may be read at a time."""
-        return io.BufferedReader(_Stream(self))
+    def stream(self) -> BinaryIO:
+        """Return a stream of the file; several streams may be read at a time. A small file is read at once."""
+        stream = io.BufferedReader(_Stream(self))
+        return io.BytesIO(stream.read()) if os.fstat(self.descriptor).st_size < _SMALL else stream
 
     def read_into(self, memory: torch.Tensor, start: int) -> None:
         """Fill a contiguous tensor in host memory with the bytes from `start` on."""
