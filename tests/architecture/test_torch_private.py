@@ -1,4 +1,4 @@
-"""What torch keeps private is named in two files, so that a new torch is one place to look at."""
+"""What torch keeps private is named in two files of the core and one of an extension, so that a new torch is few places to look at."""
 
 import ast
 from collections.abc import Iterator
@@ -86,11 +86,12 @@ def test_what_torch_keeps_private_is_named_in_its_files_alone():
     wrong = [
         f"{name}:{line} {found}"
         for name, path in source.modules().items()
-        if name not in HOMES
+        if name not in HOMES and not name.endswith(".torch_private")
         for line, found in foreign_names(source.tree(path), ours)
     ]
     assert not wrong, (
-        "put them into runtime/torch_private.py, with what happens where they are not there:\n" + "\n".join(wrong)
+        "put them into torch_private.py of the extension or of runtime/, with what happens where they are not there:\n"
+        + "\n".join(wrong)
     )
 
 

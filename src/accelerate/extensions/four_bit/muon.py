@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
-from accelerate.runtime import torch_private
+from accelerate.extensions.four_bit.torch_private import hook_steps, muon_rate
 from accelerate.runtime.torch_private import box, local_part
 
 _AVERAGE = "momentum_buffer"  # torch's key of it
@@ -40,7 +40,7 @@ class ShardedMuon(torch.optim.Muon):
                 updates.append(gradient.lerp(average, momentum) if group["nesterov"] else average)
             for parameter, update in zip(parameters, orthogonalised(updates, group), strict=True):
                 parameter.mul_(1 - lr * group["weight_decay"])
-                rate = torch_private.muon_rate(lr, group["adjust_lr_fn"], parameter.shape)
+                rate = muon_rate(lr, group["adjust_lr_fn"], parameter.shape)
                 local_part(parameter).add_(update, alpha=-rate)
         return loss
 
@@ -48,7 +48,7 @@ class ShardedMuon(torch.optim.Muon):
 def share(optimizer: torch.optim.Muon) -> None:
     """Let torch's Muon share its work from now on. Not a collective."""
     optimizer.__class__ = ShardedMuon
-    torch_private.hook_steps(optimizer)
+    hook_steps(optimizer)
 
 
 def orthogonalised(matrices: Sequence[torch.Tensor], settings: Mapping[str, Any]) -> list[torch.Tensor]:

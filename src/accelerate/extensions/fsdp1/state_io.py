@@ -10,6 +10,7 @@ from torch import nn
 
 from accelerate.checkpoint.model_io import ModelIO, ModelState, inner_optimizer, renamed, tied_again
 from accelerate.checkpoint.state import Entries, Wanted, quietly
+from accelerate.extensions.fsdp1.torch_private import buffer_dtypes, member_names, shared_members
 from accelerate.modules.unwrap import canonical_names, is_compiled_module
 from accelerate.runtime import torch_private
 from accelerate.runtime.run import Run
@@ -37,14 +38,14 @@ class FSDP1Models(ModelIO):
         tied = super().tied_names(model)
         for prefix, module in self.unwrapped(model).named_modules():
             # The parameter whose memory it is comes first.
-            for info in torch_private.shared_members(module):
+            for info in shared_members(module):
                 inside = [(info.prim_module_name, info.prim_param_name), (info.module_name, info.param_name)]
                 tied.append(canonical_names(".".join(part for part in (prefix, *pair) if part) for pair in inside))
         return tied
 
     def names_of(self, name: str, parameter: nn.Parameter) -> list[str]:
         """Return the names of a flat parameter's members. Not a collective."""
-        members = torch_private.member_names(parameter)
+        members = member_names(parameter)
         prefix = name.rpartition(".")[0]
         return [name] if members is None else [f"{prefix}.{member}" if prefix else member for member in members]
 
@@ -100,7 +101,7 @@ class FSDP1Models(ModelIO):
         Collective: call on every rank.
         """
         parameters = [parameter for group in inner_optimizer(optimizer).param_groups for parameter in group["params"]]
-        flat = any(torch_private.member_names(parameter) is not None for parameter in parameters)
+        flat = any(member_names(parameter) is not None for parameter in parameters)
         return self.model_state(model).values, {}, flat
 
     @quietly()
@@ -132,7 +133,7 @@ class FSDP1IO(ShardedIO):
         """
         from torch.distributed.fsdp import FullyShardedDataParallel
 
-        again, kinds = tied_again(model), torch_private.buffer_dtypes(model)
+        again, kinds = tied_again(model), buffer_dtypes(model)
         for prefix, unit in model.named_modules():
             if unit is not model and not isinstance(unit, FullyShardedDataParallel):
                 continue
@@ -178,6 +179,6 @@ def _names(modules: Iterable[tuple[str, nn.Module]]) -> list[str]:
     for prefix, module in modules:
         for key in torch_private.own_state(module, prefix):
             owner, dot, entry = key.rpartition(".")
-            members = torch_private.member_names(module._parameters.get(entry))
+            members = member_names(module._parameters.get(entry))
             names += [key] if members is None else [f"{owner}{dot}{member}" for member in members]
     return canonical_names(names)

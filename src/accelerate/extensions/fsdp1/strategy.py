@@ -12,12 +12,12 @@ from accelerate.checkpoint.model_io import inner_optimizer
 from accelerate.config.handlers import GradScalerKwargs
 from accelerate.devices import row
 from accelerate.extensions.fsdp1 import is_fsdp1
+from accelerate.extensions.fsdp1.torch_private import member_names
 from accelerate.modules import tensor_kinds
 from accelerate.modules.optimizer_remap import named, remap_optimizers
 from accelerate.modules.unwrap import is_compiled_module, loaded_wrappers
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.precision import master
-from accelerate.runtime import torch_private
 from accelerate.runtime.run import Run
 from accelerate.strategies import consistency, fsdp
 from accelerate.strategies.mesh import check_backend, shard_mesh, take_from_first
@@ -273,7 +273,7 @@ def _repoint_flat(accelerator: Run, model: nn.Module, before: dict[str, nn.Param
     moved, seen = accelerator.prepared.moved, set()
     for name, flat in named(model).items():
         prefix = name.rpartition(".")[0]
-        members = torch_private.member_names(flat)
+        members = member_names(flat)
         for member in members if members is not None else [name.rpartition(".")[2]]:
             full = f"{prefix}.{member}" if prefix else member
             old = before.get(full)

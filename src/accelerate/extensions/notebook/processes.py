@@ -29,10 +29,11 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from accelerate.config.options import BY_NAME
+from accelerate.extensions.notebook.torch_private import end_with_the_parent, is_lost_by_fork
 from accelerate.launch import elastic
 from accelerate.launch.errors import LaunchError, Reporter, RunError, WorkerFailure, endings_of
 from accelerate.launch.plan import BACKENDS, Rendezvous
-from accelerate.runtime import failure, torch_private
+from accelerate.runtime import failure
 from accelerate.runtime.failure import PREEMPTED
 from accelerate.runtime.ranks import DEFAULT_PORT
 
@@ -88,7 +89,7 @@ def _is_lost_by_forks(namespace: Any) -> bool:
         return True
     if (process := os.fork()) == 0:
         try:
-            os._exit(torch_private.is_lost_by_fork(namespace))
+            os._exit(is_lost_by_fork(namespace))
         finally:
             os._exit(1)
     return os.waitpid(process, 0)[1] != 0
@@ -226,7 +227,7 @@ class Worker:
 
     def _begin_afresh(self) -> None:
         # Torch requests SIGINT, which waits for Python; a process inside a collective would stay, with its memory on the GPU.
-        torch_private.end_with_the_parent(signal.SIGTERM)
+        end_with_the_parent(signal.SIGTERM)
         if os.getppid() != multiprocessing.parent_process().pid:
             os._exit(1)  # it had ended before that
         # Signals act as in a fresh process: the fork inherits the launcher's handlers.

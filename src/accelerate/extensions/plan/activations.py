@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from accelerate.extensions.plan import gpu_kernels
+from accelerate.extensions.plan.torch_private import convolution_scratch, looks_at_values, shapes_of_wholes_unseen
 from accelerate.extensions.reports.allocations import ACTIVATIONS, GRADIENTS, AllocationTracker, label
 from accelerate.extensions.reports.collectives import collective_of
 from accelerate.extensions.reports.estimator import Layout
@@ -88,7 +89,7 @@ def measure(
             split()
         if sharing is not None:
             tensor_parallel.cut(model, styles, sharing)
-            last.enter_context(torch_private.shapes_of_wholes_unseen())
+            last.enter_context(shapes_of_wholes_unseen())
         inventory = inventory_of_model(model, type(model).__name__)
         if sharing is not None:  # FSDP shards the parts over all of its ranks
             inventory = replace(inventory, items=tuple(replace(item, split=1) for item in inventory.items))
@@ -107,7 +108,7 @@ def measure(
                     loss = _loss(model(**arguments))
                 recorder.enter(True, "")
                 loss.backward()
-            except torch_private.looks_at_values() as error:
+            except looks_at_values() as error:
                 raise ValueError(
                     f"The forward of {type(model).__name__} looks at values, so it cannot run on shapes only: {error}."
                 ) from error
@@ -254,7 +255,7 @@ class _Recorder(TorchDispatchMode):
         self.flops += flops_of(func, args, kwargs or {}, out)
         if (sent := collective_of(func, args, out)) is not None:
             self.split.append(sent)
-        scratch = 0 if self.gpu else torch_private.convolution_scratch(func, args, out)
+        scratch = 0 if self.gpu else convolution_scratch(func, args, out)
         self.peak = max(self.peak, self._bytes + self._created + scratch)
         return out
 

@@ -12,6 +12,7 @@ import torch
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from accelerate.extensions.plan.torch_private import fused_attention
 from accelerate.runtime import torch_private
 from accelerate.runtime.torch_private import pytree
 
@@ -58,7 +59,7 @@ def _attention(real: Callable[..., Any]) -> Callable[..., Any]:
             query, key, value = query.to(half), key.to(half), value.to(half)
         # Fused kernels keep a number for each row, whatever mask and dropout there are. In float32 none takes fewer heads of keys.
         if query.dtype != torch.float32 or not enable_gqa:
-            return torch_private.fused_attention(query, key, value, is_causal=is_causal, scale=scale)
+            return fused_attention(query, key, value, is_causal=is_causal, scale=scale)
         with sdpa_kernel(SDPBackend.MATH):
             return real(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=True)
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from accelerate.extensions.reports.torch_private import group_named
 from accelerate.runtime import torch_private
 from accelerate.runtime.torch_private import pytree
 
@@ -86,7 +87,7 @@ class CollectiveRecorder(torch_private.TorchDispatchMode):
         """Return by group its number of ranks, and the number of ranks between neighbours."""
         extents = {}
         for group in self._sizes:
-            first, *others = dist.get_process_group_ranks(torch_private.group_named(group))
+            first, *others = dist.get_process_group_ranks(group_named(group))
             extents[self._label(group)] = (1 + len(others), others[0] - first if others else 1)
         return extents
 
@@ -151,7 +152,7 @@ def _group(args: Any) -> tuple[str, int]:
                 continue
             return group.group_name, group.size()
     name = [value for value in args if isinstance(value, str)][-1]
-    return name, torch_private.group_named(name).size()
+    return name, group_named(name).size()
 
 
 def _size(value: Any) -> int:

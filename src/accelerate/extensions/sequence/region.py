@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from accelerate.comm.check import same_on_all
 from accelerate.extensions.sequence.documents import Documents
+from accelerate.extensions.sequence.torch_private import skip_when_compiling
 from accelerate.runtime import torch_private
 
 if TYPE_CHECKING:
@@ -146,7 +147,7 @@ class Region:
     @contextmanager
     def _attending(self, active: Active) -> Iterator[None]:
         # torch.compile must not compile the handler of operations that run between two graphs.
-        torch_private.skip_when_compiling(Attention.__torch_function__.__code__)
+        skip_when_compiling(Attention.__torch_function__.__code__)
         self.active = active
         try:
             with self._mode, self._renamed():

@@ -38,6 +38,7 @@ from accelerate.extensions.reports.collectives import CollectiveRecorder
 from accelerate.extensions.reports.throughput import flops_of
 from accelerate.extensions.simulate import checkpoints, simulated
 from accelerate.extensions.simulate.report import Facts, text_of
+from accelerate.extensions.simulate.torch_private import completed, made_as_shape, sharding_for_one
 from accelerate.runtime import ranks, torch_private
 from accelerate.strategies.mesh import ranks_of_experts
 from accelerate.training import restoring, saving
@@ -76,12 +77,12 @@ class SimulatedRank(CollectiveRecorder):
         """Follow the memory that travels, and give the operation an end with a value, which the fake group's has not."""
         self.memory.see((args, result), EXCHANGED)
         if func.namespace == "c10d" and isinstance(result, tuple):
-            return (*result[:-1], torch_private.completed(result[0]))
+            return (*result[:-1], completed(result[0]))
         return result
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._shapes is not None and not types:
-            tensor = torch_private.made_as_shape(self._shapes, func, args, kwargs or {})
+            tensor = made_as_shape(self._shapes, func, args, kwargs or {})
             # Results of routed experts have no values either: they would be zeros.
             if tensor is not None and (self._routed or tensor.is_floating_point() and tensor.numel() >= _LARGE):
                 self.memory.see(tensor)
@@ -141,7 +142,7 @@ def _played(rank: SimulatedRank) -> Iterator[None]:
             _move_shapes(last)
             last.callback(nn.modules.module.register_module_forward_pre_hook(rank.entered).remove)
             last.callback(nn.modules.module.register_module_forward_hook(rank.leave_experts).remove)
-        last.enter_context(torch_private.sharding_for_one())
+        last.enter_context(sharding_for_one())
         last.enter_context(rank.memory.watching())
         last.enter_context(rank)
         yield
