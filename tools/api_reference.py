@@ -146,11 +146,11 @@ def methods() -> str:
 
 
 def purpose_of(value: Any, address: str) -> str:
-    """Return the first paragraph of a docstring as a cell of a table; ValueError without one."""
+    """Return the first paragraph of a docstring, without its contract, as a cell of a table; ValueError without one."""
     purpose = (inspect.getdoc(value) or "").partition("\n\n")[0].replace("\n", " ").replace("|", "\\|")
     if not purpose:
         raise ValueError(f"{address} has no docstring; its first sentence belongs on the page.")
-    return purpose.replace("``", "`")
+    return purpose.removesuffix(" Not a collective.").replace("``", "`")
 
 
 def main() -> int:

@@ -614,6 +614,8 @@ class Accelerator(Processes, ExtensionMethods):
     def verify_device_map(self, model: nn.Module) -> bool:
         """Return whether a model, or a part of it, was placed on several devices by a device map.
 
+        Not a collective.
+
         Args:
             model: The model.
 
@@ -642,7 +644,10 @@ class Accelerator(Processes, ExtensionMethods):
         return preparation.release(self, objects)
 
     def clear(self, *objects: Any) -> list[Any]:
-        """Do the same as ``free_memory``."""
+        """Do the same as ``free_memory``.
+
+        Collective: call on every rank.
+        """
         return self.free_memory(*objects)
 
     # -- gradients -----------------------------------------------------------------------------------------------
@@ -651,6 +656,8 @@ class Accelerator(Processes, ExtensionMethods):
         """Return the context of one micro-batch: in it, prepared optimizers step only at the end of their accumulation step.
 
         The forward pass belongs into it, too: under DDP it decides whether the backward pass exchanges gradients.
+
+        Collective: call on every rank.
 
         Args:
             *models: The prepared models trained in it, whose gradients stay local until the accumulation step ends.
@@ -683,6 +690,8 @@ class Accelerator(Processes, ExtensionMethods):
         With FSDP each rank keeps whole gradients meanwhile (`fully_shard` does that by `set_requires_gradient_sync`), which
         is said once, with the figure; ``GradientAccumulationPlugin(sync_each_batch=True)`` avoids it.
 
+        Not a collective.
+
         Args:
             model: A prepared model.
 
@@ -697,6 +706,8 @@ class Accelerator(Processes, ExtensionMethods):
     @staticmethod
     def trigger_sync_in_backward(model: nn.Module) -> contextlib.AbstractContextManager[None]:
         """Return a context whose backward pass synchronises, although the forward passes ran under ``no_sync``.
+
+        Not a collective.
 
         Args:
             model: The prepared model.
@@ -762,6 +773,8 @@ class Accelerator(Processes, ExtensionMethods):
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
         """Run the backward pass of LOMO optimizers, which update the weights in it.
 
+        Collective: call on every rank.
+
         Args:
             loss: The loss, already scaled.
             learning_rate: The learning rate of this step.
@@ -773,6 +786,8 @@ class Accelerator(Processes, ExtensionMethods):
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Divide the float16 loss scale out of the gradients, before they are read or changed.
+
+        Collective: call on every rank.
 
         Args:
             optimizer: The optimizer or optimizers whose gradients are meant; all prepared ones by default.
@@ -942,6 +957,8 @@ class Accelerator(Processes, ExtensionMethods):
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> contextlib.AbstractContextManager[None]:
         """Return the autocast context of the precision in force, for code outside a prepared model's forward.
 
+        Not a collective.
+
         Args:
             autocast_handler: Settings for this context, instead of the Accelerator's.
 
@@ -988,6 +1005,8 @@ class Accelerator(Processes, ExtensionMethods):
         no_restore_buffers: set[torch.Tensor] | None = None,
     ) -> contextlib.AbstractContextManager[None]:
         """Return the context in which buffers are sharded along their sequence, if context parallelism is on.
+
+        Collective: call on every rank.
 
         Args:
             buffers: Tensors to shard in place.
@@ -1105,6 +1124,8 @@ class Accelerator(Processes, ExtensionMethods):
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
         """Save an object to disk, once per run (or per machine, where the project is set so). All ranks may call it.
+
+        Not a collective.
 
         Args:
             obj: The object.
@@ -1271,6 +1292,8 @@ class Accelerator(Processes, ExtensionMethods):
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Add objects to what ``save_state`` saves.
 
+        Collective: call on every rank.
+
         Args:
             *objects: Objects with ``state_dict`` and ``load_state_dict``.
 
@@ -1285,6 +1308,8 @@ class Accelerator(Processes, ExtensionMethods):
 
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Add a function that is called before ``save_state`` writes, with models, weights and folder.
+
+        Not a collective.
 
         Args:
             hook: ``hook(models, weights, output_dir)``; it may write models itself and empty the lists.
@@ -1301,6 +1326,8 @@ class Accelerator(Processes, ExtensionMethods):
 
     def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Add a function that is called before ``load_state`` reads, with models and folder.
+
+        Not a collective.
 
         Args:
             hook: ``hook(models, input_dir)``; it may read models itself and empty the list.
@@ -1352,6 +1379,8 @@ class Accelerator(Processes, ExtensionMethods):
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """Return a loader that omits the first batches of its next epoch, to continue in the middle of one.
 
+        Not a collective.
+
         Args:
             dataloader: A prepared loader.
             num_batches: How many batches to omit.
@@ -1375,6 +1404,8 @@ class Accelerator(Processes, ExtensionMethods):
     ) -> None:
         """Start the trackers that ``log_with`` named.
 
+        Not a collective.
+
         Args:
             project_name: The project, or run, under which they log.
             config: Hyperparameters to store.
@@ -1385,6 +1416,8 @@ class Accelerator(Processes, ExtensionMethods):
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """Return a tracker that was started, after ``end_training()`` too.
 
+        Not a collective.
+
         Args:
             name: Its name, such as ``"tensorboard"``.
             unwrap: Whether to return the library's own object.
@@ -1394,6 +1427,8 @@ class Accelerator(Processes, ExtensionMethods):
     @_from_main_process
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
         """Log values to every running tracker.
+
+        Not a collective.
 
         Args:
             values: The values by name.

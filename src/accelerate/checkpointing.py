@@ -57,6 +57,8 @@ def save_accelerator_state(
     Every rank calls it. The main process writes the shared files, and each rank its random states. No rank waits for
     another: ``Accelerator.save_state`` does that.
 
+    Not a collective.
+
     Args:
         output_dir: The folder. It is made when it is missing.
         model_states: State dicts of the models.
@@ -99,6 +101,8 @@ def load_accelerator_state(
     All data is read and checked before anything is changed.
 
     Call it on every rank; no rank waits for another.
+
+    Not a collective.
 
     Args:
         input_dir: The folder.

@@ -116,13 +116,15 @@ class Extension:
     def phase_begins(self, phase: str, loss: Any) -> None:
         """Note that a call of the Accelerator begins.
 
+        Collective: call on every rank.
+
         Args:
             phase: ``"backward"``, ``"save_state"``, ``"gather"`` or ``"reduce"``.
             loss: The loss of a backward pass, as the caller gave it; else None.
         """
 
     def phase_ends(self, phase: str) -> None:
-        """Note that a call of the Accelerator ends, by an error or not."""
+        """Note that a call of the Accelerator ends, by an error or not. Not a collective."""
 
     def step_begins(self, optimizer: Any) -> None:
         """Act before the step of a prepared optimizer that ends an accumulation step; the gradients are still scaled.
@@ -137,7 +139,10 @@ class Extension:
         """
 
     def starting_workers(self, loader: Any) -> contextlib.AbstractContextManager[Any]:
-        """Return the context in which a prepared loader starts the workers of its torch loader, which is given."""
+        """Return the context in which a prepared loader starts the workers of its torch loader, which is given.
+
+        Collective: call on every rank.
+        """
         return _NOTHING
 
     def between_batches(self, loader: Any) -> None:
@@ -147,7 +152,10 @@ class Extension:
         """
 
     def first_batches(self, loader: Any, batches: Iterator[Any]) -> Iterable[Any]:
-        """Yield the first batches of an epoch of a prepared loader, which are read from `batches`; the loader yields the others."""
+        """Yield the first batches of an epoch of a prepared loader, which are read from `batches`; the loader yields the others.
+
+        Collective: call on every rank.
+        """
         return ()
 
     def saving(self, plan: Any) -> None:
@@ -241,7 +249,10 @@ class Spec:
     storage: str = ""
 
     def install(self, owner: type) -> None:
-        """Give a class the methods and attributes of the extension; ValueError if it has one of these names."""
+        """Give a class the methods and attributes of the extension; ValueError if it has one of these names.
+
+        Not a collective.
+        """
         for name, address in (*self.methods.items(), *self.attributes.items()):
             if hasattr(owner, name):
                 raise ValueError(
@@ -400,11 +411,14 @@ class Extensions:
         self._update()
 
     def of_kind(self, kind: type[E]) -> list[E]:
-        """Return the run's extensions of a class."""
+        """Return the run's extensions of a class. Not a collective."""
         return [extension for extension in self.attached if isinstance(extension, kind)]
 
     def phase(self, phase: str, loss: Any = None) -> contextlib.AbstractContextManager[Any]:
-        """Return the context of a call of the Accelerator, which calls the hooks `phase_begins` and `phase_ends`."""
+        """Return the context of a call of the Accelerator, which calls the hooks `phase_begins` and `phase_ends`.
+
+        Collective: call on every rank.
+        """
         return self._phase(phase, loss) if self.phase_begins or self.phase_ends else _NOTHING
 
     @contextlib.contextmanager

@@ -135,6 +135,8 @@ def get_logger(name: str, log_level: str | int | None = None) -> MultiProcessAda
     the first message on. They go to ``rank_<rank>.jsonl`` in the folder of ``--log_dir`` (ACCELERATE_LOG_DIR), or to the
     terminal instead of text.
 
+    Not a collective.
+
     Args:
         name: usually `__name__`.
         log_level: the level to set on the logger and the root logger; None reads ACCELERATE_LOG_LEVEL, else changes nothing.

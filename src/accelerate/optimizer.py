@@ -120,29 +120,31 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._optimizer_patched_step_method = patch_optimizer_step(self, self.optimizer.step)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group to the inner optimizer."""
+        """Add a parameter group to the inner optimizer. Not a collective."""
         self.optimizer.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the inner optimizer's state dict."""
+        """Return the inner optimizer's state dict. Not a collective."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the inner optimizer's state; torch moves each entry to its parameter's device."""
+        """Load the inner optimizer's state; torch moves each entry to its parameter's device. Not a collective."""
         self.optimizer.load_state_dict(state_dict)
 
     def train(self) -> None:
-        """Put an optimizer that has modes (schedule-free ones) into training mode."""
+        """Put an optimizer that has modes (schedule-free ones) into training mode. Not a collective."""
         if callable(switch := getattr(self.optimizer, "train", None)):
             switch()
 
     def eval(self) -> None:
-        """Put an optimizer that has modes (schedule-free ones) into evaluation mode."""
+        """Put an optimizer that has modes (schedule-free ones) into evaluation mode. Not a collective."""
         if callable(switch := getattr(self.optimizer, "eval", None)):
             switch()
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear the gradients, unless they are still accumulating.
+
+        Not a collective.
 
         Args:
             set_to_none: Drop the gradients instead of zeroing them; None leaves it to the inner optimizer.
@@ -163,6 +165,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     def step(self, closure: Callable | None = None) -> None:
         """Update the parameters, unless gradients are still accumulating.
+
+        Collective: call on every rank.
 
         Args:
             closure: Re-evaluates the model and returns the loss, for optimizers that need it.

@@ -134,6 +134,8 @@ class ParallelismConfig:
     def to_json(self) -> dict[str, Any]:
         """Return the settings as a dictionary of JSON values, without the device mesh.
 
+        Not a collective.
+
         Example:
             >>> ParallelismConfig(dp_shard_size=2).to_json()["dp_shard_size"]
             2
@@ -247,6 +249,8 @@ class ParallelismConfig:
 
     def get_device_mesh(self, device_type: str | None = None) -> "DeviceMesh | None":
         """Return the device mesh, building it at the first call. The first call is made by every rank.
+
+        Collective: call on every rank.
 
         Args:
             device_type: such as "cuda"; needed at the first call only.

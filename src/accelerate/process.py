@@ -358,7 +358,10 @@ class PartialState(ProcessView):
         return torch.device(detect().type)
 
     def set_device(self) -> None:
-        """Make the state's device the current one of this process; where it is None, choose it again."""
+        """Make the state's device the current one of this process; where it is None, choose it again.
+
+        Not a collective.
+        """
         if self.device is None:
             distributed = traits_of(self.distributed_type).distributed
             hardware = device_for(self._cpu, self.backend) if distributed else detect(self._cpu)

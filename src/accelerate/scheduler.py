@@ -18,6 +18,8 @@ class AcceleratedScheduler:
     one optimizer step uses n of them, so the scheduler advances n times. Tensor, context and sequence parallel ranks work on
     the same batch and do not count. With ``split_batches`` the ranks share one batch, and it advances once.
 
+    No method is a collective.
+
     Args:
         scheduler: The scheduler to wrap.
         optimizers: The prepared optimizer or optimizers it belongs to.

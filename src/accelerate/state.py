@@ -273,6 +273,8 @@ class AcceleratorState(ProcessView):
     def get_deepspeed_plugin(self, name: str) -> Any:
         """Return one of several DeepSpeed plugins.
 
+        Not a collective.
+
         Args:
             name: its key in the dictionary that was given to `Accelerator`.
 
@@ -289,6 +291,8 @@ class AcceleratorState(ProcessView):
 
     def select_deepspeed_plugin(self, name: str | None = None) -> None:
         """Make one of several DeepSpeed plugins the active one.
+
+        Not a collective.
 
         Args:
             name: its key in the dictionary that was given to `Accelerator`.

@@ -311,7 +311,7 @@ def is_numpy_available(min_version: str = "1.25.0") -> bool:
 
 
 def is_rich_available() -> bool:
-    """Tell whether rich is installed and wanted (ACCELERATE_ENABLE_RICH)."""
+    """Tell whether rich is installed and wanted (ACCELERATE_ENABLE_RICH). Not a collective."""
     return _is_installed("rich") and parse_flag_from_env("ACCELERATE_ENABLE_RICH", False)
 
 

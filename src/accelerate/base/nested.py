@@ -287,6 +287,8 @@ def initialize_tensors(data_structure: Any) -> Any:
 def find_batch_size(data: Any) -> int:
     """Return the size of the first dimension of the first tensor in a nested structure.
 
+    Not a collective.
+
     Raises:
         IndexError: the tensor is a scalar.
         TypeError: the first leaf is no tensor.
@@ -347,6 +349,8 @@ def slice_tensors(
 
 def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
     """Concatenate the tensors at the same places of several nested structures.
+
+    Not a collective.
 
     Args:
         data: structures of the same form. The leaves of a single one may be anything.

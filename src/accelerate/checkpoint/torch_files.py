@@ -235,6 +235,8 @@ def _with_arrays(value: Any, known: dict[int, Any]) -> Any:
 def save(obj: Any, f: Path | BinaryIO, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
     """Save an object to a file, on the main process only. All ranks may call it; the others return at once.
 
+    Not a collective.
+
     Args:
         obj: What to save; with ``safe_serialization`` a flat dict of names and tensors, of which tied ones are written
             under their first name and all others as they are.
@@ -282,6 +284,8 @@ def _warn_of_shared_tensors(state: Mapping[str, Any], saved: Mapping[str, Any]) 
 
 def load(f: Path | BinaryIO, map_location: Any = None, **kwargs: Any) -> Any:
     """Load an object that ``save`` wrote in torch's format, without running code from the file.
+
+    Not a collective.
 
     Args:
         f: A path or a binary file.

@@ -72,6 +72,8 @@ class CustomHelpFormatter(OneSpelling):
 def launch_command_parser(subparsers: Any = None) -> CustomArgumentParser:
     """Return the parser of `accelerate launch` with every option of the option table.
 
+    Not a collective.
+
     Args:
         subparsers: the result of `ArgumentParser.add_subparsers`, or None for a separate parser.
 
@@ -100,6 +102,8 @@ def launch_command(args: argparse.Namespace) -> None:
 
     For programs: it returns or raises the error. `main` does the same for the console, where one process replaces the
     launcher.
+
+    Not a collective.
 
     Raises:
         LaunchError: the request cannot be run as written.

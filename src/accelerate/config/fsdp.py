@@ -99,6 +99,8 @@ class FullyShardedDataParallelPlugin:
     then to its default. Words are accepted wherever torch has an enumeration or a class. After construction each field
     holds torch's own object.
 
+    No method is a collective.
+
     Args:
         fsdp_version: 1 for the `FullyShardedDataParallel` wrapper, 2 for `fully_shard` (FSDP_VERSION).
         sharding_strategy: version 1, the sharded tensors: FULL_SHARD (default), SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD or

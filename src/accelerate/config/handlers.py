@@ -112,13 +112,18 @@ class DistributedDataParallelKwargs(KwargsHandler):
         return hook, wrapper
 
     def to_dict(self, ignore_keys: tuple[str, ...] = _COMMUNICATION) -> dict[str, Any]:
-        """Return the attributes that torch's constructor takes, deep-copied: all but `ignore_keys`."""
+        """Return the attributes that torch's constructor takes, deep-copied: all but `ignore_keys`.
+
+        Not a collective.
+        """
         return {name: copy.deepcopy(value) for name, value in self.__dict__.items() if name not in ignore_keys}
 
     def register_comm_hook(self, model: Any) -> None:
         """Register the chosen compression on a DistributedDataParallel; "no" does nothing.
 
-        Unknown values of fields raise ValueError. Collective: call on every rank, once, before the first backward pass.
+        Unknown values of fields raise ValueError.
+
+        Collective: call on every rank, once, before the first backward pass.
         """
         chosen, wrapper = self._communication()
         if chosen is DDPCommunicationHookType.NO:
@@ -239,7 +244,10 @@ class ProfileKwargs(KwargsHandler):
         return self.output_trace_dir if self.memory_snapshot is True else os.fspath(self.memory_snapshot or "") or None
 
     def build(self) -> Any:
-        """Return a `torch.profiler.profile`, not yet started; a ValueError names an activity that is unknown here."""
+        """Return a `torch.profiler.profile`, not yet started; a ValueError names an activity that is unknown here.
+
+        Not a collective.
+        """
         from torch import profiler
 
         options = {name: value for name, value in vars(self).items() if name in _OF_PROFILER}
@@ -300,6 +308,8 @@ class TorchDynamoPlugin(KwargsHandler):
     """The arguments of `torch.compile` when `Accelerator.prepare` compiles a model.
 
     Each field left at None is read from the environment variable in brackets, which the launcher sets.
+
+    No method is a collective.
 
     Args:
         backend: the compiler, as a `DynamoBackend` or its name in any case; "no" compiles nothing

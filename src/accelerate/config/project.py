@@ -99,7 +99,7 @@ class ProjectConfiguration:
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: str | os.PathLike | None = None) -> None:
-        """Set the folder of the run, and that of the logs if there is none yet."""
+        """Set the folder of the run, and that of the logs if there is none yet. Not a collective."""
         self.project_dir = project_dir
         if self.logging_dir is None:
             self.logging_dir = project_dir

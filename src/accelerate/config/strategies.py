@@ -169,6 +169,8 @@ def specs() -> list[StrategySpec]:
 def register(spec: StrategySpec, before: str | None = None) -> None:
     """Add a strategy, in front of the one it refines.
 
+    Not a collective.
+
     Args:
         spec: The strategy; it is asked before those behind it.
         before: Name of the strategy it goes in front of; None puts it first.

@@ -287,6 +287,8 @@ def skip_first_batches(dataloader: DataLoader, num_batches: int = 0) -> DataLoad
     dropped. Of a prepared loader the result is a view: the two count epochs together, so that after the shortened epoch
     the original continues with the next one. Every process has to call it with the same number.
 
+    Not a collective.
+
     Args:
         dataloader: a prepared loader, or a torch loader.
         num_batches: number of batches to omit, as a process counts them.

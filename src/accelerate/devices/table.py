@@ -22,6 +22,8 @@ from accelerate.config.enums import DistributedType, RNGType
 class Device:
     """One kind of device. The methods work for devices whose torch module follows the shape of `torch.cuda`.
 
+    No method is a collective.
+
     Attributes:
         distributed_type: how several processes on such devices cooperate by default.
         backends: names of `torch.distributed` backends, the preferred one first.
@@ -305,6 +307,8 @@ def forget() -> None:
 
 def register(device: Device) -> None:
     """Add a kind of device that this table does not have, or replace its row; it is looked for before the others.
+
+    Not a collective.
 
     Example:
         >>> from accelerate.devices import DEVICES, Device, register

@@ -45,7 +45,7 @@ class Strategy:
         """
 
     def needs_wrapper(self, accelerator: Run, model: nn.Module) -> bool:
-        """Whether ``wrap_model`` would put a module around this one for training."""
+        """Whether ``wrap_model`` would put a module around this one for training. Not a collective."""
         return False
 
     def prepare_together(self, accelerator: Run, objects: Sequence[Any]) -> tuple[Any, ...]:
@@ -85,7 +85,10 @@ class Strategy:
     # -- step ----------------------------------------------------------------------------------------------------
 
     def backward(self, accelerator: Run, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Run the backward pass of a loss that is already scaled for accumulation."""
+        """Run the backward pass of a loss that is already scaled for accumulation.
+
+        Collective: call on every rank.
+        """
         scaler = accelerator.scaler
         if scaler is not None:
             scaling.before_backward(scaler)
@@ -93,15 +96,18 @@ class Strategy:
         loss.backward(**kwargs)
 
     def no_sync(self, accelerator: Run, model: nn.Module) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which backward passes keep gradients on their rank."""
+        """Return a context in which backward passes keep gradients on their rank. Not a collective."""
         return contextlib.nullcontext()
 
     def join(self, joinables: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which ranks may run out of batches at different steps."""
+        """Return a context in which ranks may run out of batches at different steps.
+
+        Collective: call on every rank.
+        """
         return contextlib.nullcontext()
 
     def make_scaler(self, accelerator: Run, handler: GradScalerKwargs | None) -> Any | None:
-        """Return the gradient scaler of the precision in force, or None."""
+        """Return the gradient scaler of the precision in force, or None. Not a collective."""
         return amp.make_scaler(accelerator.device.type, precision(accelerator.mixed_precision), handler)
 
     def clip_grad_norm(

@@ -32,7 +32,10 @@ class StateIO:
     save_options: ClassVar[tuple[str, ...]] = ()
 
     def owns_state(self, model: nn.Module) -> bool:
-        """Whether hooks of `load_state` do not see this model, nor decide who loads it; those of `save_state` get it as it is."""
+        """Whether hooks of `load_state` do not see this model, nor decide who loads it; those of `save_state` get it as it is.
+
+        Not a collective.
+        """
         return False
 
     def whole_tensors(self, accelerator: Run, model: nn.Module, is_selected: Wanted = bool) -> Entries:
@@ -98,5 +101,5 @@ class StateIO:
         return optimizer_change(optimizer, state, manifest.optimizer_file(index), fill)
 
     def checkpointed_schedulers(self, accelerator: Run) -> list[Any]:
-        """Return the schedulers whose state is saved with a checkpoint."""
+        """Return the schedulers whose state is saved with a checkpoint. Not a collective."""
         return list(accelerator._schedulers)

@@ -34,6 +34,8 @@ class GeneralTracker:
     here. ``Accelerator.init_trackers`` calls ``start`` and then, when there is a configuration,
     ``store_init_configuration``; ``Accelerator.log`` calls ``log``, and ``Accelerator.end_training`` calls ``finish``.
 
+    No method is a collective.
+
     Attributes:
         main_process_only: Whether the methods run only on the main process. False means every rank logs.
 

@@ -48,6 +48,8 @@ def find_executable_batch_size(
 
     Collective: call the decorated function on every rank.
 
+    Collective: call on every rank.
+
     Args:
         function: The function to decorate; None when the decorator is used with arguments.
         starting_batch_size: The first size to try.

@@ -64,6 +64,8 @@ def init_empty_weights(include_buffers: bool | None = None) -> contextlib.Abstra
     Works as a ``with`` block and as a decorator. Such a model has shapes and dtypes, but no data: load a checkpoint
     with `load_checkpoint_and_dispatch` before using it.
 
+    Not a collective.
+
     Args:
         include_buffers: Put buffers on the meta device too, and every other tensor made inside. None: as
             ``ACCELERATE_INIT_INCLUDE_BUFFERS`` says, else no.
@@ -80,6 +82,8 @@ def init_empty_weights(include_buffers: bool | None = None) -> contextlib.Abstra
 @contextlib.contextmanager
 def init_on_device(device: int | str | torch.device, include_buffers: bool | None = None) -> Iterator[None]:
     """Have the parameters of modules made inside live on a device. Works as a ``with`` block and as a decorator.
+
+    Not a collective.
 
     Args:
         device: The device.
@@ -132,6 +136,8 @@ def cpu_offload(
     prefetch: bool | int | str | None = None,
 ) -> nn.Module:
     """Keep a model's weights on the CPU; each module's weights visit the execution device for its forward.
+
+    Not a collective.
 
     Args:
         model: The model, changed in place.
@@ -189,6 +195,8 @@ def cpu_offload_with_hook(
 
     For pipelines that run several models in turn, of which one fits on the device at a time.
 
+    Not a collective.
+
     Args:
         model: The model, changed in place.
         execution_device: Where forward runs. None: this process's device.
@@ -217,6 +225,8 @@ def disk_offload(
     prefetch: bool | int | str | None = None,
 ) -> nn.Module:
     """Keep a model's weights in files; each module's weights are read for its forward.
+
+    Not a collective.
 
     Args:
         model: The model, changed in place.
@@ -262,6 +272,8 @@ def dispatch_model(
     prefetch: bool | int | str | None = None,
 ) -> nn.Module:
     """Spread a model over devices as a device map says, with hooks that move inputs and offloaded weights.
+
+    Not a collective.
 
     Args:
         model: The model, changed in place; it gets the attribute ``hf_device_map``.
@@ -369,6 +381,8 @@ def load_checkpoint_and_dispatch(
     prefetch: bool | int | str | None = None,
 ) -> nn.Module:
     """Read a checkpoint into a model, straight to the devices where its weights belong, and dispatch the model.
+
+    Not a collective, unless `broadcast_from_rank0` is set.
 
     Args:
         model: The model, changed in place; usually made under `init_empty_weights`.

@@ -83,6 +83,8 @@ def infer_auto_device_map(
     largest layer, because offloaded layers run there. Modules with tied weights go to one device. A device that stays
     empty because its budget is too small is warned about.
 
+    Not a collective.
+
     Args:
         model: The model; its tensors may be on the meta device. Tie its weights first.
         max_memory: The most that each device may take, as for `get_max_memory`. None: what is free.
@@ -371,6 +373,8 @@ def get_balanced_memory(
     """Return a memory budget that spreads a model evenly over the accelerators, for `infer_auto_device_map`.
 
     The last accelerator keeps its whole budget, for what the even shares do not hold.
+
+    Not a collective.
 
     Args:
         model: The model; its tensors may be on the meta device.

@@ -26,6 +26,8 @@ _accelerate_added_attributes = ["to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa
 class ModelHook:
     """Base of hooks: four methods around the life of a module, each of which does nothing here.
 
+    No method is a collective.
+
     Attributes:
         no_grad: Whether the module's forward runs without recording gradients.
     """
@@ -53,6 +55,8 @@ class ModelHook:
 
 class SequentialHook(ModelHook):
     """Several hooks in one; each method runs those of all hooks, first to last.
+
+    No method is a collective.
 
     Args:
         *hooks: The hooks.
@@ -113,6 +117,8 @@ def _set_forward(module: nn.Module, forward: Any) -> None:
 def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:
     """Have a hook run around a module's forward.
 
+    Not a collective.
+
     Args:
         module: The module, changed in place.
         hook: The hook. Its `init_hook` runs now.
@@ -146,6 +152,8 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
 
 def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
     """Take the hook off a module, which then is as it was before `add_hook_to_module`.
+
+    Not a collective.
 
     Args:
         module: The module, changed in place; without hook nothing happens.
@@ -219,6 +227,8 @@ def _restore_method(module: nn.Module, name: str) -> None:
 
 def remove_hook_from_submodules(module: nn.Module) -> None:
     """Take the hooks off a module and all its submodules; offloaded weights come back.
+
+    Not a collective.
 
     Args:
         module: The module, changed in place.

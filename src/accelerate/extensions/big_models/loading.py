@@ -550,6 +550,8 @@ def load_checkpoint_in_model(
     Files are mapped into memory: weights in safetensors that belong on the CPU stay mapped and are copied nowhere, and
     those that belong on the disk are read where they are. Everything is checked before the model is changed.
 
+    Not a collective, unless `broadcast_from_rank0` is set.
+
     Args:
         model: The model; its tensors may be on the meta device.
         checkpoint: A file with a state dict, the index of a sharded checkpoint, or a folder with either.

@@ -84,7 +84,10 @@ class TokenBudgetSampler(Sampler[list[int]]):
         return len(self._bounds)
 
     def check_ranks(self, number: int) -> None:
-        """Refuse (ValueError) a number of ranks that steps were not made for; a loader that is prepared calls it."""
+        """Refuse (ValueError) a number of ranks that steps were not made for; a loader that is prepared calls it.
+
+        Not a collective.
+        """
         if self.ranks % number:
             raise ValueError(
                 f"TokenBudgetSampler has ranks={self.ranks}, and its loader is prepared among {number} ranks that read data: their steps "
@@ -92,7 +95,7 @@ class TokenBudgetSampler(Sampler[list[int]]):
             )
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose order comes next; a prepared loader calls it."""
+        """Choose the epoch whose order comes next; a prepared loader calls it. Not a collective."""
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[list[int]]:

@@ -189,10 +189,12 @@ def _export_target(target: str | os.PathLike[str], source: CheckpointStorage, ov
 def merge_fsdp_weights(
     checkpoint_dir: str, output_path: str, safe_serialization: bool = True, remove_checkpoint_dir: bool = False
 ) -> None:
-    """Merge a sharded checkpoint into one file of weights. All ranks; the main process works, the others wait for it.
+    """Merge a sharded checkpoint into one file of weights. The main process works, and the others wait for it.
 
     What the manifest of the checkpoint says of the shards is compared with them first. The file is on the disk, and is
     what was written, before anything is deleted.
+
+    Collective: call on every rank.
 
     Args:
         checkpoint_dir: the folder `pytorch_model_fsdp_0` of a checkpoint, with a `.metadata` file. The whole model must

@@ -145,6 +145,8 @@ class DeepSpeedPlugin:
     in parentheses and then to its default. In a configuration file, "auto" is filled in from the arguments here, and in
     `prepare` from the objects. DeepSpeed itself is only needed there.
 
+    No method is a collective.
+
     Args:
         hf_ds_config: a DeepSpeed configuration as a dictionary, a path, a base64 string or an `HfDeepSpeedConfig`, which
             is kept as it is (ACCELERATE_DEEPSPEED_CONFIG_FILE).

@@ -46,15 +46,21 @@ class Ema(Extension):
         self.run.extensions.remove(self)
 
     def released(self) -> None:
-        """Stop averaging."""
+        """Stop averaging. Not a collective."""
         self.close()
 
     def saving(self, plan: Any) -> None:
-        """Refuse a checkpoint in which weights and averages would have each other's place."""
+        """Refuse a checkpoint in which weights and averages would have each other's place.
+
+        Collective: call on every rank.
+        """
         self._refuse_applied("save_state")
 
     def loading(self, folder: str) -> None:
-        """Refuse a load that would give the model averages for weights."""
+        """Refuse a load that would give the model averages for weights.
+
+        Collective: call on every rank.
+        """
         self._refuse_applied("load_state")
 
     def _refuse_applied(self, call: str) -> None:
@@ -64,7 +70,10 @@ class Ema(Extension):
             )
 
     def has(self, parameters: Collection[int]) -> bool:
-        """Return whether it is the average of one of some parameters, which are given by identity."""
+        """Return whether it is the average of one of some parameters, which are given by identity.
+
+        Not a collective.
+        """
         return not self._averaged.isdisjoint(parameters)
 
     def _pairs(

@@ -266,7 +266,10 @@ def _convert(
 
 
 def _prepare_ao(accelerator: Any, *objects: Any) -> tuple[Any, ...]:
-    """Convert the models among the objects to torchao's float8, with the function that libraries replace in `accelerate.accelerator`."""
+    """Convert the models among the objects to torchao's float8, with the function that libraries replace in `accelerate.accelerator`.
+
+    Collective: call on every rank.
+    """
     from accelerate import accelerator as facade
 
     return prepare_ao(accelerator, objects, facade.convert_model_to_fp8_ao)
@@ -300,12 +303,15 @@ def ao_config(config: Any, device: torch.device, sharded: bool) -> Any:
 
 
 def _prepare_msamp(accelerator: Any, *objects: Any, device_placement: Any) -> tuple[Any, ...]:
-    """Raise NotImplementedError: MS-AMP is not supported."""
+    """Raise NotImplementedError: MS-AMP is not supported. Not a collective."""
     raise NotImplementedError(NO_MSAMP)
 
 
 def _prepare_te(accelerator: Any, *objects: Any) -> tuple[Any, ...]:
-    """Convert the models among the objects to Transformer Engine."""
+    """Convert the models among the objects to Transformer Engine.
+
+    Collective: call on every rank.
+    """
     return prepare_te(accelerator, objects)
 
 

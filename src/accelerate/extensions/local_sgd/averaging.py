@@ -82,7 +82,10 @@ class LocalSGD:
                 self._average()
 
     def step(self) -> None:
-        """Count a step, and average the weights when it is time. All ranks, after ``optimizer.step()``."""
+        """Count a step, and average the weights when it is time.
+
+        Collective: call on every rank, after ``optimizer.step()``.
+        """
         self.num_steps += 1
         if self.enabled and self.num_steps % self.local_sgd_steps == 0:
             self._average()

@@ -66,6 +66,8 @@ def notebook_launcher(
     With one process the function runs in this process. On a TPU, torch_xla starts one process for each core. No configuration
     file is read; variables such as ACCELERATE_USE_CPU are.
 
+    Not a collective.
+
     Args:
         function: the function of every process. Its result is dropped.
         args: its arguments.
@@ -147,6 +149,8 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
     """Run a function in several processes on the CPU, to test distributed code on any machine.
 
     The processes are forked and use gloo. An existing `Accelerator` of this process does not reach them.
+
+    Not a collective.
 
     Args:
         function: the function of every process. Its result is dropped.

@@ -38,6 +38,8 @@ def load_and_quantize_model(
     Modules on ``"disk"``, and on ``"cpu"`` if an accelerator computes, are offloaded. With 8 bits their weights are stored
     quantised; with 4 bits they stay unquantised. Arguments are checked before the model is changed.
 
+    Not a collective.
+
     Args:
         model: The model, changed in place; best made under `init_empty_weights`. If it has its weights, those are quantised.
         bnb_quantization_config: The settings of the quantisation.

@@ -62,7 +62,10 @@ def prepare(accelerator: Any, axis: str, objects: Sequence[Any]) -> tuple[Any, .
 
 
 def _prepare_cp(accelerator: Any, *args: Any) -> tuple[Any, ...]:
-    """Let the attention of the models among the objects work on parts of sequences."""
+    """Let the attention of the models among the objects work on parts of sequences.
+
+    Collective: call on every rank.
+    """
     return prepare(accelerator, "cp", args)
 
 

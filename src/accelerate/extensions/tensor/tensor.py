@@ -70,7 +70,10 @@ def prepare(accelerator: Run, objects: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _prepare_tp(accelerator: Any, *args: Any) -> tuple[Any, ...]:
-    """Shard the layers of the models among the objects, over the mesh's tensor-parallel dimension."""
+    """Shard the layers of the models among the objects, over the mesh's tensor-parallel dimension.
+
+    Collective: call on every rank.
+    """
     return prepare(accelerator, args)
 
 
