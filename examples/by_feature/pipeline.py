@@ -1,4 +1,4 @@
-"""Inference in a pipeline: each process has a stage of the model, and micro-batches flow through all stages.
+"""Inference in a pipeline: each process has a stage of the model.
 
 For a model that is too large for one device. `prepare_pippy` cuts it where the largest stage is smallest; the first process gives the
 inputs, the last one gets the output, or all of them with `gather_output=True`. `pipeline_train.py` trains.

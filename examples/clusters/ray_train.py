@@ -1,4 +1,4 @@
-"""Ray Train starts the workers, our Accelerator trains in them; a worker is killed, and the run continues with fewer.
+"""Ray Train starts workers that use an Accelerator; a worker is killed, and the run continues with fewer.
 
 `TorchTrainer` places workers on the cluster's machines and starts their process group; `Accelerator()` takes part in it unchanged. Rank 0
 reports a checkpoint of `save_state` with `ray.train.report`, and Ray keeps it. Here rank 1 is killed on the way. The same run is then
