@@ -5,7 +5,7 @@ inputs, the last one gets the output, or all of them with `gather_output=True`. 
 
     accelerate launch --cpu --num_processes 2 examples/by_feature/pipeline.py
 
-Prints: 2 stages, 1797 digits recognised as by the whole model in one process: True
+Prints: 2 stages, 1797 digits recognised as by the complete model in one process: True
 """
 
 import copy
@@ -34,7 +34,7 @@ def main() -> None:
     same = torch.allclose(scores, expected, atol=1e-6)
     if state.is_main_process:
         stages = state.num_processes
-        print(f"{stages} stages, {len(scores)} digits recognised as by the whole model in one process: {same}")
+        print(f"{stages} stages, {len(scores)} digits recognised as by the complete model in one process: {same}")
     state.destroy_process_group()
 
 

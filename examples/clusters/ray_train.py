@@ -7,7 +7,7 @@ global batch stays what it was. On several machines the folder must be one that 
 
     python examples/clusters/ray_train.py
 
-Prints: worker killed after 12 of 28 steps on 2 workers, gone on with 1, same curve as one process: True
+Prints: worker killed after 12 of 28 steps on 2 workers, continued with 1, same curve as one process: True
 """
 
 import argparse
@@ -135,7 +135,7 @@ def main() -> None:
     shown = killed and resumed and metrics["workers"] == 1 and same
     ray.shutdown()
     print(
-        f"worker killed after {KILLED_AFTER} of {STEPS} steps on 2 workers, gone on with 1, same curve as one process: {shown}"
+        f"worker killed after {KILLED_AFTER} of {STEPS} steps on 2 workers, continued with 1, same curve as one process: {shown}"
     )
 
 
