@@ -165,6 +165,7 @@ quality: $(VENV)/.ready ## lint, format check, types, dead code, links and phras
 	$(BIN)/python tools/dead_code.py
 	$(BIN)/python tools/check_links.py
 	$(BIN)/python tools/phrases.py --check
+	$(BIN)/python tools/examples.py --check
 
 style: $(VENV)/.ready ## let the linter and the formatter repair what they can
 	$(BIN)/ruff check --fix .
@@ -246,7 +247,8 @@ bench-peer: $(VENV)/.ready-interop $(PEER)/.ready $(SUITES:%=.cache/upstream/%/.
 docs: $(VENV)/.ready-docs ## build the documentation into site/
 	$(BIN)/python -m mkdocs build --strict
 
-reference: $(VENV)/.ready ## write docs/reference/cli.md from the option table and the parsers, docs/reference.md from the docstrings
+reference: $(VENV)/.ready ## write docs/reference/cli.md from the option table and the parsers, docs/reference.md and examples/README.md from the docstrings
+	$(BIN)/python tools/examples.py
 	$(BIN)/python tools/cli_reference.py
 	$(BIN)/python tools/api_reference.py
 

@@ -82,12 +82,14 @@ def table(results, packages, ours, number):
     peer = next(name for name in packages if name != ours)
     lines = [f"| what | figure | {ours} | {peer} | {ours} / {peer} | goal |", "|---|---|---:|---:|---:|---:|"]
     for title, _, _, _ in (*PHASES, (ACCELERATOR, "", (), True)):
+        label = title
         for figure, row in results.get(title, {}).items():
             mine, theirs = row[ours], row.get(peer)
             ratio = f"{mine / theirs:.2f}" if theirs and theirs > 0 else ""
             goal = f"at most {GOALS[title, figure]}" if (title, figure) in GOALS else ""
             cells = (number(mine), "" if theirs is None else number(theirs), ratio, goal)
-            lines.append(f"| {title} | {figure} | {' | '.join(cells)} |")
+            lines.append(f"| {label} | {figure} | {' | '.join(cells)} |")
+            label = ""
     limits = {figure: row[ours] for figure, row in results[LIMITS].items()}
     lines += [
         "",

@@ -226,7 +226,7 @@ def said_and_measured(rows: list[dict]) -> Figures:
         error = 100 * (row["predicted"] / row["measured"] - 1)
         sizes.append(abs(error))
         name = f"{row['model']}, {row['layout']}, {row['precision']}{', checkpointing' * row['checkpointing']}"
-        figures[name] = {"ours": f"{row['measured'] / 2**20:,.0f} MiB, said {error:+.1f} %"}
+        figures[name] = {"ours": f"{row['measured'] / 2**20:,.0f}, {error:+.1f} %"}
     return {"median error (%)": {"ours": statistics.median(sizes)}, "worst error (%)": {"ours": max(sizes)}, **figures}
 
 
@@ -243,7 +243,7 @@ def several(day: Day) -> Figures:
     with tempfile.TemporaryDirectory(dir=ROOT, suffix=".tmp") as scratch:
         told = ("--megabytes", "100" if REHEARSED else "1000", "--folder", f"{scratch}/state", "--twice")
         twice = day.compared("double_prepare", *told, rounds=1, processes=2)
-    return figures | {f"prepared twice: {figure}": row for figure, row in twice.items()}
+    return figures | {f"4 prepare calls: {figure}": row for figure, row in twice.items()}
 
 
 PARTS: dict[str, tuple[str, Callable[[Day], Figures]]] = {
@@ -256,7 +256,7 @@ PARTS: dict[str, tuple[str, Callable[[Day], Figures]]] = {
     "step": ("A training step", lambda day: day.compared("step", rounds=1)),
     "loader": ("Prepared loaders", lambda day: day.compared("loader", rounds=1)),
     "offload": ("Blocks in host memory", offload),
-    "estimates": ("Memory: said and measured", estimates),
+    "estimates": ("Memory: predicted and measured", estimates),
     "device": ("The device itself", device),
     "several": ("Two processes", several),
 }
@@ -294,6 +294,18 @@ def number(value: float | str) -> str:
     return value if isinstance(value, str) else f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
+def grid(rows: dict[str, dict], separator: str, corner: str) -> str:
+    """Return a table of figures whose names are a line and a column, with a separator between them."""
+    cells: dict[str, dict[str, str]] = {}
+    for name, row in rows.items():
+        line, column = name.split(separator, 1)
+        cells.setdefault(line, {})[column] = " / ".join(number(value) for value in row.values())
+    columns = list(next(iter(cells.values())))
+    lines = [f"| {corner} | {' | '.join(columns)} |", "|---|" + "---:|" * len(columns)]
+    lines += [f"| {line} | {' | '.join(row.get(column, '') for column in columns)} |" for line, row in cells.items()]
+    return "\n".join(lines)
+
+
 def page(results: dict) -> Iterator[str]:
     """Yield the parts of the page."""
     yield "# Measured on GPUs"
@@ -307,6 +319,19 @@ def page(results: dict) -> Iterator[str]:
             yield f"Not run: {part['error']}"
             continue
         rows = part["figures"]
+        if name == "precisions":
+            yield "Ours / upstream 1.15.0."
+            yield grid(rows, ": ", "precision")
+            continue
+        if name == "sharded":
+            yield grid(rows, ": ", "feature")
+            continue
+        if name == "estimates":
+            errors = [number(rows[f"{which} error (%)"]["ours"]) for which in ("median", "worst")]
+            yield f"Measured MiB, and the error of the prediction: {errors[0]} % in the median, {errors[1]} % at most."
+            layouts = {figure.replace(", ", " ", 1): row for figure, row in rows.items() if ", " in figure}
+            yield grid(layouts, ", ", "model and layout")
+            continue
         if any("1.15.0" in row for row in rows.values()):
             lines = ["| figure | ours | 1.15.0 | ours / 1.15.0 |", "|---|---:|---:|---:|"]
             for figure, row in rows.items():

@@ -28,7 +28,7 @@ SIZES_MB = (10, 100, 500, 2000)
 TITLES = {
     "step": "A training step",
     "loader": "Prepared loaders",
-    "skip": "Leaving out the beginning of an epoch",
+    "skip": "Skipping the beginning of an epoch",
     "dispatcher": "Dispatched batches, two processes",
     "collectives": "Collectives, two processes",
     "startup": "Import, help and launch",
@@ -41,7 +41,7 @@ ENVIRONMENTS = {"megatron_core": (ROOT / ".venv-megatron/bin/python", "make test
 TORCHRUN = ("collectives", "dispatcher", "watching")
 RUNS_ONE_PROCESS = "Upstream's `launch --cpu --num_processes 2` starts one process, so its figure is not comparable."
 CHECKPOINTS = (
-    "A float32 model and AdamW's two moments; medians of three saves per round. *fsync omitted*: nothing waits for "
+    "A float32 model and AdamW's two moments; medians of three saves per round. *Without fsync*: nothing waits for "
     "the disk. *And on the disk*: the benchmark syncs upstream's page cache. *New run*: into fresh objects. *Over a "
     "state*: the optimizer has stepped. Only ours writes and verifies checksums."
 )
@@ -64,7 +64,7 @@ MEGATRON = (
     "and clipping: through the Accelerator, and by Megatron core's classes."
 )
 BESIDE = {
-    "watching": ("What looking on costs, two processes", WATCHING),
+    "watching": ("What monitoring costs, two processes", WATCHING),
     "additions": ("What features cost, two processes", ADDITIONS),
     "megatron_core": ("A step of Megatron core, two processes", MEGATRON),
 }
@@ -73,7 +73,7 @@ NOTES = {"startup": RUNS_ONE_PROCESS}
 SUMMARY = [
     ("a training step, beyond plain torch (us)", "step", ["step overhead (us)"]),
     ("an accumulation step of 4, beyond plain torch (us)", "step", ["accumulate overhead (us)"]),
-    ("leaving out 1,000,000 batches, in order (ms)", "skip", ["skip 1,000,000 batches, in order (ms)"]),
+    ("skipping 1,000,000 batches, in order (ms)", "skip", ["skip 1,000,000 batches, in order (ms)"]),
     ("a dispatched batch of 4 tensors, 2 processes (us)", "dispatcher", ["dispatched, dict of 4 (us)"]),
     ("gathering 2 tensors, 2 processes (us)", "collectives", ["gather of a dict of two (us)"]),
     ("`accelerate launch --help` (s)", "startup", ["accelerate launch --help (s)"]),
@@ -167,8 +167,22 @@ def table(figures, packages):
     return "\n".join(lines)
 
 
+def feature_table(figures):
+    """Return the Markdown table of the case `additions`: a line for each time and its ratio, then the other figures."""
+    lines, rates = ["| feature | ms | ratio | compared with |", "|---|---:|---:|---|"], []
+    for name, row in figures.items():
+        if name.startswith("the same / "):
+            baseline = name.removeprefix("the same / ").rpartition(" (")[0]
+            lines[-1] += f" {row[OURS]:.3f} | {baseline} |"
+        elif name.endswith("(ms)"):
+            lines.append(f"| {name.removeprefix('step with ').removesuffix(' (ms)')} | {row[OURS]:.1f} |")
+        else:
+            rates.append(f"{name}: {row[OURS]:,.0f}")
+    return "\n".join([*lines, "", "; ".join(rates).capitalize() + "."])
+
+
 def double_prepare(interpreters, rounds, sizes):
-    """Measure checkpoints of a model prepared once and three times over, for each size."""
+    """Measure checkpoints of a model after one `prepare` call and after four, for each size."""
     results = {}
     with tempfile.TemporaryDirectory(dir=ROOT, suffix=".tmp") as scratch:
         for megabytes in sizes:
@@ -192,14 +206,16 @@ def double_prepare_table(results, packages):
         "|---|---|---:|---:|---:|---:|---:|---:|",
     ]
     for model, figures in results.items():
+        label = model.replace("prepared once", "1 `prepare` call").replace("prepared twice", "4 `prepare` calls")
         for name in packages:
             row = {figure: columns[name] for figure, columns in figures.items()}
             calls = f"{row['state_dict calls, save']:.0f} / {row['state_dict calls, load']:.0f}"
             lines.append(
-                f"| {model} | {name} | {row['save (s)']:.2f} | {row['on the disk (s)']:.2f} | {row['load (s)']:.2f} "
+                f"| {label} | {name} | {row['save (s)']:.2f} | {row['on the disk (s)']:.2f} | {row['load (s)']:.2f} "
                 f"| {row['written (MB)']:.0f} "
                 f"| {calls} | {row['models registered']:.0f} |"
             )
+            label = ""
     return "\n".join(lines)
 
 
@@ -337,9 +353,9 @@ def write_page():
     file = RESULTS / "double_prepare.json"
     if file.exists():
         parts += [
-            "## Preparing twice, and what a checkpoint costs then",
-            "The model is prepared once, or again through its wrapper, its inner module and `unwrap_model`. *On the disk*: the "
-            "benchmark syncs upstream's page cache. The load follows the save: upstream's reads from the page cache, ours from the disk.",
+            "## Repeated `prepare` calls, and what a checkpoint costs then",
+            "*4 calls*: the program passes the model to `prepare`, then its wrapper, its inner module and the result of "
+            "`unwrap_model`. *On the disk*: the benchmark syncs upstream's page cache. The load follows the save: upstream's reads from the page cache, ours from the disk.",
             json.loads(file.read_text())["table"],
             "![save times](img/double_prepare.png)",
         ]
@@ -369,7 +385,7 @@ def main():
                 print(f"{case} is omitted: {made_by} makes its environment", flush=True)
                 continue
             figures = interleaved({OURS: str(python)}, arguments.rounds, case, processes=2)
-            text = table(figures, [OURS])
+            text = feature_table(figures) if case == "additions" else table(figures, [OURS])
         elif case == "strategies":
             figures = strategies.run(sys.executable, arguments.rounds, measure)
             text = strategies.table(figures, number)

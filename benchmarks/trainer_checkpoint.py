@@ -15,8 +15,8 @@ NOTE = (
     "A Trainer saves each tenth step: a float32 model and AdamW; medians. *Stock*: unpatched transformers. *Ours*: "
     "`transformers_patch.apply(checkpoints=True)`; *async*: `checkpoints='async'`. The stall is the extra time of "
     "the step after a save. *Returns*: the Trainer's saving method. *On the disk*: the benchmark syncs stock's page "
-    "cache; ours is complete when the folder has its name. *Prepared twice*: the program prepares the model before "
-    "the Trainer does."
+    "cache; ours is complete when the folder has its name. *The program prepares first*: it passes the model to "
+    "`prepare` before the Trainer does."
 )
 
 
@@ -71,11 +71,13 @@ def table(results, number):
         "|---|---|" + "---:|" * 5,
     ]
     for state, figures in results.items():
+        label = state.replace("prepared once", "the Trainer prepares").replace("prepared twice", "the program prepares first")
         for figure, row in figures.items():
             ratios = [f"{row[way] / row['stock']:.2f}" if row["stock"] > 0 else "" for way in ("ours", "async")]
             lines.append(
-                f"| {state} | {figure} | {' | '.join(number(row[way]) for way in WAYS)} | {' | '.join(ratios)} |"
+                f"| {label} | {figure} | {' | '.join(number(row[way]) for way in WAYS)} | {' | '.join(ratios)} |"
             )
+            label = ""
     return "\n".join(lines)
 
 

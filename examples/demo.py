@@ -1,4 +1,4 @@
-"""Run the examples on two CPU processes, with and without the mistake, and compare what is seen with what is expected.
+"""Run the examples on two CPU processes, with and without the mistake, and compare the results with the expected ones.
 
     make demo            (or: python examples/demo.py)
 

@@ -1,4 +1,4 @@
-"""A small denoising model: noise is taken away step by step until digits are left.
+"""A small denoising model: it removes noise step by step until digits are left.
 
 The loop is that of a diffusion model: each picture gets a random amount of noise, the model says what the noise was, and an average of
 the weights over the steps is kept next to those that train. The average is registered, so a checkpoint has it. At the end the average

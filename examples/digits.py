@@ -1,4 +1,4 @@
-"""Train a small convolutional network on scikit-learn's handwritten digits, on as many processes as you launch.
+"""A training loop on real data: accumulation, bf16, exact evaluation, checkpoints inside an epoch.
 
     accelerate launch --cpu --num_processes 2 examples/digits.py
     accelerate launch --cpu --num_processes 2 --mixed_precision bf16 examples/digits.py --gradient_accumulation_steps 2

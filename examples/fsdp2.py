@@ -1,4 +1,4 @@
-"""Train a small transformer whose parameters are shared out over the processes (FSDP2), with checkpoints to continue from.
+"""FSDP2: accumulation, clipping, checkpoints for any number of processes, full weights.
 
     accelerate launch --cpu --num_processes 2 --use_fsdp --fsdp_version 2 \\
         --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP --fsdp_transformer_layer_cls_to_wrap Block examples/fsdp2.py

@@ -1,4 +1,4 @@
-"""What one `prepare` too many does to the registry and to a checkpoint.
+"""The cost of one `prepare` too many, here and under upstream's package.
 
     accelerate launch --cpu --num_processes 2 examples/prepare_twice.py
     accelerate launch --cpu --num_processes 2 examples/prepare_twice.py --double-prepare

@@ -1,4 +1,4 @@
-"""One accelerator state for your own `Accelerator` and transformers' `Trainer`.
+"""One state for an `Accelerator` and a `Trainer`, with and without `transformers_patch`.
 
     accelerate launch --cpu --num_processes 2 examples/share_state.py                  # shared: the patch is applied
     accelerate launch --cpu --num_processes 2 examples/share_state.py --without-patch  # upstream's behaviour: a reset in between

@@ -1,4 +1,4 @@
-"""`TrainingArguments` next to a live `Accelerator`.
+"""`TrainingArguments` of transformers next to a live `Accelerator`.
 
     accelerate launch --cpu --num_processes 1 examples/state_reset.py
     accelerate launch --cpu --num_processes 2 examples/state_reset.py

@@ -1,4 +1,4 @@
-"""A Trainer that is killed in the middle of a save, and started again with `resume_from_checkpoint=True`.
+"""A Trainer killed while saving and started again, with and without the patch.
 
     accelerate launch --cpu --num_processes 1 examples/trainer_killed.py
 

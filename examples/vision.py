@@ -1,4 +1,4 @@
-"""A small vision transformer on handwritten digits, with warm-up, clipping, exact evaluation, the best model kept, and a resume.
+"""A small vision transformer: warm-up, clipping, exact evaluation, the best model kept, resuming.
 
 An 8 x 8 picture is 16 patches of 2 x 2 pixels. The loop is that of any image classifier: augmentation in the data set, a schedule that counts
 optimizer steps, an evaluation after each epoch, the best weights exported. Stopped by a scheduler's signal it saves, ends with status

@@ -39,22 +39,20 @@ HEAD = """\
 
 <!-- Written by tools/cli_reference.py from the parsers and the option table: change those, then run it again. -->
 
-Every command, every argument. **+** marks what this package has and upstream's 1.15.0 has not.
+This page lists every command and argument. **+** marks additions to upstream 1.15.0.
 
 - Long options may be written with hyphens as well: `--num-processes` is `--num_processes`.
-- An option that is unknown is answered with the nearest one that exists.
-- Exit status: 0 is success; 1 a run that failed; 2 a request that cannot be run, with the reason on stderr; 130 an interrupt
-  (Ctrl-C); 141 an output that is closed. `accelerate launch` ends with the status of the process that failed first.
+- An unknown option is an error that suggests the nearest one.
+- Exit status: 0 success; 1 a failed run; 2 a request that cannot be run, with the reason on stderr; 130 an interrupt (Ctrl-C);
+  141 a closed output. `accelerate launch` ends with the status of the process that failed first.
 - `accelerate --version` prints the version.
 """
 
 LAUNCH_HEAD = """\
-A value comes from the first of these that sets it: the code of the script, the command line, the environment variable, the
-configuration file, the default. Two exceptions are upstream's. `Accelerator(gradient_accumulation_steps=...)` is below the variable
-(`gradient_accumulation_plugin` is above), and `Accelerator(cpu=False)` is below `ACCELERATE_USE_CPU`. `accelerate launch --dry_run ...`
-prints every value with its source, and starts nothing.
+[Configuration](../guides/config.md#which-setting-wins) says which setting wins. `accelerate launch --dry_run ...` prints every value with its
+source, and starts nothing.
 
-**Variable** is what sets the option from outside, and what the launcher sets for the processes it starts. **Key** is its place in the
+**Variable** is the environment variable that sets the option, and that the launcher sets for its processes. **Key** is its position in the
 configuration file: `section.key`, or `key` at the top level. **Needs** is the option without which it has no effect.
 """
 
@@ -152,7 +150,14 @@ def _launch_groups(recorded: dict[str, Any]) -> Iterator[str]:
     for group in groups:
         yield f"### {group}\n"
         rows = [_option(option, known) for option in OPTIONS if option.group == group and option.spellings]
-        yield _table(["option", "value", "default", "variable", "key", "needs", ""], rows)
+        headings = ["option", "value", "default", "variable", "key", "needs", ""]
+        needs = headings.index("needs")
+        shared = rows[0][needs]
+        if shared and all(row[needs] == shared for row in rows):
+            yield f"They need {shared}.\n"
+            rows = [[*row[:needs], "", *row[needs + 1 :]] for row in rows]
+        filled = [column for column in range(len(headings)) if any(row[column] for row in rows)]
+        yield _table([headings[column] for column in filled], [[row[column] for column in filled] for row in rows])
     yield "### Only in a configuration file\n"
     rows = [
         [f"`{_key(option)}`", _value(option), _needs(option), _plain(option.help)]

@@ -91,7 +91,7 @@ def save_times(accelerator, folder, repeats):
         series.setdefault("save_state, and on the disk (s)", []).append(saved + durable)
         settled(accelerator, folder)
         waits, os.fsync = os.fsync, lambda descriptor: None
-        series.setdefault("save_state, fsync omitted (s)", []).append(
+        series.setdefault("save_state without fsync (s)", []).append(
             clock(lambda: accelerator.save_state(str(folder)))
         )
         os.fsync = waits

@@ -74,7 +74,7 @@ def main():
         losses.append(loss.item())
     figures = {"a step (ms)": statistics.median(times[WARM:]) * 1e3}
     if not CPU:
-        figures["peak memory of the device (MiB)"] = torch.cuda.max_memory_allocated() / 2**20
+        figures["peak memory (MiB)"] = torch.cuda.max_memory_allocated() / 2**20
     figures |= {"first loss": losses[0], "last loss": losses[-1]}
     print(json.dumps(figures))
 

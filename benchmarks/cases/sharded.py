@@ -41,12 +41,12 @@ def compiled(regional):
 
 # By name: options of the plugin, of the Accelerator, what makes the optimizers.
 KINDS = {
-    "alone": ({}, {}, adamw),
+    "none": ({}, {}, adamw),
     "norms in float32 by name": ({"module_precision": {"*norms*": "fp32"}}, {}, adamw),
     "checkpointing": ({"activation_checkpointing": True}, {}, adamw),
     "selective checkpointing": ({"activation_checkpointing": "selective"}, {}, adamw),
     "compiled by block": ({}, compiled(True), adamw),
-    "compiled whole": ({}, compiled(False), adamw),
+    "complete model compiled": ({}, compiled(False), adamw),
     "an average of the weights": ({}, {}, adamw),
     "AdamW of 8 bits": ({}, {}, adamw_of_8_bits),
     "Muon": ({}, {}, muon),
@@ -91,7 +91,7 @@ def main():
             first = time.perf_counter() - begun
     figures = {"a step (ms)": statistics.mean(times[warm:]) * 1e3, "the first step (s)": first}
     if not CPU:
-        figures["peak memory of the device (MiB)"] = torch.cuda.max_memory_allocated() / 2**20
+        figures["peak memory (MiB)"] = torch.cuda.max_memory_allocated() / 2**20
     print(json.dumps(figures | {"last loss": losses[-1]}))
     accelerator.end_training()
 

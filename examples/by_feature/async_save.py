@@ -6,7 +6,7 @@ next `save_state` and `end_training` do that as well. A process that is killed i
 
     accelerate launch --cpu --num_processes 2 examples/by_feature/async_save.py
 
-Prints: trained on during the save; the checkpoint has the weights of the call, not those of the end: True
+Prints: trained on during the save; the checkpoint has the weights of the call, not the final ones: True
 """
 
 import torch
@@ -44,7 +44,7 @@ def main() -> None:
     of_the_end = any(torch.equal(loaded[name], tensor) for name, tensor in at_the_end.items())
     shown = of_the_call and not of_the_end
     accelerator.print(
-        f"trained on during the save; the checkpoint has the weights of the call, not those of the end: {shown}"
+        f"trained on during the save; the checkpoint has the weights of the call, not the final ones: {shown}"
     )
     accelerator.end_training()
 

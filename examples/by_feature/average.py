@@ -1,4 +1,4 @@
-"""A moving average of the weights, which is evaluated in their place: kept by each rank for its shards, and in checkpoints.
+"""A moving average of the weights: evaluated, sharded, saved and resumed.
 
 A high learning rate moves the weights around a minimum; their average lies nearer to it. `accelerator.ema` updates it after each
 optimizer step, and `with ema.applied():` the model has it for its weights. It works as it is under DDP, FSDP2 and tensor parallelism: add

@@ -1,4 +1,4 @@
-"""Compile the repeated block of a model once instead of the whole model.
+"""Compile the repeated block of a model once instead of the complete model.
 
 `torch.compile` takes as long as the model has layers. With `use_regional_compilation` each kind of block is compiled once and its code
 serves all layers. Here "aot_eager" is the backend, which needs no C++ compiler; for speed choose "inductor". The launcher

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO: the optimizer's state, gradients and weights are divided over the ranks, and the loop stays as it is.
+"""DeepSpeed's ZeRO stages 2 and 3, with an unchanged loop.
 
 Stage 2 divides optimizer state and gradients, stage 3 weights as well. The engine takes the step inside `backward`; `optimizer.step()`
 and `zero_grad()` do nothing. Both curves equal that of one process with the global batch. It needs

@@ -1,4 +1,4 @@
-"""Find the step at which replicas part, and what differs first.
+"""Find the step at which replicas diverge, and what differs first.
 
 Data parallelism holds because all ranks take the same step. A learning rate that depends on the rank, a module that only some ranks
 change, or a wrong seed breaks that silently: the loss looks fine, and each rank has another model. `ACCELERATE_CHECK_EVERY=N` compares

@@ -6,7 +6,7 @@ Rank 1 takes a branch that the others do not take, so they wait for each other i
 
     ACCELERATE_HANG_REPORT_AFTER=2 ACCELERATE_HANG_ABORT_AFTER=4 accelerate launch --cpu --num_processes 2 examples/by_feature/hang.py  # status 79
 
-Prints: rank 0 goes to gather, rank 1 to the barrier: the report on the error output says so
+Prints: rank 0 goes to gather, rank 1 to the barrier: see the report on the error output
 Reports: Hang: rank
 """
 
@@ -17,7 +17,7 @@ from accelerate import Accelerator
 
 def main() -> None:
     accelerator = Accelerator()
-    accelerator.print("rank 0 goes to gather, rank 1 to the barrier: the report on the error output says so")
+    accelerator.print("rank 0 goes to gather, rank 1 to the barrier: see the report on the error output")
     if accelerator.is_main_process:  # the fault: a collective for some ranks only
         accelerator.gather(torch.ones(2, device=accelerator.device))
     accelerator.wait_for_everyone()

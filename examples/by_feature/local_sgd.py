@@ -1,4 +1,4 @@
-"""Local SGD: ranks train on their own for eight steps, and then average their weights.
+"""Local SGD: ranks train separately for eight steps, and then average their weights.
 
 Inside `LocalSGD` gradients stay on their rank. It exchanges the bytes of the weights once per eight steps instead of those of the
 gradients in each one, for networks that are slow. The ranks' weights differ in between, so the result is that of another

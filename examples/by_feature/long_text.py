@@ -6,7 +6,7 @@ Labels are shifted before the sequence is cut, and `aggregate_loss` makes the lo
 
     accelerate launch --cpu --num_processes 2 examples/by_feature/long_text.py
 
-Prints: 128 of 256 tokens on each rank, same curve as whole sequences in one process: True
+Prints: 128 of 256 tokens on each rank, same curve as complete sequences in one process: True
 """
 
 import copy
@@ -68,7 +68,7 @@ def main() -> None:
     accelerator.print(f"losses {[round(loss.item(), 4) for loss in losses]}")
     same = torch.allclose(torch.stack(losses), expected, atol=1e-4)
     accelerator.print(
-        f"{tokens} of {LENGTH} tokens on each rank, same curve as whole sequences in one process: {same}"
+        f"{tokens} of {LENGTH} tokens on each rank, same curve as complete sequences in one process: {same}"
     )
     accelerator.end_training()
 

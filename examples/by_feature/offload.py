@@ -6,7 +6,7 @@ the CPU and half of the layers wait on disk.
 
     accelerate launch --cpu --num_processes 1 examples/by_feature/offload.py
 
-Prints: 4 layers on the CPU, 4 on disk, same output as the whole model: True
+Prints: 4 layers on the CPU, 4 on disk, same output as the complete model: True
 """
 
 import pathlib
@@ -60,7 +60,7 @@ def main() -> None:
     with torch.no_grad():
         same = torch.equal(model(states), expected)
     counts = places.count("cpu"), places.count("disk")
-    accelerator.print(f"{counts[0]} layers on the CPU, {counts[1]} on disk, same output as the whole model: {same}")
+    accelerator.print(f"{counts[0]} layers on the CPU, {counts[1]} on disk, same output as the complete model: {same}")
     accelerator.end_training()
 
 

@@ -1,11 +1,11 @@
-"""Inference in a pipeline: each process has a stage of the model, and micro-batches flow through all stages.
+"""Inference in a pipeline: each process has a stage of the model.
 
 For a model that is too large for one device. `prepare_pippy` cuts it where the largest stage is smallest; the first process gives the
 inputs, the last one gets the output, or all of them with `gather_output=True`. `pipeline_train.py` trains.
 
     accelerate launch --cpu --num_processes 2 examples/by_feature/pipeline.py
 
-Prints: 2 stages, 1797 digits recognised as by the whole model in one process: True
+Prints: 2 stages, 1797 digits recognised as by the complete model in one process: True
 """
 
 import copy
@@ -34,7 +34,7 @@ def main() -> None:
     same = torch.allclose(scores, expected, atol=1e-6)
     if state.is_main_process:
         stages = state.num_processes
-        print(f"{stages} stages, {len(scores)} digits recognised as by the whole model in one process: {same}")
+        print(f"{stages} stages, {len(scores)} digits recognised as by the complete model in one process: {same}")
     state.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""Training in a pipeline: each rank has a stage of the model, and micro-batches pass through all stages, forward and backward.
+"""Training in a pipeline: each rank has a stage of the model.
 
 For a model of which one rank cannot hold all layers. `prepare_pipeline` divides it where the most costly stage is cheapest. A call takes a
 whole batch, runs forward and backward, and returns the loss on every rank. The losses equal those of one process with the same batches, the

@@ -7,7 +7,7 @@ its 20th step; a scheduler would send it from outside.
     accelerate launch --cpu --num_processes 2 examples/by_feature/preempt.py  # status 75
     accelerate launch --cpu --num_processes 2 examples/by_feature/preempt.py
 
-Prints: preempted by SIGTERM, gone on from a checkpoint, 57 steps taken in two runs: True
+Prints: preempted by SIGTERM, resumed from a checkpoint, 57 steps taken in two runs: True
 """
 
 import os
@@ -67,7 +67,7 @@ def main() -> None:
 
     shown = steps_before >= 20 and progress.steps == EPOCHS * len(loader)
     accelerator.print(
-        f"preempted by SIGTERM, gone on from a checkpoint, {progress.steps} steps taken in two runs: {shown}"
+        f"preempted by SIGTERM, resumed from a checkpoint, {progress.steps} steps taken in two runs: {shown}"
     )
     accelerator.end_training()
 

@@ -1,4 +1,4 @@
-"""An optimizer without a learning-rate schedule: it has a mode for training and one for evaluation, as a model has.
+"""An optimizer without a learning-rate schedule, and its modes for training and evaluation.
 
 Schedule-free optimizers evaluate and save another point than the one they train at: the average of the steps. So `train()` stands before
 training, and `eval()` before evaluation and before weights are saved. A prepared optimizer passes both on, and nothing is given to

@@ -1,4 +1,4 @@
-"""Token losses that are right: the mean over all tokens of a step, not the mean of means.
+"""Correct token losses: the mean over all tokens of a step, not the mean of means.
 
 Texts differ in length, so micro-batches and ranks have different numbers of tokens. If each averages its own loss, short texts weigh
 too much. `accumulate(model, num_items=tokens)` makes the gradient the mean over all tokens of all micro-batches and ranks, for one

@@ -6,7 +6,7 @@ batches, which `prepare` sees to. The losses equal those of one process with the
 
     accelerate launch --cpu --num_processes 2 examples/by_feature/tp.py
 
-Prints: each rank holds half of the cut layers, same curve as one process: True
+Prints: each rank holds half of the sharded layers, same curve as one process: True
 """
 
 import copy
@@ -60,7 +60,7 @@ def main() -> None:
     accelerator.print(f"up.weight: {tuple(weight.shape)} in all, {tuple(weight.to_local().shape)} on rank 0")
     half = 2 * weight.to_local().numel() == weight.numel()
     same = torch.allclose(found, expected, atol=1e-4)
-    accelerator.print(f"each rank holds half of the cut layers, same curve as one process: {half and same}")
+    accelerator.print(f"each rank holds half of the sharded layers, same curve as one process: {half and same}")
     accelerator.end_training()
 
 

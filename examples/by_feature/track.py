@@ -1,4 +1,4 @@
-"""Log a run to trackers: a built-in one by name, and one of your own.
+"""Log a run to trackers: a built-in one by name, and a custom one.
 
 `log_with` takes names ("tensorboard", "wandb", "mlflow", ..., "all" that are installed) and objects; `init_trackers` starts them with the
 hyperparameters, `log` writes, `end_training` closes. The main process alone logs, so gather or reduce first. A tracker of your own derives

@@ -1,4 +1,4 @@
-"""Ranks with different numbers of batches: nothing is repeated, nothing is dropped, and no rank waits for ever.
+"""Ranks with different numbers of batches: no sample is repeated or dropped, and no rank waits forever.
 
 By default the last batch of an epoch is filled with samples from its beginning, so all ranks take equally many steps. With
 `even_batches=False` each rank reads its own part and nothing twice; a rank may then have a batch less, and the exchange of gradients

@@ -1,4 +1,4 @@
-"""Ray Train starts the workers, our Accelerator trains in them; a worker is killed, and the run continues with fewer.
+"""Ray Train starts workers that use an Accelerator; a worker is killed, and the run continues with fewer.
 
 `TorchTrainer` places workers on the cluster's machines and starts their process group; `Accelerator()` takes part in it unchanged. Rank 0
 reports a checkpoint of `save_state` with `ray.train.report`, and Ray keeps it. Here rank 1 is killed on the way. The same run is then
@@ -7,7 +7,7 @@ global batch stays what it was. On several machines the folder must be one that 
 
     python examples/clusters/ray_train.py
 
-Prints: worker killed after 12 of 28 steps on 2 workers, gone on with 1, same curve as one process: True
+Prints: worker killed after 12 of 28 steps on 2 workers, continued with 1, same curve as one process: True
 """
 
 import argparse
@@ -135,7 +135,7 @@ def main() -> None:
     shown = killed and resumed and metrics["workers"] == 1 and same
     ray.shutdown()
     print(
-        f"worker killed after {KILLED_AFTER} of {STEPS} steps on 2 workers, gone on with 1, same curve as one process: {shown}"
+        f"worker killed after {KILLED_AFTER} of {STEPS} steps on 2 workers, continued with 1, same curve as one process: {shown}"
     )
 
 

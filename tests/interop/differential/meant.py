@@ -64,7 +64,7 @@ ROWS: dict[str, list[tuple[str | None, ...]]] = {
         ("", "ValueError", "plugins.FullyShardedDataParallelPlugin_<sharding_strategy_2|mixed_precision_policy_?>(*")],
     "A `state_dict_config` or `optim_state_dict_config` of another type": [
         ("", "", "plugins.FullyShardedDataParallelPlugin_*state_dict_config_?(*")],
-    "An FSDP plugin is honoured on the CPU": [
+    "FSDP and DeepSpeed plugins are used on the CPU": [
         ("", "RuntimeError",
          "plugins.FullyShardedDataParallelPlugin_<sync_module_states|cpu_ram_efficient_loading>_1(*",
          "variables.fsdp1_FSDP_SYNC_*", "variables.fsdp1_FSDP_CPU_RAM_*"),
@@ -133,7 +133,7 @@ ROWS: dict[str, list[tuple[str | None, ...]]] = {
     "`LOCAL_RANK` without `WORLD_SIZE`": [
         ("", "ValueError", "<variables.*_LOCAL_RANK|words.partial_backend>(*", "variables.*_WORLD_SIZE(value='x')*"),
         ("", "ModuleNotFoundError", "variables.*_ACCELERATE_USE_SAGEMAKER(*")],
-    '`mixed_precision="fp16"` scales gradients on the CPU too.': [
+    '`mixed_precision="fp16"` scales gradients on the CPU, too.': [
         ("", "", "words.accelerator_mixed_precision(value='<fp|FP>16')*")],
     "`Accelerator(split_batches=True)` works": [
         ("", "", "words.accelerator_split_batches(*", "accelerator.arguments(*split_batches)*")],
@@ -159,7 +159,7 @@ ROWS: dict[str, list[tuple[str | None, ...]]] = {
         ("", "", "modeling.named_module_tensors(*recurse=True, remove_non_persistent=True)*")],
     "A module or parameter that is in one parent": [
         ("", "IndexError", "*model=shared,*", "*model=*", "placing.placement(*")],
-    "What fails by accident works with big models, too": [
+    "Edge cases work with big models, too": [
         ("", None, "placing.clean_device_map(*module_name=None)*", "offload.odd_weights(weight=parameter, *",
          "offload.extract_submodules_state_dict(*?None?)*", "loading.<load_state_dict|about_quantizing>(*",
          "dispatching.load_checkpoint_and_dispatch(*device_map='<none|meta>'*", "loading.*device_map='meta'*",
@@ -219,7 +219,7 @@ ROWS: dict[str, list[tuple[str | None, ...]]] = {
         ("", None, "merging.merge_*"), ("ValueError", None, "merging.merge_*"),
         ("LaunchError", None, "merging.merge_*"), ("SystemExit", None, "merging.merge_*")],
     "Activation checkpointing wraps": [("", None, "merging.fsdp2(*prepare_model*")],
-    "Words of options may be in any case": [
+    "Choices are case-insensitive": [
         ("", "SystemExit", "launching.options(given='<*=*[A-Z|fp8_*=[ho>]*')*",
          "preparing.variables_of_options(given='*=*[A-Zho]*')*",
          "commands.lines(given='<env --config-file f')|tpu --tpu-name n')|config default --mixed->*"),
@@ -250,7 +250,7 @@ ROWS: dict[str, list[tuple[str | None, ...]]] = {
     "`--mpirun_hostfile` reads host files of every MPI": [
         ("", "OSError", "preparing.variables_of_options(given='mpirun_hostfile=*")],
     "SageMaker: `MODEL_PARALLEL` sets a real distribution": [(None, None, "preparing.sagemaker(*")],
-    "A configuration file is checked": [
+    "Unknown keys, wrong types and empty configuration files": [
         ("LaunchError", None, "configs.loaded(content='*')*", "configs.updated(content='*",
          "launches.validated(config='*"), ("ValueError", "", "configs.loaded(content='kind <None|0>'*"),
         ("<no such case>", "", "configs.updated(content='precision what'*",
@@ -285,7 +285,7 @@ ROWS: dict[str, list[tuple[str | None, ...]]] = {
          "accelerator.arguments(given=? gradient_accumulation_steps)*"),
         ("SystemExit", "", "<launching.|preparing.variables_of_>options(given='num_processes=-1')*")],
     "A batch sampler whose batches contradict": [(None, None, "samplers.batch_sampler_kinds(*")],
-    "What fails by accident works": [
+    "Edge cases work: `split_between_processes`": [
         ("", None, "stepping.split(*", "loops.built(kind=SkipDataLoader, *) <device|rng_types>*"),
         (None, None, "checkpoints.places(folder=''*")],
     "`skip_first_batches` refuses more batches": [
@@ -306,7 +306,7 @@ ROWS: dict[str, list[tuple[str | None, ...]]] = {
         ("", "", "loaders.kinds(source=shuffled generator, dispatch=True*")],
     "`prepare()` of nothing": [("ValueError", None, "accelerator.prepare_placement(count=0*")],
     "`reduce` averages integers": [("", "RuntimeError", "stepping.reduce(*'mean'*")],
-    "Megatron-LM trains Llama and GPT-2 of transformers": [
+    "Megatron-LM trains Llama and GPT-2": [
         ("", "", "numerics.parsed(parser='llama', kind='llama'*"),
         # The probe's configurations lack fields that a configuration of transformers has.
         ("AttributeError", "", "numerics.parsed(parser='gpt2', kind='gpt2'*",
@@ -319,7 +319,7 @@ ROWS: dict[str, list[tuple[str | None, ...]]] = {
          "collectives.gather_object(value=bytes)*")],
     "`join_uneven_inputs` works on CPU": [("ValueError", "", "stepping.join(*what='none')*")],
     "`load_state` returns which checkpoint it loaded.": [("", "", "checkpoints.*(*) <returne|loa>d*")],
-    "After `load_state`, a loader that was being": [("", "", "checkpoints.going_on(*")],
+    "After `load_state`, a loader continues": [("", "", "checkpoints.going_on(*")],
     "A schedule resumed on another number of replicas": [("", "", "checkpoints.saved(*) random_states_*.pkl*")],
     "Each rank saves the state of its stateful": [
         ("", "", "checkpoints.saved(*stateful=True) random_states_1.pkl*"),
@@ -336,7 +336,7 @@ ROWS: dict[str, list[tuple[str | None, ...]]] = {
     "`is_torch_xpu_tensor` answers": [("", "AttributeError", "operations.is_torch_xpu_tensor(*")],
     "`pad_input_tensors` lengthens": [("", "", "operations.pad_input_tensors*(*")],
     "`gather_tensor_shape` and": [("", "", "collectives.owned(value=no rows) shape*")],
-    "Helpers take more: integers of NumPy": [
+    "Helpers accept NumPy integers": [
         (None, None, "utilities.set_seed(seed=<np.int64(3|tensor(4>)*", "plain.other_is_port_in_use(*"),
         (None, "InvalidVersion", "utilities.compare_*Version(*")],
     "`check_cuda_fp8_capability` is False": [("", "AssertionError", "environments.check_cuda_fp8_capability(*")],
@@ -349,7 +349,7 @@ ROWS: dict[str, list[tuple[str | None, ...]]] = {
     "Saving to a place that is a folder": [("OSError", None, "helpers.save(*place=folder) returned*")],
     "safetensors of tensors that share memory": [
         (None, None, "helpers.save(obj=<tied|not contiguous>, *", "helpers.clean_state_dict_for_safetensors(*")],
-    "`extract_model_from_parallel` takes off": [
+    "`extract_model_from_parallel` removes": [
         ("", "", "modules.extract_model_from_parallel(model=own module, *recursive=True)*")],
 }  # fmt: skip
 MEANT = [

@@ -130,7 +130,7 @@ def show_command(args: argparse.Namespace) -> None:
 
 def validate_command_parser(parser: Any, parents: list[argparse.ArgumentParser]) -> argparse.ArgumentParser:
     """Add the parser of `accelerate config validate`."""
-    text = "Say everything that is wrong with a configuration file, with line numbers; the exit status is 2 if anything is."
+    text = "Report all errors of a configuration file, with line numbers; the exit status is 2 if there are any."
     command = config_utils.add_command(parser, parents, "validate", text, validate_command)
     command.add_argument("file", nargs="?", help="The file; by default the one that `accelerate launch` reads.")
     command.add_argument("--config_file", help="Another way to name it.")

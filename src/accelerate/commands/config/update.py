@@ -13,7 +13,7 @@ from accelerate.launch.errors import LaunchError
 
 __getattr__ = _lazy.aliases(__name__)
 
-description = "Bring a configuration file into today's shape; the old one is kept as FILE.bak."
+description = "Convert an old configuration file to the current format; the old one is kept as FILE.bak."
 
 
 def update_config(args: argparse.Namespace) -> str:

@@ -163,8 +163,8 @@ _parallel_size = partial(_parallelism, default=1, check=at_least(1))
 PARALLELISM_OPTIONS = (
     _parallel_size("dp_replicate_size", "Copies of the model (data parallel)."),
     _parallel_size("dp_shard_size", "Processes that one copy is sharded over (FSDP).", when=_WITH_FSDP),
-    _parallel_size("tp_size", "Processes that one layer is split over (tensor parallel).", when=_WITH_FSDP),
-    _parallel_size("cp_size", "Processes that one sequence is split over (context parallel).", when=_WITH_FSDP),
+    _parallel_size("tp_size", "Processes that one layer is sharded over (tensor parallel).", when=_WITH_FSDP),
+    _parallel_size("cp_size", "Processes that one sequence is sharded over (context parallel).", when=_WITH_FSDP),
     _parallelism("cp_backend", "Library of context parallelism.", choices="torch", default="torch", when=_SPLIT),
     _parallelism(
         "cp_comm_strategy",
@@ -184,7 +184,7 @@ PARALLELISM_OPTIONS = (
     ),
     _parallelism(
         "sp_backend",
-        "Implementation of sequence parallelism; torch is this fork's own.",
+        "Implementation of sequence parallelism; torch exists in this fork only.",
         choices="deepspeed torch",
         default="deepspeed",
         when=_ULYSSES,

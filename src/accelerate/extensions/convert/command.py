@@ -284,7 +284,7 @@ def checkpoint_command_parser(subparsers: Any = None) -> argparse.ArgumentParser
             made.add_argument(dest, help=text)
         return made
 
-    where = "A folder, or a URL that fsspec understands."
+    where = "A folder or an fsspec URL."
     folder = f"A project's folder, a folder of checkpoints, or a checkpoint. {where}"
     made = add("ls", list_command, "List the checkpoints in a folder, newest last.", folder=folder)
     made.add_argument("--json", action="store_true", help="Print JSON.")
@@ -302,14 +302,14 @@ def checkpoint_command_parser(subparsers: Any = None) -> argparse.ArgumentParser
     out = "The folder to write; it must be empty or missing."
     text = "Write a checkpoint of a sharded model again in another layout."
     made = add("reshard", reshard_command, text, checkpoint="A checkpoint.", out=out)
-    made.add_argument("--layout", choices=["full", "sharded"], required=True, help="Whole state dicts, or shards.")
+    made.add_argument("--layout", choices=["full", "sharded"], required=True, help="Full state dicts, or shards.")
     made.add_argument("--shards", type=int, default=1, help="How many shards (with --layout sharded).")
 
     text = "Write a model's weights as Hugging Face safetensors."
     made = add("export", export_command, text, checkpoint=f"A checkpoint. {where}", out=out)
-    made.add_argument("--model", type=int, default=0, help="Which model, in the order in which they were prepared.")
+    made.add_argument("--model", type=int, default=0, help="Number of the model, in the order of preparation.")
     made.add_argument("--max_shard_size", default="5GB", help="Largest size of a file: bytes, or as in 500MB.")
-    text = "What floating-point tensors become; as they are by default."
+    text = "Convert floating-point tensors to this dtype."
     made.add_argument("--dtype", choices=["bf16", "fp16", "fp32"], help=text)
     made.add_argument("--overwrite", action="store_true", help="Replace the weights in OUT; its other files stay.")
 
@@ -317,8 +317,8 @@ def checkpoint_command_parser(subparsers: Any = None) -> argparse.ArgumentParser
     made = add("prune", prune_command, "Remove the oldest automatically named checkpoints.", folder=folder)
     text = "How many of the newest complete ones stay in each folder, at least 1."
     made.add_argument("--keep", type=int, required=True, help=text)
-    made.add_argument("--dry_run", action="store_true", help="Only say what would be removed.")
+    made.add_argument("--dry_run", action="store_true", help="Print what would be removed, and remove nothing.")
     made.add_argument("--yes", action="store_true", help="Do not ask.")
-    made.add_argument("--incomplete", action="store_true", help="Remove incomplete ones, too, and what saves left.")
+    made.add_argument("--incomplete", action="store_true", help="Also remove incomplete checkpoints and leftovers of killed saves.")
     made.add_argument("--foreign", action="store_true", help="Count and remove those without a manifest, too.")
     return parser

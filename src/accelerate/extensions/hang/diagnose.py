@@ -22,7 +22,7 @@ _PATIENCE_S, _LOOK_S = 3.0, 0.05
 
 def diagnose_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     """Return the parser of `accelerate diagnose`, or add it to what `add_subparsers` returned."""
-    description = "Print what the ranks of a run that hung or failed have left: the report, errors, and stacks."
+    description = "Print the reports, errors and stacks that the ranks of a hung or failed run wrote."
     parser = make_parser("diagnose", description, subparsers, diagnose_command, allow_abbrev=False)
     parser.add_argument("folder", metavar="LOG_DIR", help="What was given to `accelerate launch --log_dir`.")
     return parser
@@ -82,7 +82,7 @@ def stacks_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     description = "Print the stacks of all threads of your ranks on this machine (Linux, under `accelerate launch`)."
     parser = make_parser("stacks", description, subparsers, stacks_command, allow_abbrev=False)
     parser.add_argument("--pid", type=int, help="Ask this rank alone.")
-    parser.add_argument("--job", type=int, help="Ask the ranks of this launcher alone: its process id.")
+    parser.add_argument("--job", type=int, help="Process id of the launcher whose ranks to ask.")
     return parser
 
 

@@ -38,7 +38,7 @@ OPTIONS = (
     _truth("attention_softmax_in_fp32", "Compute the softmax of the attention in fp32."),
     _truth("use_rotary_position_embeddings", "Use rotary position embeddings."),
     _truth("calculate_per_token_loss", "Scale the loss by the number of tokens."),
-    _bool("eod_mask_loss", "Leave end-of-document tokens out of the loss."),
+    _bool("eod_mask_loss", "Exclude end-of-document tokens from the loss."),
     _whole("context_parallel_size", "Degree of context parallelism."),
     _whole("expert_model_parallel_size", "Degree of expert parallelism."),
     _whole("expert_tensor_parallel_size", "Degree of tensor parallelism within an expert."),

@@ -10,7 +10,7 @@ _simulate = rows(
 OPTIONS = (
     _simulate(
         "",
-        "Run the script as one rank of so many machines x processes on this machine's CPU, the others made up, and report layout, data, "
+        "Run the script as one rank of machines x processes on this machine's CPU, simulate the others, and report layout, data, "
         "memory, collectives and checkpoints: 128x8.",
         check=matching(r"[1-9]\d{0,5}x[1-9]\d{0,5}", "write machines x processes of each, such as 128x8"),
     ),
@@ -18,7 +18,7 @@ OPTIONS = (
     _simulate("_steps", "End a simulated run after so many optimizer steps.", type="int", check=at_least(1)),
     _simulate(
         "_shapes_only",
-        "Let tensors of a simulated run have shapes alone, so that the model may be larger than this machine's memory.",
+        "Give tensors of a simulated run shapes without memory, so that the model may be larger than this machine's memory.",
         switch=True,
         style=ON,
     ),
