@@ -18,7 +18,6 @@ __getattr__ = _lazy.aliases(__name__)
 _HOME = "accelerate.commands"
 # Extensions have more; see `commands`.
 _CORE: dict[str, Command] = {
-    "config": Command(f"{_HOME}.config", "get_config_parser", "Write and update configuration files."),
     "env": Command(
         f"{_HOME}.env", "env_command_parser", "Print versions, devices and configuration, for a bug report."
     ),

@@ -8,6 +8,7 @@ TABLE = (
     "budget",
     "checks",
     "conditional",
+    "configure",
     "convert",
     "deepspeed",
     "ema",

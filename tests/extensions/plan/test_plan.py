@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate.commands.config import config_utils
 from accelerate.devices import table
+from accelerate.extensions.configure import config_utils
 from accelerate.extensions.plan import activations, ceilings
 from accelerate.extensions.plan import command as plan
 from accelerate.extensions.plan.activations import measure
