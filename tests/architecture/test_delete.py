@@ -78,7 +78,7 @@ def test_no_file_of_the_core_imports_an_extension():
     wrong = [
         f"{found.source}:{found.line} imports {found.target}"
         for name in source.modules()
-        if not name.startswith(("accelerate.extensions", "accelerate.test_utils"))
+        if not name.startswith("accelerate.extensions")
         for found in source.imports(name)
         if found.target.startswith("accelerate.extensions.")
     ]
@@ -90,7 +90,7 @@ def check_core(names: list[str], folder: Path) -> None:
     copy = without(names, folder)
     assert compileall.compile_dir(copy, quiet=1)
     stand_ins = {name for name, path in source.modules().items() if "stand_for(__name__" in path.read_text("utf-8")}
-    outside = ("accelerate.extensions.", "accelerate.test_utils", "accelerate.utils.rich")  # which needs a library
+    outside = ("accelerate.extensions.", "accelerate.utils.rich")  # which needs a library
     core = [name for name in source.modules() if name not in stand_ins and not name.startswith(outside)]
     (folder / "everything.py").write_text("".join(f"import {name}\n" for name in core))
     (folder / "train.py").write_text(TRAIN)

@@ -24,7 +24,6 @@ _CORE: dict[str, Command] = {
     "launch": Command(
         f"{_HOME}.launch", "launch_command_parser", "Start a training script, in one process or several."
     ),
-    "test": Command(f"{_HOME}.test", "test_command_parser", "Check that training works here, through the launcher."),
 }
 
 

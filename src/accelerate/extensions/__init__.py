@@ -33,6 +33,7 @@ TABLE = (
     "simulate",
     "slurm",
     "tensor",
+    "testing",
     "to_fsdp2",
     "tpu",
     "trackers",
