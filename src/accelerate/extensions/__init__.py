@@ -12,6 +12,7 @@ TABLE = (
     "convert",
     "deepspeed",
     "ema",
+    "env",
     "four_bit",
     "fp8",
     "fsdp1",
