@@ -1,4 +1,5 @@
-"""torch's private names that this package uses. Only this file and `launch.torch_compat` use such names.
+"""torch's private names that this package uses. Only this file, `launch.torch_compat`, and files of extensions with the name of
+this one use such names.
 
 A release may drop any of these names. Functions ask whether a name exists, and fall back on an alternative. Names in
 `_HOMES` are imported on first use: a torch without the name loses the feature, and the rest works.
@@ -8,7 +9,6 @@ Seen on: torch 2.7.1, 2.9.1, 2.13.0, 2.14.1, 2.15.0 (`make test-versions`).
 
 import contextlib
 import importlib
-import inspect
 import math
 import operator
 import pkgutil
@@ -16,7 +16,6 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from types import FrameType
 from typing import Any
 
 import torch
@@ -61,19 +60,6 @@ def __getattr__(name: str) -> Any:
     return value
 
 
-@contextlib.contextmanager
-def replaced(*places: tuple[Any, str, Any]) -> Iterator[None]:
-    """Let attributes, such as functions of modules, have other values for a block."""
-    before = [(place, name, getattr(place, name)) for place, name, _ in places]
-    try:
-        for place, name, value in places:
-            setattr(place, name, value)
-        yield
-    finally:
-        for place, name, value in reversed(before):
-            setattr(place, name, value)
-
-
 # -- process groups ----------------------------------------------------------------------------------------------------
 
 
@@ -114,40 +100,6 @@ def set_live_timeout(timeout: timedelta) -> bool:
     return live_timeout() in (timeout, None)
 
 
-def flight_recorders() -> list[Callable[[bool, bool], str]]:
-    """Return this torch's functions that write a recorder of collectives as JSON."""
-    module = getattr(torch._C, "_distributed_c10d", None)
-    dumps = (getattr(module, name, None) for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"))
-    return [dump for dump in dumps if dump]
-
-
-def group_named(name: str) -> Any:
-    """Return the process group of a name."""
-    return dist.distributed_c10d._resolve_process_group(name)
-
-
-def is_distributed(kind: type) -> bool:
-    """Return whether a class of tensors is that of DTensors, without an import of it."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and issubclass(kind, module.DTensor)
-
-
-def completed(tensors: Any) -> Any:
-    """Return the result of an operation of `torch.ops.c10d` without its tensors, as a finished one with a future of these."""
-    from torch._C._distributed_c10d import _create_work_from_future
-
-    future: torch.futures.Future = torch.futures.Future()
-    future.set_result(tensors)
-    return _create_work_from_future(future).boxed()
-
-
-def join_alone(rank: int, world_size: int, store: Any) -> None:
-    """Start torch's fake process group, as one of ranks without the others."""
-    from torch.testing._internal.distributed import fake_pg  # noqa: F401  it registers the backend
-
-    dist.init_process_group("fake", rank=rank, world_size=world_size, store=store)
-
-
 def is_fake(group: Any = None) -> bool:
     """Return whether a process group is torch's fake one, whose other ranks do not exist."""
     return dist.get_backend(group) == "fake"
@@ -162,97 +114,10 @@ def pickle_and_offsets(path: str) -> tuple[bytes, Callable[[str], int]]:
     return reader.get_record("data.pkl"), reader.get_record_offset
 
 
-def shapes_only() -> Any:
-    """Return torch's mode in which tensors have a shape and no memory; real tensors may be arguments."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.distributed._tools import fake_collectives  # noqa: F401  it lets collectives work on such tensors
-
-    return FakeTensorMode(allow_non_fake_inputs=True)
-
-
 def is_shape(tensor: torch.Tensor) -> bool:
     """Return whether a tensor was made in `shapes_only`."""
     module = sys.modules.get("torch._subclasses.fake_tensor")
     return module is not None and isinstance(tensor, module.FakeTensor)
-
-
-@contextlib.contextmanager
-def sharding_for_one() -> Iterator[None]:
-    """Let torch shard for one rank of a fake group: `fully_shard` makes a tensor for each rank, to take one of them, and FSDP1 gathers on a GPU."""
-    try:
-        home = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_param")
-        tensors = importlib.import_module("torch.distributed._shard.sharded_tensor").ShardedTensor
-    except (ImportError, AttributeError):  # slower with thousands of ranks, and FSDP1 saves no checkpoint
-        yield
-        return
-
-    def parts_of(tensor: torch.Tensor, count: int, dim: int) -> list[torch.Tensor]:
-        length = tensor.shape[dim]
-        size = max(1, -(-length // count))
-        full, rest = divmod(length, size)
-        if is_shape(tensor):  # all the same
-            parts = [tensor.narrow(dim, 0, size)] * full
-        else:
-            parts = [tensor.narrow(dim, start, size) for start in range(0, full * size, size)]
-        parts += [tensor.narrow(dim, length - rest, rest)] * (rest > 0)
-        return parts + [tensor.narrow(dim, 0, 0)] * (count - len(parts))
-
-    on_cpu = (tensors, "_get_preferred_device", lambda tensor: torch.device("cpu"))
-    with replaced((home, "_chunk_with_empty", parts_of), on_cpu):
-        yield
-
-
-def shapes_of_wholes_unseen() -> contextlib.AbstractContextManager[None]:
-    """Hide from modes the operators on full shapes with which DTensor learns the result of an operator on local parts."""
-    from torch.utils._python_dispatch import _disable_current_modes
-
-    home = importlib.import_module("torch.distributed.tensor._sharding_prop").ShardingPropagator
-    learn = getattr(home, name := "_propagate_tensor_meta_non_cached", None)
-
-    def unseen(self: Any, schema: Any) -> Any:
-        with _disable_current_modes():
-            return learn(self, schema)
-
-    return replaced((home, name, unseen)) if learn is not None else contextlib.nullcontext()
-
-
-def reads_value(operator: Any) -> bool:
-    """Return whether an operator of torch reads the one value of a tensor, as `item` does."""
-    return operator is torch.ops.aten._local_scalar_dense.default
-
-
-def fused_attention(*tensors: torch.Tensor, is_causal: bool, scale: float | None) -> torch.Tensor:
-    """Return what attention by a fused kernel returns, which keeps a number for each row of scores."""
-    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    return fused(*tensors, 0.0, is_causal, attn_mask=None, scale=scale)[0]
-
-
-_FACTORIES = "empty empty_strided empty_permuted zeros ones full rand randn new_empty new_empty_strided new_zeros new_ones new_full"
-
-
-def run_on_shapes(operator: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operator. Grouped matrix products have shapes only for bfloat16, and also run for other types (seen on 2.13)."""
-    if getattr(operator, "__name__", "") != "_grouped_mm.default" or args[0].dtype == torch.bfloat16:
-        return operator(*args, **kwargs)
-    narrow = [
-        leaf.bfloat16() if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf for leaf in args
-    ]
-    return operator(*narrow, **kwargs).to(args[0].dtype)
-
-
-def made_as_shape(mode: Any, operator: Any, args: Any, kwargs: Mapping[str, Any]) -> torch.Tensor | None:
-    """Return the tensor that an operator makes from sizes in `shapes_only`; None for any other operator."""
-    if getattr(operator, "namespace", "") != "aten" or operator.__name__.partition(".")[0] not in _FACTORIES.split():
-        return None
-    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as active_modes
-
-    if any(
-        type(other) is type(mode) for other in active_modes()
-    ):  # DTensor runs the operator in a mode of the same type to learn its result
-        return None
-    with mode:
-        tensor = operator(*args, **kwargs)
-    return None if tensor.is_meta else tensor
 
 
 # -- meshes and DTensors -----------------------------------------------------------------------------------------------
@@ -320,6 +185,17 @@ def own_state(module: nn.Module, prefix: str) -> dict[str, Any]:
     return entries
 
 
+def box(tensor: torch.Tensor) -> tuple[slice, ...]:
+    """Return which part of the full tensor this rank has; torch computes it for every kind of placement."""
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(tensor, DTensor):
+        return ()
+    compute = __getattr__("compute_local_shape_and_global_offset")
+    shape, offset = compute(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(map(slice, offset, map(operator.add, offset, shape)))
+
+
 # -- fully_shard -------------------------------------------------------------------------------------------------------
 
 
@@ -377,23 +253,9 @@ def acts_in_backward(parameter: torch.Tensor) -> bool:
     return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
-def wrap_exchanges(model: nn.Module, around: Callable[[Callable], Callable]) -> None:
-    """Put something around the methods of `fully_shard` that wait for gathered parameters and reduce gradients."""
-    for group in shard_groups(model):
-        for name in ("wait_for_unshard", "post_backward"):
-            if hasattr(group, name):
-                setattr(group, name, around(getattr(group, name)))
-
-
 def shards_own_class(model: nn.Module) -> type:
     """Return the class of a module that the user wrote: `fully_shard` derives one from it."""
     return type(model).__bases__[-1] if hasattr(model, "_get_fsdp_state") else type(model)
-
-
-def output_dtype(module: nn.Module) -> torch.dtype | None:
-    """Return the dtype that `fully_shard` casts the outputs of a module to, or None."""
-    state = getattr(module, "_get_fsdp_state", None)
-    return None if state is None else getattr(getattr(state(), "_mp_policy", None), "output_dtype", None)
 
 
 # -- FullyShardedDataParallel ------------------------------------------------------------------------------------------
@@ -467,43 +329,11 @@ def flat_parameters(wrapper: nn.Module) -> Iterator[tuple[set[int], dict[str, An
 # -- the rest ----------------------------------------------------------------------------------------------------------
 
 
-def is_compiled_in_place(module: nn.Module) -> bool:
-    """Return whether torch.compile has replaced the call of a module, or its forward, without a module around it."""
-    forward = module.__dict__.get("forward")
-    return module._compiled_call_impl is not None or hasattr(forward, "_torchdynamo_orig_callable")
-
-
 def skip_when_compiling(code: Any) -> None:
     """Keep torch.compile, where it is loaded, from compiling a function, given by its code object."""
     compiler = sys.modules.get("torch._dynamo.eval_frame")
     if compiler is not None and hasattr(compiler, "skip_code"):
         compiler.skip_code(code)
-
-
-def traced_graph(module: torch.nn.Module, tensors: tuple[torch.Tensor, ...]) -> torch.fx.GraphModule:
-    """Return the graph of a module that is run, whose parameters are the module's; without torch's checks of its arguments (since 2.9)."""
-    program = torch.export.export(module, tensors, strict=False)
-    options = {"check_guards": False} if "check_guards" in inspect.signature(program.module).parameters else {}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=FutureWarning)  # of torch about torch
-        return program.module(**options)
-
-
-def is_view(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is a view of another one in autograd's eyes, which cannot be detached in place."""
-    return tensor._is_view()
-
-
-def attention_operators(ending: str) -> list[Any]:
-    """Return this torch's attention operators with such an ending of the name."""
-    kernels = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
-    names = (f"_scaled_dot_product_{kernel}{ending}" for kernel in kernels)
-    return [getattr(torch.ops.aten, name) for name in names if hasattr(torch.ops.aten, name)]
-
-
-def grouped_products() -> list[Any]:
-    """Return the operator that multiplies each group of rows by a separate matrix, if this torch has it."""
-    return [torch.ops.aten._grouped_mm] if hasattr(torch.ops.aten, "_grouped_mm") else []
 
 
 def muon_rate(lr: float, adjustment: str | None, shape: torch.Size) -> float:
@@ -532,20 +362,6 @@ def let_batched_power_sgd_run() -> None:
         powerSGD_hook._orthogonalize = orthogonalize
 
 
-def workers_awaited(frame: FrameType) -> list[Any]:
-    """Return the worker processes whose next batch the function of a frame waits for."""
-    waits = frame.f_code.co_name == "_try_get_data"
-    return getattr(frame.f_locals.get("self"), "_workers", []) if waits else []
-
-
-def module_called(frame: FrameType) -> Any:
-    """Return the module whose call the function of a frame is, or the name of the one whose weights FSDP2 gathers there, or None."""
-    place = frame.f_globals.get("__name__", "")
-    if place == "torch.nn.modules.module" and frame.f_code.co_name == "_call_impl":
-        return frame.f_locals.get("self")
-    return getattr(frame.f_locals.get("self"), "_module_fqn", None) if place.endswith("_fsdp_param_group") else None
-
-
 def is_lost_by_fork(namespace: Any) -> bool:
     """Say in a forked process whether it cannot use the device of `torch.cuda` or the like, as its parent has started the driver."""
     return bool(getattr(namespace, "_is_in_bad_fork", bool)())
@@ -554,43 +370,3 @@ def is_lost_by_fork(namespace: Any) -> bool:
 def end_with_the_parent(number: int) -> None:
     """Ask the system to send this process a signal when its parent ends, where torch offers that."""
     getattr(torch.multiprocessing, "_prctl_pr_set_pdeathsig", lambda number: None)(number)
-
-
-# -- fake tensors ------------------------------------------------------------------------------------------------------
-
-
-def looks_at_values() -> tuple[type[Exception], ...]:
-    """Return the errors of an operation that needs values, which fake tensors have none of."""
-    module = torch._subclasses.fake_tensor
-    return module.DataDependentOutputException, module.DynamicOutputShapeException
-
-
-def convolution_scratch(operator: Any, args: Any, result: Any) -> int:
-    """Return the scratch bytes of a convolution on the CPU in `shapes_only`; 0 for any other operator."""
-    aten = torch.ops.aten
-    if operator not in (aten.convolution.default, aten.convolution_backward.default):
-        return 0
-    backward = operator is aten.convolution_backward.default
-    (gradient, *tensors), rest = (args[:3], args[4:10]) if backward else ((result, *args[:2]), args[3:9])
-    if str(torch._C._select_conv_backend(*tensors, None, *rest, None)).endswith("Mkldnn"):
-        # In its own memory layout it has a copy of the input, and then one of the output.
-        sizes = gradient.nbytes, sum(tensor.nbytes for tensor in tensors)
-        return sum(sizes) if backward else max(sizes)
-    samples, columns = tensors[0].shape[0], tensors[1][0].numel() * rest[-1]  # each output's inputs are adjacent
-    return samples * columns * gradient[0, 0].numel() * gradient.element_size()
-
-
-def overload_packet(operation: Any) -> Any:
-    """Return the operation that an overload belongs to, as tables of operations name it."""
-    return operation._overloadpacket
-
-
-def box(tensor: torch.Tensor) -> tuple[slice, ...]:
-    """Return which part of the full tensor this rank has; torch computes it for every kind of placement."""
-    from torch.distributed.tensor import DTensor
-
-    if not isinstance(tensor, DTensor):
-        return ()
-    compute = __getattr__("compute_local_shape_and_global_offset")
-    shape, offset = compute(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tuple(map(slice, offset, map(operator.add, offset, shape)))

@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from accelerate.extensions.reports.footprint import no_sync_memory_note, pieces
-from accelerate.runtime import torch_private
+from accelerate.extensions.reports.torch_private import output_dtype, wrap_exchanges
 
 
 class Hidden(nn.Linear):
@@ -25,8 +25,8 @@ def test_a_torch_with_other_books_costs_a_report_not_the_training(state):
     model.state = types.SimpleNamespace(**state)
     assert [(piece.name, piece.strategy) for piece in pieces(model)] == [("weight", ""), ("bias", "")]
     assert no_sync_memory_note(model) == ""
-    torch_private.wrap_exchanges(model, lambda method: pytest.fail("there is no such method"))
-    assert torch_private.output_dtype(model) is None
+    wrap_exchanges(model, lambda method: pytest.fail("there is no such method"))
+    assert output_dtype(model) is None
 
 
 def test_there_is_no_note_where_unsharded_gradients_cost_no_more_than_shards(process_group):

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from accelerate.runtime import torch_private
+from accelerate.extensions.hang.torch_private import flight_recorders, module_called, workers_awaited
 from accelerate.runtime.call_site import is_users, line_of
 
 # Modules in which a thread waits for other ranks. Backward passes count, because gradients are exchanged in them.
@@ -116,7 +116,7 @@ def _called_in_torch(frame: FrameType) -> str:
 
 def module(frame: FrameType) -> str:
     """Return the name of the innermost part of a model that a thread calls, or whose weights it gathers; empty if there is none."""
-    called = [part for outer in _outward(frame) if (part := torch_private.module_called(outer)) is not None]
+    called = [part for outer in _outward(frame) if (part := module_called(outer)) is not None]
     outermost = next((part for part in reversed(called) if isinstance(part, torch.nn.Module)), None)
     try:
         names = {id(part): name for name, part in outermost.named_modules()} if outermost is not None else {}
@@ -128,7 +128,7 @@ def module(frame: FrameType) -> str:
 def loader_workers(frame: FrameType) -> str:
     """Say how the worker processes are that a thread waits for in a loader; empty if it waits for none."""
     for outer in _outward(frame):
-        if workers := torch_private.workers_awaited(outer):
+        if workers := workers_awaited(outer):
             states = (f"pid {worker.pid} ({state(worker.pid)})" for worker in workers)
             return f"waits for its loader's workers: {', '.join(states)}"
     return ""
@@ -141,7 +141,7 @@ def _in_flight() -> dict[str, Any] | None:
     (TORCH_FR_BUFFER_SIZE; formerly TORCH_NCCL_TRACE_BUFFER_SIZE). Writing out a full recorder takes 60 ms, so it is only read
     if needed.
     """
-    recorders = [json.loads(dump(True, True)).get("entries") or [] for dump in torch_private.flight_recorders()]
+    recorders = [json.loads(dump(True, True)).get("entries") or [] for dump in flight_recorders()]
     return next(filter(None, map(oldest_open, recorders)), None) if any(recorders) else {}
 
 

@@ -20,7 +20,8 @@ from torch import fx, nn
 from torch.distributed.pipelining import pipe_split
 
 from accelerate.extensions.pipeline.batches import Inputs, Outputs
-from accelerate.runtime.torch_private import is_view, pytree, traced_graph
+from accelerate.extensions.pipeline.torch_private import is_view, traced_graph
+from accelerate.runtime.torch_private import pytree
 
 Context = Callable[[], contextlib.AbstractContextManager]
 Carried = Mapping[bool, tuple[torch.Tensor, ...]]

@@ -12,7 +12,8 @@ import torch
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from accelerate.runtime import torch_private
+from accelerate.extensions.plan.torch_private import fused_attention
+from accelerate.extensions.reports.torch_private import replaced
 from accelerate.runtime.torch_private import pytree
 
 # Operators that autocast runs in float32 on GPUs and in half precision on CPUs, as far as models use them in their layers:
@@ -38,7 +39,7 @@ def as_on_gpus(*attention: tuple[Any, str]) -> Iterator[None]:
     names = [(functional, "scaled_dot_product_attention"), *attention]
     wider = [(place, name, _in_float32(getattr(place, name))) for place, name in _IN_FLOAT32]
     changed = [(place, name, fused) for place, name in names]
-    with torch_private.replaced(*changed, (functional, "dropout", _dropout), *wider):
+    with replaced(*changed, (functional, "dropout", _dropout), *wider):
         yield
 
 
@@ -58,7 +59,7 @@ def _attention(real: Callable[..., Any]) -> Callable[..., Any]:
             query, key, value = query.to(half), key.to(half), value.to(half)
         # Fused kernels keep a number for each row, whatever mask and dropout there are. In float32 none takes fewer heads of keys.
         if query.dtype != torch.float32 or not enable_gqa:
-            return torch_private.fused_attention(query, key, value, is_causal=is_causal, scale=scale)
+            return fused_attention(query, key, value, is_causal=is_causal, scale=scale)
         with sdpa_kernel(SDPBackend.MATH):
             return real(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=True)
 

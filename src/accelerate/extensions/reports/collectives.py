@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from accelerate.extensions.reports.torch_private import group_named, is_distributed
 from accelerate.runtime import torch_private
 from accelerate.runtime.torch_private import pytree
 
@@ -86,7 +87,7 @@ class CollectiveRecorder(torch_private.TorchDispatchMode):
         """Return by group its number of ranks, and the number of ranks between neighbours."""
         extents = {}
         for group in self._sizes:
-            first, *others = dist.get_process_group_ranks(torch_private.group_named(group))
+            first, *others = dist.get_process_group_ranks(group_named(group))
             extents[self._label(group)] = (1 + len(others), others[0] - first if others else 1)
         return extents
 
@@ -97,7 +98,7 @@ class CollectiveRecorder(torch_private.TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Operators on DTensors are dispatched again as operators on local parts, exchanges included.
-        if any(torch_private.is_distributed(kind) for kind in types):
+        if any(is_distributed(kind) for kind in types):
             return NotImplemented
         result = self.run_operator(func, args, kwargs or {})
         if (collective := collective_of(func, args, result)) is None:
@@ -151,7 +152,7 @@ def _group(args: Any) -> tuple[str, int]:
                 continue
             return group.group_name, group.size()
     name = [value for value in args if isinstance(value, str)][-1]
-    return name, torch_private.group_named(name).size()
+    return name, group_named(name).size()
 
 
 def _size(value: Any) -> int:

@@ -10,6 +10,7 @@ from torch import nn
 from accelerate.base.table import Report
 from accelerate.config.enums import FP8BackendType
 from accelerate.extensions.reports.footprint import Piece, engine_updates, pieces, plain_name, short, zero_stage
+from accelerate.extensions.reports.torch_private import output_dtype
 from accelerate.modules.unwrap import extract_model_from_parallel
 from accelerate.precision.amp import autocast_of, precision
 from accelerate.precision.master import size
@@ -191,7 +192,7 @@ def _model_rows(model: nn.Module, inner: nn.Module, parts: Sequence[Piece]) -> I
         yield PrecisionRow("gathered parameters", "-", handed)
     outputs = "float32" if autocast_of(inner.__dict__.get("forward")) is not None else handed
     for module in (inner, model):  # torch.compile is around the classes of fully_shard
-        if (dtype := torch_private.output_dtype(module)) is not None:
+        if (dtype := output_dtype(module)) is not None:
             outputs = short(dtype)
     yield PrecisionRow("outputs", at_rest, outputs)
     for rule in getattr(inner, "_accelerate_rules", ()):

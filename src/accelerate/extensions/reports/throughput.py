@@ -22,6 +22,13 @@ from accelerate.base.table import Report
 from accelerate.config.strategies import traits_of
 from accelerate.extension import Extension
 from accelerate.extensions.reports import device_specs
+from accelerate.extensions.reports.torch_private import (
+    attention_operators,
+    grouped_products,
+    is_compiled_in_place,
+    overload_packet,
+    wrap_exchanges,
+)
 from accelerate.modules.unwrap import is_compiled_module
 from accelerate.runtime import torch_private
 from accelerate.runtime.run import Run
@@ -55,15 +62,15 @@ def _grouped(first: Any, right: Any, *_: Any, out_shape: Any, **__: Any) -> int:
 
 
 # torch counts neither grouped products nor attention kernels of the CPU, nor recomputation in their backward passes.
-COUNTED = dict.fromkeys(torch_private.attention_operators("_backward"), _attention_backward)
-COUNTED |= dict.fromkeys(torch_private.attention_operators("_for_cpu"), _attention)
-COUNTED |= dict.fromkeys(torch_private.grouped_products(), _grouped)
+COUNTED = dict.fromkeys(attention_operators("_backward"), _attention_backward)
+COUNTED |= dict.fromkeys(attention_operators("_for_cpu"), _attention)
+COUNTED |= dict.fromkeys(grouped_products(), _grouped)
 _COUNTERS = {**flop_registry, **{operator: shape_wrapper(count) for operator, count in COUNTED.items()}}
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     """Return how many floating-point operations an operator takes, as a dispatch mode sees its call; 0 of one that torch does not count."""
-    counter = _COUNTERS.get(torch_private.overload_packet(func))
+    counter = _COUNTERS.get(overload_packet(func))
     return 0 if counter is None else counter(*args, **kwargs, out_val=result)
 
 
@@ -145,7 +152,7 @@ class Meter(Extension):
             # Before the strategy's own hooks, which gather parameters, and after them.
             self._hooks.append(model.register_forward_pre_hook(partial(self.enter, "forward"), prepend=True))
             self._hooks.append(model.register_forward_hook(partial(self.enter, "rest")))
-            torch_private.wrap_exchanges(model, lambda method: partial(self._timed, "communication", method))
+            wrap_exchanges(model, lambda method: partial(self._timed, "communication", method))
         for optimizer in (getattr(outer, "optimizer", None) for outer in accelerator._optimizers):
             if isinstance(optimizer, torch.optim.Optimizer):
                 self._hooks.append(optimizer.register_step_pre_hook(partial(self.enter, "optimizer")))
@@ -218,7 +225,7 @@ class Meter(Extension):
         if flops is None and self._flops_each is None:
             # torch.compile runs uncompiled, or not at all, under a mode that looks at each operation.
             modules = [module for model in self.run._models for module in model.modules()]
-            if any(is_compiled_module(module) or torch_private.is_compiled_in_place(module) for module in modules):
+            if any(is_compiled_module(module) or is_compiled_in_place(module) for module in modules):
                 self._flops_each = math.nan
             else:
                 self._counter = FlopCounterMode(display=False, custom_mapping=COUNTED)
