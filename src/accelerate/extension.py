@@ -102,6 +102,12 @@ class Extension:
         Collective: call on every rank.
         """
 
+    def unsharded_gradients(self, model: Any) -> None:
+        """Act before a sharded model of the run adds up unsharded gradients for the first time, in ``no_sync``.
+
+        Collective: call on every rank.
+        """
+
     def registered(self, kind: str, prepared: Any, evaluation: bool) -> None:
         """Do what a newly prepared object needs, such as registering torch's hooks on it.
 
@@ -441,6 +447,7 @@ class Extensions:
         self.convert_optimizer = overriding("convert_optimizer")
         self.sharding = overriding("sharding")
         self.sharded = overriding("sharded")
+        self.unsharded_gradients = overriding("unsharded_gradients")
         self.registered = overriding("registered")
         self.phase_begins = overriding("phase_begins")
         self.phase_ends = overriding("phase_ends")

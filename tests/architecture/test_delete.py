@@ -17,10 +17,8 @@ NAMES = [spec.name for spec in extension.specs()]
 # Files of tests/unit that ask for features of extensions by name, which they then lack.
 NAME_FEATURES = """
     checkpoint/test_hostile_folders.py checkpoint/test_peer_checkpoints.py checkpoint/test_plain_data.py checkpoint/test_save.py
-    checkpoint/test_storage.py commands/config/test_cluster.py commands/config/test_config.py commands/config/test_config_args.py
-    commands/config/test_files.py commands/config/test_interview.py commands/config/test_show_and_validate.py commands/config/test_terminal.py
-    commands/test_accelerate_cli.py commands/test_dry_run_golden.py commands/test_hostile_input.py commands/test_launch.py
-    commands/test_utils.py config/options/test_table.py config/test_env.py launch/test_config_file.py
+    checkpoint/test_storage.py commands/test_accelerate_cli.py commands/test_dry_run_golden.py commands/test_hostile_input.py
+    commands/test_launch.py commands/test_utils.py config/options/test_table.py config/test_env.py launch/test_config_file.py
     launch/test_example_clusters.py launch/test_example_configs.py launch/test_machines.py launch/test_option_round_trip.py
     launch/test_resolve.py launch/test_secrets.py modules/test_compile.py runtime/test_ranks.py
     strategies/test_guides.py strategies/test_registry.py strategies/test_sharded.py test_accelerator.py
@@ -80,7 +78,7 @@ def test_no_file_of_the_core_imports_an_extension():
     wrong = [
         f"{found.source}:{found.line} imports {found.target}"
         for name in source.modules()
-        if not name.startswith(("accelerate.extensions", "accelerate.test_utils"))
+        if not name.startswith("accelerate.extensions")
         for found in source.imports(name)
         if found.target.startswith("accelerate.extensions.")
     ]
@@ -92,7 +90,7 @@ def check_core(names: list[str], folder: Path) -> None:
     copy = without(names, folder)
     assert compileall.compile_dir(copy, quiet=1)
     stand_ins = {name for name, path in source.modules().items() if "stand_for(__name__" in path.read_text("utf-8")}
-    outside = ("accelerate.extensions.", "accelerate.test_utils", "accelerate.utils.rich")  # which needs a library
+    outside = ("accelerate.extensions.", "accelerate.utils.rich")  # which needs a library
     core = [name for name in source.modules() if name not in stand_ins and not name.startswith(outside)]
     (folder / "everything.py").write_text("".join(f"import {name}\n" for name in core))
     (folder / "train.py").write_text(TRAIN)

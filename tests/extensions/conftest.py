@@ -1,8 +1,8 @@
 """Fixtures of unit tests and of tests that launch processes, for the tests of extensions."""
 
 from distributed.conftest import interruptible, launch
+from extensions.configure.conftest import at_random, scripted
 from unit.checkpoint.conftest import base, memory, s3, s3_server
-from unit.commands.config.conftest import at_random, scripted
 from unit.commands.conftest import accelerate, refused
 from unit.conftest import default_file, place, programs
 from unit.launch.conftest import found_or_refused, gpus, parse, plan

@@ -5,13 +5,13 @@ import sys
 
 import pytest
 
-from accelerate.commands.config.cluster import ask_cluster
-from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.config.sagemaker import ask_sagemaker
+from accelerate.extensions.configure.cluster import ask_cluster
+from accelerate.extensions.configure.config_args import load_config_from_file
 from accelerate.launch import hardware
 from accelerate.launch.hardware import Hardware
+from extensions.configure.conftest import AtRandom
 from interop.programs import finished, need_peer, on_peer
-from unit.commands.config.conftest import AtRandom
 
 pytestmark = pytest.mark.interop
 READER = """

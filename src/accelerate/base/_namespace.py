@@ -13,7 +13,7 @@ HOMES: dict[str, str] = {
     ),
     "accelerate.commands.config.config_utils": "SubcommandHelpFormatter",
     "accelerate.commands.config.default": "write_basic_config",
-    "accelerate.commands.config.prompts": (
+    "accelerate.extensions.configure.prompts": (
         "BulletMenu _ask_field _ask_options _convert_compute_environment _convert_distributed_mode "
         "_convert_dynamo_backend _convert_fp8_backend _convert_mixed_precision "
         "_convert_sagemaker_distributed_mode _convert_yes_no_to_bool"

@@ -15,24 +15,15 @@ from accelerate.launch.config_file import nearest
 __getattr__ = _lazy.aliases(__name__)
 
 
-_HOME = "accelerate.commands"
-# Extensions have more; see `commands`.
-_CORE: dict[str, Command] = {
-    "config": Command(f"{_HOME}.config", "get_config_parser", "Write and update configuration files."),
-    "env": Command(
-        f"{_HOME}.env", "env_command_parser", "Print versions, devices and configuration, for a bug report."
-    ),
-    "launch": Command(
-        f"{_HOME}.launch", "launch_command_parser", "Start a training script, in one process or several."
-    ),
-    "test": Command(f"{_HOME}.test", "test_command_parser", "Check that training works here, through the launcher."),
-}
+_LAUNCH = Command(
+    "accelerate.commands.launch", "launch_command_parser", "Start a training script, in one process or several."
+)
 
 
 @cache
 def commands() -> dict[str, Command]:
-    """Return the commands of the core and of all extensions, by name."""
-    rows = dict(_CORE)
+    """Return `launch` and the commands of all extensions, by name."""
+    rows = {"launch": _LAUNCH}
     for spec in all_specs():
         rows.update(spec.commands)
     return dict(sorted(rows.items()))
@@ -48,7 +39,7 @@ def main() -> None:
     """Run the command that the command line names; status 2 if it cannot be run, 1 without a command, else that of the command."""
     with as_program("accelerate"):
         name, *rest = sys.argv[1:] or [None]
-        command = _CORE.get(name) or commands().get(name)
+        command = _LAUNCH if name == "launch" else commands().get(name)
         if command is None:
             _without_command(name)
         _run(command, f"accelerate {name}", rest)

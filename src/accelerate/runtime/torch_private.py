@@ -60,19 +60,6 @@ def __getattr__(name: str) -> Any:
     return value
 
 
-@contextlib.contextmanager
-def replaced(*places: tuple[Any, str, Any]) -> Iterator[None]:
-    """Let attributes, such as functions of modules, have other values for a block."""
-    before = [(place, name, getattr(place, name)) for place, name, _ in places]
-    try:
-        for place, name, value in places:
-            setattr(place, name, value)
-        yield
-    finally:
-        for place, name, value in reversed(before):
-            setattr(place, name, value)
-
-
 # -- process groups ----------------------------------------------------------------------------------------------------
 
 
@@ -113,19 +100,6 @@ def set_live_timeout(timeout: timedelta) -> bool:
     return live_timeout() in (timeout, None)
 
 
-def is_distributed(kind: type) -> bool:
-    """Return whether a class of tensors is that of DTensors, without an import of it."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and issubclass(kind, module.DTensor)
-
-
-def join_alone(rank: int, world_size: int, store: Any) -> None:
-    """Start torch's fake process group, as one of ranks without the others."""
-    from torch.testing._internal.distributed import fake_pg  # noqa: F401  it registers the backend
-
-    dist.init_process_group("fake", rank=rank, world_size=world_size, store=store)
-
-
 def is_fake(group: Any = None) -> bool:
     """Return whether a process group is torch's fake one, whose other ranks do not exist."""
     return dist.get_backend(group) == "fake"
@@ -140,33 +114,10 @@ def pickle_and_offsets(path: str) -> tuple[bytes, Callable[[str], int]]:
     return reader.get_record("data.pkl"), reader.get_record_offset
 
 
-def shapes_only() -> Any:
-    """Return torch's mode in which tensors have a shape and no memory; real tensors may be arguments."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.distributed._tools import fake_collectives  # noqa: F401  it lets collectives work on such tensors
-
-    return FakeTensorMode(allow_non_fake_inputs=True)
-
-
 def is_shape(tensor: torch.Tensor) -> bool:
     """Return whether a tensor was made in `shapes_only`."""
     module = sys.modules.get("torch._subclasses.fake_tensor")
     return module is not None and isinstance(tensor, module.FakeTensor)
-
-
-def reads_value(operator: Any) -> bool:
-    """Return whether an operator of torch reads the one value of a tensor, as `item` does."""
-    return operator is torch.ops.aten._local_scalar_dense.default
-
-
-def run_on_shapes(operator: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operator. Grouped matrix products have shapes only for bfloat16, and also run for other types (seen on 2.13)."""
-    if getattr(operator, "__name__", "") != "_grouped_mm.default" or args[0].dtype == torch.bfloat16:
-        return operator(*args, **kwargs)
-    narrow = [
-        leaf.bfloat16() if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf for leaf in args
-    ]
-    return operator(*narrow, **kwargs).to(args[0].dtype)
 
 
 # -- meshes and DTensors -----------------------------------------------------------------------------------------------
@@ -232,6 +183,17 @@ def own_state(module: nn.Module, prefix: str) -> dict[str, Any]:
     entries: dict[str, Any] = {}
     module._save_to_state_dict(entries, f"{prefix}." if prefix else "", keep_vars=False)
     return entries
+
+
+def box(tensor: torch.Tensor) -> tuple[slice, ...]:
+    """Return which part of the full tensor this rank has; torch computes it for every kind of placement."""
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(tensor, DTensor):
+        return ()
+    compute = __getattr__("compute_local_shape_and_global_offset")
+    shape, offset = compute(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(map(slice, offset, map(operator.add, offset, shape)))
 
 
 # -- fully_shard -------------------------------------------------------------------------------------------------------
@@ -366,17 +328,3 @@ def let_batched_power_sgd_run() -> None:
             batched(matrices if matrices.ndim == 3 else matrices.unsqueeze(0), epsilon)
 
         powerSGD_hook._orthogonalize = orthogonalize
-
-
-# -- fake tensors ------------------------------------------------------------------------------------------------------
-
-
-def box(tensor: torch.Tensor) -> tuple[slice, ...]:
-    """Return which part of the full tensor this rank has; torch computes it for every kind of placement."""
-    from torch.distributed.tensor import DTensor
-
-    if not isinstance(tensor, DTensor):
-        return ()
-    compute = __getattr__("compute_local_shape_and_global_offset")
-    shape, offset = compute(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tuple(map(slice, offset, map(operator.add, offset, shape)))

@@ -12,7 +12,6 @@ from accelerate.base.versions import is_torch_version
 from accelerate.devices import row
 from accelerate.modules import norms
 from accelerate.modules.unwrap import is_compiled_module
-from accelerate.precision import footprint
 from accelerate.runtime import rendezvous, torch_private
 from accelerate.runtime.ranks import ALONE
 from accelerate.runtime.run import Run
@@ -74,13 +73,12 @@ class Sharded(Strategy):
         return norms.clip_grad_norm(parameters, max_norm, norm_type)
 
 
-def note_memory(accelerator: Run, model: nn.Module) -> None:
-    """Log once the memory that unsharded gradients take on each rank while it does not synchronise."""
-    # The note counts all parameters, which is too slow for every micro-batch.
+def note_unsharded_gradients(accelerator: Run, model: nn.Module) -> None:
+    """Let extensions act once, when gradients add up without an exchange."""
     if "no_sync" not in accelerator.prepared.logged:
         accelerator.prepared.logged.add("no_sync")
-        if note := footprint.no_sync_memory_note(model):
-            public_module().logger.warning(note)
+        for hook in accelerator.extensions.unsharded_gradients:
+            hook(model)
 
 
 def _say_once(accelerator: Run, message: str) -> None:
@@ -121,7 +119,7 @@ class FSDP2(Sharded):
         # None for a model prepared for evaluation. The outer context releases the roots that are held already.
         held_roots: list[Any] = [root for root in shard.roots(inner) if not getattr(root, "_accelerate_held", False)]
         if held_roots:
-            note_memory(accelerator, model)
+            note_unsharded_gradients(accelerator, model)
         for root in held_roots:
             root.set_requires_gradient_sync(False)
             root._accelerate_held = True

@@ -5,8 +5,8 @@ from accelerate.base._lazy import front
 __getattr__, __dir__, __all__ = front(
     __name__,
     {
-        "accelerate.test_utils.training": "RegressionDataset RegressionModel",
-        "accelerate.test_utils.testing": (
+        "accelerate.extensions.testing.training": "RegressionDataset RegressionModel",
+        "accelerate.extensions.testing.testing": (
             "DEFAULT_LAUNCH_COMMAND are_the_same_tensors assert_exception capture_call_output device_count "
             "execute_subprocess_async get_launch_command get_torch_dist_unique_port memory_allocated_func "
             "path_in_accelerate_package pytest_xdist_worker_id require_bnb require_cpu require_cuda "

@@ -9,7 +9,7 @@ from harness import everywhere, fresh_accelerator, shared_folder
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from accelerate.precision.footprint import no_sync_memory_note
+from accelerate.extensions.reports.footprint import no_sync_memory_note
 from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.utils.imports import is_torchao_available
 from precision_table import Net, check, rows

@@ -8,7 +8,7 @@ import sys
 import torch
 
 from accelerate import Accelerator
-from accelerate.test_utils.scripts.checks import run_checks
+from accelerate.extensions.testing.checks import run_checks
 from accelerate.utils import gather
 
 broken = set(map(int, sys.argv[1:]))

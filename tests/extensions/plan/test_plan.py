@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate.commands.config import config_utils
 from accelerate.devices import table
+from accelerate.extensions.configure import config_utils
 from accelerate.extensions.plan import activations, ceilings
 from accelerate.extensions.plan import command as plan
 from accelerate.extensions.plan.activations import measure
 from accelerate.extensions.plan.torch_private import convolution_scratch
 from accelerate.extensions.reports import device_specs
 from accelerate.extensions.reports.estimator import Layout, memory, resting, traffic
-from accelerate.runtime import torch_private
+from accelerate.extensions.simulate.torch_private import shapes_only
 from cases import cases
 
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 1000, "num_hidden_layers": 5}
@@ -97,7 +97,7 @@ def test_blocks_are_put_back_into_the_list_that_they_were_taken_from(monkeypatch
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="convolutions have other kernels")
 def test_a_convolution_of_the_cpu_has_its_copies():
     """As torch's profiler saw it for 96 and 64 channels of 64 x 64: copies of input and weight, and with the gradient all three."""
-    with torch_private.shapes_only():
+    with shapes_only():
         x, w, out = torch.empty(2, 96, 64, 64), torch.empty(64, 96, 3, 3), torch.empty(2, 64, 64, 64)
         options = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
         forward = convolution_scratch(torch.ops.aten.convolution.default, (x, w, None, *options), out)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.extensions.configure.config_args import load_config_from_file
 from accelerate.extensions.sagemaker.interview import ask_sagemaker
 from accelerate.launch import config_file
 

@@ -9,10 +9,10 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from accelerate.commands.config.interview import as_text
 from accelerate.commands.launch import launch_command_parser
 from accelerate.config.options import BY_NAME, OPTIONS
 from accelerate.config.options.schema import ON, ONE
+from accelerate.extensions.configure.interview import as_text
 from accelerate.launch import plan as launcher
 from accelerate.launch.plan import Resolved, Source
 from accelerate.launch.resolve import merge

@@ -3,9 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 
-from accelerate.precision.footprint import no_sync_memory_note
 from accelerate.precision.master import upcast
 
 
@@ -85,8 +83,3 @@ def test_only_the_main_process_warns(recwarn):
         storage.process.bind({"process_index": 1})
         assert upcast(nn.Linear(2, 2).half()) == 12
     assert not [item for item in recwarn.list if "trainable parameters" in str(item.message)]
-
-
-def test_nothing_is_said_where_whole_gradients_cost_no_more_than_shards(process_group):
-    """One process has all shards; the advice to keep shards alone came all the same."""
-    assert no_sync_memory_note(fully_shard(nn.Linear(4, 4))) == ""

@@ -2,13 +2,13 @@
 
 from accelerate.base._lazy import front
 from accelerate.base.constants import SAGEMAKER_PARALLEL_EC2_INSTANCES, TORCH_DYNAMO_MODES  # noqa: F401
-from accelerate.commands.config.config_utils import DYNAMO_BACKENDS  # noqa: F401
 
 _HOMES = {
     "accelerate.extensions.sagemaker.interview": (
         "_create_iam_role_for_sagemaker _get_iam_role_arn ask_sagemaker get_sagemaker_input"
     ),
-    "accelerate.commands.config.config_args": "SageMakerConfig",
+    "accelerate.extensions.configure.config_args": "SageMakerConfig",
+    "accelerate.extensions.configure.config_utils": "DYNAMO_BACKENDS",
     "accelerate.config.enums": "ComputeEnvironment",
 }
 __getattr__, __dir__, __all__ = front(__name__, _HOMES, [])

@@ -16,9 +16,9 @@ from typing import Any
 from accelerate.base.constants import DEEPSPEED_MULTINODE_LAUNCHERS
 from accelerate.config.options import BY_NAME
 from accelerate.extensions.deepspeed.options import FIELDS
+from accelerate.extensions.mpi.host_files import read_hosts
 from accelerate.launch import runners
 from accelerate.launch.errors import LaunchError
-from accelerate.launch.host_files import read_hosts
 from accelerate.launch.plan import LaunchPlan, Resolved, Source
 from accelerate.launch.runners import Process
 from accelerate.runtime.ranks import DEFAULT_PORT

@@ -21,7 +21,7 @@ from accelerate.precision import master
 from accelerate.runtime.run import Run
 from accelerate.strategies import consistency, fsdp
 from accelerate.strategies.mesh import check_backend, shard_mesh, take_from_first
-from accelerate.strategies.sharded import Sharded, note_memory
+from accelerate.strategies.sharded import Sharded, note_unsharded_gradients
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -92,7 +92,7 @@ class FSDP1(Sharded):
         hold: Callable[[], contextlib.AbstractContextManager[None]] | None = getattr(model, "no_sync", None)
         if hold is None:  # prepared for evaluation
             return contextlib.nullcontext()
-        note_memory(accelerator, model)
+        note_unsharded_gradients(accelerator, model)
         return hold()
 
     @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Torch's private names that this extension alone uses; see `runtime.torch_private`."""
+"""torch's private names that this extension uses, of collectives and frames; see `accelerate.runtime.torch_private`."""
 
 from collections.abc import Callable
 from types import FrameType

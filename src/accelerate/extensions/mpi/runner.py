@@ -10,9 +10,9 @@ import subprocess
 from collections.abc import Mapping
 from typing import Any
 
+from accelerate.extensions.mpi.host_files import read_hosts
 from accelerate.launch import hardware, runners
 from accelerate.launch.errors import LaunchError
-from accelerate.launch.host_files import read_hosts
 from accelerate.launch.plan import LaunchPlan, Resolved, Source
 from accelerate.launch.runners import Process
 from accelerate.runtime.ranks import DEFAULT_PORT

@@ -1,4 +1,4 @@
-"""Torch's private names that this extension alone uses; see `runtime.torch_private`."""
+"""torch's private names that this extension uses, of exported graphs and views; see `accelerate.runtime.torch_private`."""
 
 import inspect
 import warnings

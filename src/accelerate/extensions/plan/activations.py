@@ -25,8 +25,10 @@ from accelerate.extensions.reports.collectives import collective_of
 from accelerate.extensions.reports.estimator import Layout
 from accelerate.extensions.reports.inventory import Profile, Segment, block_names, inventory_of_model
 from accelerate.extensions.reports.throughput import flops_of
+from accelerate.extensions.reports.torch_private import is_distributed, replaced
 from accelerate.extensions.sequence import models as sequence_models
 from accelerate.extensions.sequence import sequence as sequences
+from accelerate.extensions.simulate.torch_private import join_alone, reads_value, run_on_shapes, shapes_only
 from accelerate.extensions.tensor import experts
 from accelerate.extensions.tensor import tensor as tensor_parallel
 from accelerate.precision.amp import precision as precision_row
@@ -83,7 +85,7 @@ def measure(
         if ep > 1:
             split = experts.splitting(model, ep, ep)[1]
             tokens_of_expert = batch * sequence * getattr(model.config, "num_experts_per_tok", 1) // ep
-        last.enter_context(torch_private.shapes_only())
+        last.enter_context(shapes_only())
         _fake(model, dtype if layout.casts else None)
         if split is not None:
             split()
@@ -121,7 +123,7 @@ def _joined(ranks: int) -> Iterator[None]:
     """Let this process be one of so many ranks without the others, for a time."""
     if dist.is_initialized():
         raise ValueError("A model that ranks split is measured in a process that has joined no process group.")
-    torch_private.join_alone(0, ranks, dist.HashStore())
+    join_alone(0, ranks, dist.HashStore())
     try:
         yield
     finally:
@@ -159,7 +161,7 @@ def _as_if_real() -> AbstractContextManager[None]:
         for name in ("is_tracing", "is_fake_tensor")
         if callable(vars(module).get(name))
     ]
-    return torch_private.replaced(*((module, name, lambda *_, **__: False) for module, name in patched))
+    return replaced(*((module, name, lambda *_, **__: False) for module, name in patched))
 
 
 def _loss(output: Any) -> torch.Tensor:
@@ -243,14 +245,14 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, and count its results."""
-        if any(map(torch_private.is_distributed, types)):
+        if any(map(is_distributed, types)):
             return NotImplemented  # it is dispatched again as operations on local parts, exchanges included
-        if torch_private.reads_value(func):
+        if reads_value(func):
             if args[0].dtype == torch.bool:
                 return True  # models ask whether a mask is full, or sequences are complete: those of a plan are
             if self.read_value is not None and not args[0].is_floating_point():
                 return self.read_value
-        out = torch_private.run_on_shapes(func, args, kwargs or {})
+        out = run_on_shapes(func, args, kwargs or {})
         self.tracker.see(out)
         self.flops += flops_of(func, args, kwargs or {}, out)
         if (sent := collective_of(func, args, out)) is not None:

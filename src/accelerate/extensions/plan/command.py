@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate.base.environment import patch_environment
 from accelerate.base.table import size_text, table
-from accelerate.commands.config import config_utils
 from accelerate.commands.utils import brief, make_parser
+from accelerate.extensions.configure import config_utils
 from accelerate.extensions.plan import estimate
 from accelerate.extensions.reports import device_specs
 from accelerate.extensions.reports.estimator import (

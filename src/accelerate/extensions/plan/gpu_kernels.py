@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from accelerate.extensions.plan.torch_private import fused_attention
-from accelerate.runtime import torch_private
+from accelerate.extensions.reports.torch_private import replaced
 from accelerate.runtime.torch_private import pytree
 
 # Operators that autocast runs in float32 on GPUs and in half precision on CPUs, as far as models use them in their layers:
@@ -39,7 +39,7 @@ def as_on_gpus(*attention: tuple[Any, str]) -> Iterator[None]:
     names = [(functional, "scaled_dot_product_attention"), *attention]
     wider = [(place, name, _in_float32(getattr(place, name))) for place, name in _IN_FLOAT32]
     changed = [(place, name, fused) for place, name in names]
-    with torch_private.replaced(*changed, (functional, "dropout", _dropout), *wider):
+    with replaced(*changed, (functional, "dropout", _dropout), *wider):
         yield
 
 

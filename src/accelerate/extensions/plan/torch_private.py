@@ -1,4 +1,4 @@
-"""Torch's private names that this extension alone uses; see `runtime.torch_private`."""
+"""torch's private names that this extension uses, of fake tensors and kernels; see `accelerate.runtime.torch_private`."""
 
 import contextlib
 import importlib
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from accelerate.runtime.torch_private import replaced
+from accelerate.extensions.reports.torch_private import replaced
 
 
 def shapes_of_wholes_unseen() -> contextlib.AbstractContextManager[None]:
@@ -23,16 +23,16 @@ def shapes_of_wholes_unseen() -> contextlib.AbstractContextManager[None]:
     return replaced((home, name, unseen)) if learn is not None else contextlib.nullcontext()
 
 
-def fused_attention(*tensors: torch.Tensor, is_causal: bool, scale: float | None) -> torch.Tensor:
-    """Return what attention by a fused kernel returns, which keeps a number for each row of scores."""
-    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    return fused(*tensors, 0.0, is_causal, attn_mask=None, scale=scale)[0]
-
-
 def looks_at_values() -> tuple[type[Exception], ...]:
     """Return the errors of an operation that needs values, which fake tensors have none of."""
     module = torch._subclasses.fake_tensor
     return module.DataDependentOutputException, module.DynamicOutputShapeException
+
+
+def fused_attention(*tensors: torch.Tensor, is_causal: bool, scale: float | None) -> torch.Tensor:
+    """Return what attention by a fused kernel returns, which keeps a number for each row of scores."""
+    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return fused(*tensors, 0.0, is_causal, attn_mask=None, scale=scale)[0]
 
 
 def convolution_scratch(operator: Any, args: Any, result: Any) -> int:

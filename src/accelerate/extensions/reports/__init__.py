@@ -5,7 +5,7 @@ from accelerate.extension import Spec
 _METHODS = "accelerate.extensions.reports.methods"
 SPEC = Spec(
     "reports",
-    extension="accelerate.extensions.reports.out_of_memory:OutOfMemory",
+    extension="accelerate.extensions.reports.out_of_memory:MemoryNotes",
     attaches=lambda run: True,
     late=False,
     methods={

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from accelerate.extensions.reports.torch_private import is_distributed, replaced
 from accelerate.runtime import torch_private
 from accelerate.runtime.torch_private import pytree
 
@@ -65,7 +66,7 @@ class AllocationTracker:
 
         hooks = nn.modules.module
         with contextlib.ExitStack() as last:
-            last.enter_context(torch_private.replaced((torch.UntypedStorage, "resize_", resized)))
+            last.enter_context(replaced((torch.UntypedStorage, "resize_", resized)))
             last.callback(hooks.register_module_forward_pre_hook(self._enter).remove)
             last.callback(hooks.register_module_forward_hook(self._leave, always_call=True).remove)
             yield
@@ -86,7 +87,7 @@ class AllocationTracker:
                 self._see(torch_private.local_part(tensor), kind, module)
 
     def _see(self, tensor: torch.Tensor, kind: str | None, module: Any) -> None:
-        if tensor.is_meta or torch_private.is_distributed(type(tensor)):
+        if tensor.is_meta or is_distributed(type(tensor)):
             return
         storage = tensor.untyped_storage()
         key = id(storage)

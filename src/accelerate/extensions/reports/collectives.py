@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from accelerate.extensions.reports.torch_private import group_named
+from accelerate.extensions.reports.torch_private import group_named, is_distributed
 from accelerate.runtime import torch_private
 from accelerate.runtime.torch_private import pytree
 
@@ -98,7 +98,7 @@ class CollectiveRecorder(torch_private.TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Operators on DTensors are dispatched again as operators on local parts, exchanges included.
-        if any(torch_private.is_distributed(kind) for kind in types):
+        if any(is_distributed(kind) for kind in types):
             return NotImplemented
         result = self.run_operator(func, args, kwargs or {})
         if (collective := collective_of(func, args, result)) is None:

@@ -10,9 +10,9 @@ from torch import nn
 
 from accelerate.base.table import Report
 from accelerate.extensions.reports.estimator import Layout, resting
+from accelerate.extensions.reports.footprint import pieces, tensors_here, zero_stage
 from accelerate.extensions.reports.inventory import inventory_of_model
 from accelerate.modules.unwrap import id_tensor_storage
-from accelerate.precision.footprint import pieces, tensors_here, zero_stage
 from accelerate.precision.master import size
 from accelerate.runtime.run import Run
 from accelerate.runtime.torch_private import local_part, pytree

@@ -1,24 +1,34 @@
-"""The report of a program that runs out of memory: the contents of its rank's memory, and ways to reduce them."""
+"""What a run is told of its memory: its contents when it runs out, ways to reduce them, and the cost of unsharded gradients."""
 
 import weakref
 from typing import Any
 
 from accelerate.devices.memory import should_reduce_batch_size
 from accelerate.extension import Extension
+from accelerate.logging import get_logger
 from accelerate.runtime import failure
 from accelerate.runtime.run import Run
 
+logger = get_logger(__name__)
 _LIVE: "weakref.WeakKeyDictionary[Run, None]" = weakref.WeakKeyDictionary()  # the newest is last
 
 
-class OutOfMemory(Extension):
+class MemoryNotes(Extension):
     """Explains an error that ends the program, if it means that memory ran out, for as long as an Accelerator lives."""
 
     @classmethod
-    def attach(cls, run: Any) -> None:
-        """Remember an Accelerator. It gets no extension, because no hook is needed."""
+    def attach(cls, run: Any) -> "MemoryNotes":
+        """Remember an Accelerator. Not a collective."""
         _LIVE[run] = None
         failure.watch(explain)
+        return cls(run)
+
+    def unsharded_gradients(self, model: Any) -> None:
+        """Log the memory that they take on each rank. Not a collective."""
+        from accelerate.extensions.reports import footprint
+
+        if note := footprint.no_sync_memory_note(model):
+            logger.warning(note)
 
 
 def newest() -> Run | None:

@@ -9,10 +9,10 @@ from torch import nn
 
 from accelerate.base.table import Report
 from accelerate.config.enums import FP8BackendType
+from accelerate.extensions.reports.footprint import Piece, engine_updates, pieces, plain_name, short, zero_stage
 from accelerate.extensions.reports.torch_private import output_dtype
 from accelerate.modules.unwrap import extract_model_from_parallel
 from accelerate.precision.amp import autocast_of, precision
-from accelerate.precision.footprint import Piece, engine_updates, pieces, plain_name, short, zero_stage
 from accelerate.precision.master import size
 from accelerate.runtime import torch_private
 from accelerate.runtime.torch_private import local_part, pytree

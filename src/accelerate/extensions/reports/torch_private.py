@@ -1,6 +1,8 @@
-"""Torch's private names that this extension alone uses; see `runtime.torch_private`."""
+"""torch's private names that this extension uses, of modules, modes and operators; see `accelerate.runtime.torch_private`."""
 
-from collections.abc import Callable
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -10,9 +12,34 @@ from torch import nn
 from accelerate.runtime.torch_private import shard_groups
 
 
+@contextlib.contextmanager
+def replaced(*places: tuple[Any, str, Any]) -> Iterator[None]:
+    """Let attributes, such as functions of modules, have other values for a block."""
+    before = [(place, name, getattr(place, name)) for place, name, _ in places]
+    try:
+        for place, name, value in places:
+            setattr(place, name, value)
+        yield
+    finally:
+        for place, name, value in reversed(before):
+            setattr(place, name, value)
+
+
+def is_distributed(kind: type) -> bool:
+    """Return whether a class of tensors is that of DTensors, without an import of it."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and issubclass(kind, module.DTensor)
+
+
 def group_named(name: str) -> Any:
     """Return the process group of a name."""
     return dist.distributed_c10d._resolve_process_group(name)
+
+
+def output_dtype(module: nn.Module) -> torch.dtype | None:
+    """Return the dtype that `fully_shard` casts the outputs of a module to, or None."""
+    state = getattr(module, "_get_fsdp_state", None)
+    return None if state is None else getattr(getattr(state(), "_mp_policy", None), "output_dtype", None)
 
 
 def wrap_exchanges(model: nn.Module, around: Callable[[Callable], Callable]) -> None:
@@ -21,12 +48,6 @@ def wrap_exchanges(model: nn.Module, around: Callable[[Callable], Callable]) -> 
         for name in ("wait_for_unshard", "post_backward"):
             if hasattr(group, name):
                 setattr(group, name, around(getattr(group, name)))
-
-
-def output_dtype(module: nn.Module) -> torch.dtype | None:
-    """Return the dtype that `fully_shard` casts the outputs of a module to, or None."""
-    state = getattr(module, "_get_fsdp_state", None)
-    return None if state is None else getattr(getattr(state(), "_mp_policy", None), "output_dtype", None)
 
 
 def is_compiled_in_place(module: nn.Module) -> bool:

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from accelerate.base.constants import SAGEMAKER_PARALLEL_EC2_INSTANCES
-from accelerate.commands.config.config_args import SageMakerConfig
-from accelerate.commands.config.interview import Asker, Interview
 from accelerate.config.enums import ComputeEnvironment
 from accelerate.config.options import CHAPTERS, OPTIONS, Option
 from accelerate.config.options.schema import Check, matching, rows
+from accelerate.extensions.configure.config_args import SageMakerConfig
+from accelerate.extensions.configure.interview import Asker, Interview
 
 _KINDS = {
     "NO": "One process, or what the script starts itself",

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-from accelerate.runtime import torch_private
+from accelerate.extensions.simulate.torch_private import join_alone
 from accelerate.runtime.ranks import Ranks
 
 # The counters in the store by which ranks wait for each other; see `checkpoint.ranks` and `extensions.hang`.
@@ -50,7 +50,7 @@ def start(ranks: Ranks) -> SimulatedRun:
     """Join a process group whose other ranks are made up."""
     global _current
     store = OthersCame(ranks.world_size)
-    torch_private.join_alone(ranks.rank, ranks.world_size, store)
+    join_alone(ranks.rank, ranks.world_size, store)
     _current = SimulatedRun(ranks, store)
     return _current
 

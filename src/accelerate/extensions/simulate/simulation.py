@@ -36,10 +36,11 @@ from accelerate.extensions.reports import out_of_memory
 from accelerate.extensions.reports.allocations import EXCHANGED, AllocationTracker, label
 from accelerate.extensions.reports.collectives import CollectiveRecorder
 from accelerate.extensions.reports.throughput import flops_of
-from accelerate.extensions.simulate import checkpoints, simulated
+from accelerate.extensions.reports.torch_private import replaced
+from accelerate.extensions.simulate import checkpoints, simulated, torch_private
 from accelerate.extensions.simulate.report import Facts, text_of
-from accelerate.extensions.simulate.torch_private import completed, made_as_shape, sharding_for_one
-from accelerate.runtime import ranks, torch_private
+from accelerate.runtime import ranks
+from accelerate.runtime.torch_private import is_shape
 from accelerate.strategies.mesh import ranks_of_experts
 from accelerate.training import restoring, saving
 
@@ -77,17 +78,17 @@ class SimulatedRank(CollectiveRecorder):
         """Follow the memory that travels, and give the operation an end with a value, which the fake group's has not."""
         self.memory.see((args, result), EXCHANGED)
         if func.namespace == "c10d" and isinstance(result, tuple):
-            return (*result[:-1], completed(result[0]))
+            return (*result[:-1], torch_private.completed(result[0]))
         return result
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._shapes is not None and not types:
-            tensor = made_as_shape(self._shapes, func, args, kwargs or {})
+            tensor = torch_private.made_as_shape(self._shapes, func, args, kwargs or {})
             # Results of routed experts have no values either: they would be zeros.
             if tensor is not None and (self._routed or tensor.is_floating_point() and tensor.numel() >= _LARGE):
                 self.memory.see(tensor)
                 return tensor
-        elif self._shapes is not None and torch_private.reads_value(func) and torch_private.is_shape(args[0]):
+        elif self._shapes is not None and torch_private.reads_value(func) and is_shape(args[0]):
             if self._routed and not args[0].is_floating_point():
                 return self._routed
             self.run.notes[_FAKE_ITEM] = None
@@ -142,7 +143,7 @@ def _played(rank: SimulatedRank) -> Iterator[None]:
             _move_shapes(last)
             last.callback(nn.modules.module.register_module_forward_pre_hook(rank.entered).remove)
             last.callback(nn.modules.module.register_module_forward_hook(rank.leave_experts).remove)
-        last.enter_context(sharding_for_one())
+        last.enter_context(torch_private.sharding_for_one())
         last.enter_context(rank.memory.watching())
         last.enter_context(rank)
         yield
@@ -173,7 +174,7 @@ def _answer_for_others(last: contextlib.ExitStack) -> None:
         (saving, "Save", checkpoints.MeasuredSave),
         (restoring, "_load", checkpoints.read),
     ]
-    last.enter_context(torch_private.replaced(*places))
+    last.enter_context(replaced(*places))
 
 
 def _refuse_to_receive(scatter: BatchScatter) -> Round:
@@ -192,7 +193,7 @@ def _keep_warnings(last: contextlib.ExitStack, kept: dict[str, None]) -> None:
         show(message, *rest, **options)
 
     handler.emit = lambda record: kept.setdefault(record.getMessage())  # type: ignore[method-assign]
-    last.enter_context(torch_private.replaced((warnings, "showwarning", keep)))
+    last.enter_context(replaced((warnings, "showwarning", keep)))
     last.callback(logger.removeHandler, handler)
     logger.addHandler(handler)
 
@@ -205,7 +206,7 @@ def _move_shapes(last: contextlib.ExitStack) -> None:
         for child in module.children() if recurse else ():
             child._apply(change)
         parameters = list(module.parameters(recurse=False))
-        if not any(map(torch_private.is_shape, parameters)):
+        if not any(map(is_shape, parameters)):
             return apply(module, change, recurse=False)
         with torch.no_grad():
             for tensor in [*parameters, *(parameter.grad for parameter in parameters if parameter.grad is not None)]:
@@ -215,7 +216,7 @@ def _move_shapes(last: contextlib.ExitStack) -> None:
                 module._buffers[name] = change(buffer)
         return module
 
-    last.enter_context(torch_private.replaced((nn.Module, "_apply", move)))
+    last.enter_context(replaced((nn.Module, "_apply", move)))
 
 
 def _run_program(words: list[str]) -> None:
@@ -329,7 +330,7 @@ def first_call(words: list[str], rank_layout: ranks.Ranks) -> FirstCall:
     name, problem = " ".join(words), None
     run = simulated.start(rank_layout)
     own_path = (sys, "path", list(sys.path)), (sys, "argv", sys.argv)
-    watching = torch_private.replaced((Accelerator, "prepare", noted), *own_path)
+    watching = replaced((Accelerator, "prepare", noted), *own_path)
     try:
         with watching, _played(SimulatedRank(run, None, True, None)):
             _run_program(words)

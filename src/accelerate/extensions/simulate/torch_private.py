@@ -1,4 +1,4 @@
-"""Torch's private names that this extension alone uses; see `runtime.torch_private`."""
+"""torch's private names that this extension uses, of fake tensors and the fake process group; see `accelerate.runtime.torch_private`."""
 
 import contextlib
 import importlib
@@ -6,8 +6,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from accelerate.runtime.torch_private import is_shape, replaced
+from accelerate.extensions.reports.torch_private import replaced
+from accelerate.runtime.torch_private import is_shape
 
 
 def completed(tensors: Any) -> Any:
@@ -17,6 +19,21 @@ def completed(tensors: Any) -> Any:
     future: torch.futures.Future = torch.futures.Future()
     future.set_result(tensors)
     return _create_work_from_future(future).boxed()
+
+
+def join_alone(rank: int, world_size: int, store: Any) -> None:
+    """Start torch's fake process group, as one of ranks without the others."""
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401  it registers the backend
+
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=store)
+
+
+def shapes_only() -> Any:
+    """Return torch's mode in which tensors have a shape and no memory; real tensors may be arguments."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.distributed._tools import fake_collectives  # noqa: F401  it lets collectives work on such tensors
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 @contextlib.contextmanager
@@ -45,7 +62,22 @@ def sharding_for_one() -> Iterator[None]:
         yield
 
 
+def reads_value(operator: Any) -> bool:
+    """Return whether an operator of torch reads the one value of a tensor, as `item` does."""
+    return operator is torch.ops.aten._local_scalar_dense.default
+
+
 _FACTORIES = "empty empty_strided empty_permuted zeros ones full rand randn new_empty new_empty_strided new_zeros new_ones new_full"
+
+
+def run_on_shapes(operator: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operator. Grouped matrix products have shapes only for bfloat16, and also run for other types (seen on 2.13)."""
+    if getattr(operator, "__name__", "") != "_grouped_mm.default" or args[0].dtype == torch.bfloat16:
+        return operator(*args, **kwargs)
+    narrow = [
+        leaf.bfloat16() if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf for leaf in args
+    ]
+    return operator(*narrow, **kwargs).to(args[0].dtype)
 
 
 def made_as_shape(mode: Any, operator: Any, args: Any, kwargs: Mapping[str, Any]) -> torch.Tensor | None:

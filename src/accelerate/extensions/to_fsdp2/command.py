@@ -172,7 +172,7 @@ def to_fsdp2_command(args: argparse.Namespace) -> None:
     _validate_to_fsdp2_args(args)
     target = pathlib.Path(args.config_file if args.output_file is None else args.output_file)
     converted = convert_config_to_fsdp2(public.load_config(args.config_file))
-    from accelerate.commands.config import config_utils  # not for --help
+    from accelerate.extensions.configure import config_utils  # not for --help
 
     config_utils.check_writable(target)
     config_utils.write(target, converted)

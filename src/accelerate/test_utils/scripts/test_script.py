@@ -1,50 +1,9 @@
-"""The self check that `accelerate test` launches: it checks each part of a training, on any number of processes.
+"""The self check that `accelerate test` launches: the public path of `accelerate.extensions.testing.self_check`."""
 
-It prints a line for each check. It ends with the first check that fails on any rank, and names the check and the rank.
-"""
+from accelerate.base._lazy import front
 
-import datetime
-import logging
-import os
-
-import torch
-import torch.distributed as dist
-
-from accelerate.accelerator import Accelerator
-from accelerate.config.handlers import InitProcessGroupKwargs
-from accelerate.config.options import BY_NAME
-from accelerate.test_utils.scripts.checks import CHECKS, run_checks
-
-# Settings of the configured program: the checks count their own steps, and have their own layers.
-_OF_A_PROGRAM = ("gradient_accumulation_steps", "fsdp_auto_wrap_policy", "fsdp_transformer_layer_cls_to_wrap")
-# A rank that waits for another one this long has found a fault of the setup: no check takes a tenth of it.
-LIMIT_S = 120
-
-
-def main() -> None:
-    """Run all checks; a RuntimeError says which one failed on this rank."""
-    for name in _OF_A_PROGRAM:
-        os.environ.pop(BY_NAME[name].env, None)
-    logging.getLogger("accelerate").setLevel(
-        logging.ERROR
-    )  # one line for each check; warnings that they cause on purpose are not shown
-    limit = InitProcessGroupKwargs(timeout=datetime.timedelta(seconds=LIMIT_S))
-    accelerator = Accelerator(kwargs_handlers=[limit])
-    accelerator.print(_setup(accelerator), flush=True)
-    run_checks(CHECKS, accelerator)
-    accelerator.print("All checks passed.")
-    accelerator.end_training()
-
-
-def _setup(accelerator: Accelerator) -> str:
-    count = accelerator.num_processes
-    processes = "1 process" if count == 1 else f"{count} processes"
-    how = f" ({dist.get_backend()})" if dist.is_available() and dist.is_initialized() else ""
-    return (
-        f"{processes} on {accelerator.device.type}{how}, {accelerator.distributed_type.value}, mixed precision "
-        f"{accelerator.mixed_precision}, torch {torch.__version__}"
-    )
-
+_HOMES = {"accelerate.extensions.testing.self_check": "main"}
+__getattr__, __dir__, __all__ = front(__name__, _HOMES, [])
 
 if __name__ == "__main__":
-    main()
+    __getattr__("main")()

@@ -2,12 +2,12 @@
 
 import pytest
 
-from accelerate.commands.config import cluster
-from accelerate.commands.config.cluster import ask_cluster
-from accelerate.commands.config.config_args import load_config_from_file
-from accelerate.commands.config.interview import Interview, check
 from accelerate.commands.launch import launch_command_parser
 from accelerate.config.options import CHAPTERS, OPTIONS, SWITCH_OF_DISTRIBUTED_TYPE
+from accelerate.extensions.configure import cluster
+from accelerate.extensions.configure.cluster import ask_cluster
+from accelerate.extensions.configure.config_args import load_config_from_file
+from accelerate.extensions.configure.interview import Interview, check
 from accelerate.launch import config_file
 from accelerate.launch.plan import Source
 from accelerate.launch.resolve import merge

@@ -2,8 +2,8 @@
 
 import pytest
 
-from accelerate.commands.config import cluster, config_utils
 from accelerate.config.enums import DistributedType, PrecisionType
+from accelerate.extensions.configure import cluster, config_utils
 
 
 def answer(monkeypatch, *answers):

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from accelerate.accelerator import Accelerator
+from accelerate.extensions.testing import requirements, testing
 from accelerate.state import PartialState
-from accelerate.test_utils import requirements, testing
 
 PYTHON = [sys.executable, "-c"]
 

@@ -5,7 +5,7 @@ from unittest.mock import Mock
 
 import torch
 
-from accelerate.commands import env as command
+from accelerate.extensions.env import command
 from cases import cases
 
 
@@ -38,7 +38,7 @@ def test_secrets_stay_secret(accelerate, place, monkeypatch):
 def test_the_first_line_says_which_accelerate_this_is(accelerate, place, monkeypatch):
     first = next(line for line in accelerate("env")[1].splitlines() if line.startswith("- "))
     assert first.startswith("- Which accelerate: the independent fork, imported from ")
-    assert first.endswith(str(Path(command.__file__).parents[1]))
+    assert first.endswith(str(Path(command.__file__).parents[2]))
     monkeypatch.setattr(command, "_version", lambda name: "1.15.0" if name == "accelerate" else "")
     assert "; pip has accelerate 1.15.0 installed, " in accelerate("env")[1]
 

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 import yaml
 
-from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
 from accelerate.config.enums import DistributedType
+from accelerate.extensions.configure.config_args import ClusterConfig, load_config_from_file
 from accelerate.launch.config_file import known_keys, read
 from cases import cases
 

@@ -5,8 +5,8 @@ import types
 import pytest
 import torch
 
-from accelerate.test_utils import training
-from accelerate.test_utils.training import RegressionDataset, RegressionModel
+from accelerate.extensions.testing import training
+from accelerate.extensions.testing.training import RegressionDataset, RegressionModel
 
 
 def test_dataset():

@@ -3,8 +3,6 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from accelerate.commands.config.config_utils import DYNAMO_BACKENDS
-from accelerate.commands.config.interview import Asker
 from accelerate.config.enums import (
     ComputeEnvironment,
     DistributedType,
@@ -13,6 +11,8 @@ from accelerate.config.enums import (
     PrecisionType,
     SageMakerDistributedType,
 )
+from accelerate.extensions.configure.config_utils import DYNAMO_BACKENDS
+from accelerate.extensions.configure.interview import Asker
 
 # The menus' choices, in the order of their lines.
 _KINDS = [

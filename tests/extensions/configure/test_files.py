@@ -8,13 +8,13 @@ from unittest.mock import Mock
 import pytest
 import yaml
 
-from accelerate.commands.config import config_utils as store
-from accelerate.commands.config.default import write_basic_config
+from accelerate.extensions.configure import config_utils as store
+from accelerate.extensions.configure.default import write_basic_config
 from accelerate.launch import config_file
 from accelerate.launch.errors import LaunchError
 from cases import cases
 
-FIXTURES = sorted((Path(__file__).parents[3] / "fixtures" / "configs").glob("*.[yj]*"))
+FIXTURES = sorted((Path(__file__).parents[2] / "fixtures" / "configs").glob("*.[yj]*"))
 
 
 @pytest.fixture

@@ -4,9 +4,12 @@ import random
 
 import pytest
 
-from accelerate.commands.config.interview import Asker
+from accelerate.extensions.configure.interview import Asker
 from accelerate.launch import hardware
 from accelerate.launch.hardware import Hardware
+from unit.commands.conftest import clean
+
+__all__ = ["clean"]
 
 
 class Silent(Asker):

@@ -19,9 +19,9 @@ from accelerate.comm.operations import broadcast, broadcast_object_list, gather,
 from accelerate.config.handlers import GradientAccumulationPlugin
 from accelerate.config.project import DataLoaderConfiguration
 from accelerate.config.strategies import traits_of
+from accelerate.extensions.testing.testing import are_the_same_tensors
 from accelerate.runtime.random import set_seed
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.test_utils.testing import are_the_same_tensors
 
 
 class Skipped(Exception):

@@ -2,7 +2,7 @@
 
 Each file in `tests/fixtures/interviews` is what a person sees, with what was typed, and the configuration file that came of it. They
 were recorded before the interview was generated from the option table. To record them again after a change that is meant:
-`ACCELERATE_WRITE_GOLDEN=1 pytest tests/unit/commands/config/test_interview.py`, and read the diff.
+`ACCELERATE_WRITE_GOLDEN=1 pytest tests/extensions/configure/test_interview.py`, and read the diff.
 """
 
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-GOLDEN = Path(__file__).parents[3] / "fixtures" / "interviews"
+GOLDEN = Path(__file__).parents[2] / "fixtures" / "interviews"
 WRITES = bool(os.environ.get("ACCELERATE_WRITE_GOLDEN"))
 GPUS = ("cuda", 4)
 HERE = "1"  # machines of your own

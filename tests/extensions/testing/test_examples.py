@@ -2,7 +2,7 @@
 
 import pytest
 
-from accelerate.test_utils.examples import clean_lines, compare_against_test, get_function_contents_by_name
+from accelerate.extensions.testing.examples import clean_lines, compare_against_test, get_function_contents_by_name
 
 BASE = "import x\n\ndef training_function(\n    a,\n):\n    # why\n    one()\n\n    two()\n\ndef main():\n    parse()\n\nmain()\n"
 

@@ -8,9 +8,9 @@ from torch.utils.data import DataLoader
 
 from accelerate import Accelerator
 from accelerate.config.handlers import GradientAccumulationPlugin
+from accelerate.extensions.testing import checks
+from accelerate.extensions.testing.checks import CHECKS, Skipped, run_checks
 from accelerate.state import AcceleratorState
-from accelerate.test_utils.scripts import checks
-from accelerate.test_utils.scripts.checks import CHECKS, Skipped, run_checks
 
 
 def test_everything_passes_here(capsys):

@@ -1,10 +1,13 @@
+"""The parameters of a prepared model, and the note on unsharded gradients."""
+
 import types
 
 import pytest
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
+from accelerate.extensions.reports.footprint import no_sync_memory_note, pieces
 from accelerate.extensions.reports.torch_private import output_dtype, wrap_exchanges
-from accelerate.precision.footprint import no_sync_memory_note, pieces
 
 
 class Hidden(nn.Linear):
@@ -24,3 +27,7 @@ def test_a_torch_with_other_books_costs_a_report_not_the_training(state):
     assert no_sync_memory_note(model) == ""
     wrap_exchanges(model, lambda method: pytest.fail("there is no such method"))
     assert output_dtype(model) is None
+
+
+def test_there_is_no_note_where_unsharded_gradients_cost_no_more_than_shards(process_group):
+    assert no_sync_memory_note(fully_shard(nn.Linear(4, 4))) == ""
