@@ -23,6 +23,8 @@ def write_basic_config(
 
     An existing file is not changed.
 
+    Not a collective.
+
     Args:
         mixed_precision: "no", "fp16", "bf16" or "fp8".
         save_location: the path; the ending `.json` makes it JSON, everything else YAML.
