@@ -20,8 +20,7 @@ from accelerate.base.nested import piece
 from accelerate.config import env
 from accelerate.config.enums import DistributedType, SageMakerDistributedType
 from accelerate.config.strategies import engines, record_of, traits_of
-from accelerate.devices import Device, detect, row
-from accelerate.devices.table import DEVICES
+from accelerate.devices.table import DEVICES, Device, detect, row
 from accelerate.extension import all_specs, imported
 from accelerate.runtime import failure, peers, rendezvous, storage, torch_private
 

@@ -8,7 +8,7 @@ import os
 import threading
 import weakref
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -17,13 +17,15 @@ from accelerate.base.environment import patch_environment
 from accelerate.base.imports import is_fp8_available
 from accelerate.config import env
 from accelerate.config.enums import DynamoBackend, PrecisionType
-from accelerate.config.handlers import GradientAccumulationPlugin, TorchDynamoPlugin
 from accelerate.config.options import BY_NAME
 from accelerate.config.strategies import StrategySpec, engines, plugin_record, traits_of
 from accelerate.extension import imported
 from accelerate.process import PartialState, ProcessView, SharedDict, _check_unchanged, _settings, group_is_gone
 from accelerate.process import do_nothing as do_nothing
 from accelerate.runtime import storage
+
+if TYPE_CHECKING:
+    from accelerate.config.handlers import GradientAccumulationPlugin
 
 __getattr__ = _lazy.aliases(__name__)
 
@@ -148,6 +150,8 @@ class AcceleratorState(ProcessView):
             self.torch_tp_plugin = torch_tp_plugin
             self.parallelism_config = parallelism_config
             self.device_mesh = None
+            from accelerate.config.handlers import TorchDynamoPlugin
+
             self.dynamo_plugin = TorchDynamoPlugin() if dynamo_plugin is None else dynamo_plugin
             compiles = self.dynamo_plugin.backend is not DynamoBackend.NO
             if compiles and self._mixed_precision == PrecisionType.NO.value and self.device.type == "cuda":
@@ -373,7 +377,7 @@ class GradientState:
     plugin_kwargs: dict[str, Any]
     is_xla_gradients_synced = False
 
-    def __init__(self, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None) -> None:
+    def __init__(self, gradient_accumulation_plugin: "GradientAccumulationPlugin | None" = None) -> None:
         self.__dict__ = storage.gradient.current
         if not self.__dict__:
             self.sync_gradients = True

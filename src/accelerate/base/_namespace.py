@@ -44,7 +44,7 @@ HOMES: dict[str, str] = {
     "accelerate.utils.dataclasses": (
         "AORecipeKwargs BnbQuantizationConfig ComputeEnvironment CustomDtype DeepSpeedPlugin "
         "DistributedDataParallelKwargs DistributedType DynamoBackend FP8BackendType FP8RecipeKwargs "
-        "FullyShardedDataParallelPlugin GradScalerKwargs InitProcessGroupKwargs LoggerType MSAMPRecipeKwargs "
+        "FullyShardedDataParallelPlugin GradScalerKwargs GradientAccumulationPlugin InitProcessGroupKwargs LoggerType MSAMPRecipeKwargs "
         "MegatronLMPlugin PrecisionType RNGType SageMakerDistributedType TERecipeKwargs TensorInformation "
         "TorchTensorParallelPlugin get_module_class_from_name"
     ),
@@ -212,7 +212,7 @@ NAMES: dict[str, str] = {
     "accelerate.optimizer": "DistributedType honor_type is_lomo_available is_torch_xla_available",
     "accelerate.parallelism_config": "DistributedType is_torch_version",
     "accelerate.state": (
-        "DistributedType SageMakerDistributedType check_cuda_fp8_capability check_cuda_p2p_ib_support deepspeed_required "
+        "DistributedType GradientAccumulationPlugin SageMakerDistributedType check_cuda_fp8_capability check_cuda_p2p_ib_support deepspeed_required "
         "get_cpu_distributed_information get_int_from_env is_datasets_available is_deepspeed_available "
         "is_habana_gaudi1 is_hpu_available is_mlu_available is_mps_available is_musa_available "
         "is_neuron_available is_npu_available is_sdaa_available is_torch_xla_available is_xccl_available "
