@@ -71,7 +71,9 @@ def table(results, number):
         "|---|---|" + "---:|" * 5,
     ]
     for state, figures in results.items():
-        label = state.replace("prepared once", "the Trainer prepares").replace("prepared twice", "the program prepares first")
+        label = state.replace("prepared once", "the Trainer prepares").replace(
+            "prepared twice", "the program prepares first"
+        )
         for figure, row in figures.items():
             ratios = [f"{row[way] / row['stock']:.2f}" if row["stock"] > 0 else "" for way in ("ours", "async")]
             lines.append(

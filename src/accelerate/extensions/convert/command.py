@@ -319,6 +319,8 @@ def checkpoint_command_parser(subparsers: Any = None) -> argparse.ArgumentParser
     made.add_argument("--keep", type=int, required=True, help=text)
     made.add_argument("--dry_run", action="store_true", help="Print what would be removed, and remove nothing.")
     made.add_argument("--yes", action="store_true", help="Do not ask.")
-    made.add_argument("--incomplete", action="store_true", help="Also remove incomplete checkpoints and leftovers of killed saves.")
+    made.add_argument(
+        "--incomplete", action="store_true", help="Also remove incomplete checkpoints and leftovers of killed saves."
+    )
     made.add_argument("--foreign", action="store_true", help="Count and remove those without a manifest, too.")
     return parser
