@@ -51,8 +51,11 @@ def run(system, program, *, torch=False, cwd=None):
 
 
 IMPORTS = """
-import pkgutil, importlib, accelerate.launch, accelerate.commands
-names = [m.name for p in (accelerate.launch, accelerate.commands) for m in pkgutil.walk_packages(p.__path__, p.__name__ + ".")]
+import pkgutil, importlib
+packages = ["accelerate.launch", "accelerate.commands"]
+packages += [f"accelerate.extensions.{name}" for name in ("configure", "env")]
+packages = [importlib.import_module(name) for name in packages if importlib.util.find_spec(name)]
+names = [m.name for p in packages for m in pkgutil.walk_packages(p.__path__, p.__name__ + ".")]
 assert len(names) > 30
 for name in names:
     if not name.endswith("__main__"):
