@@ -21,13 +21,16 @@ SOURCES = Path(os.environ.get("UPSTREAM_SOURCES_DIR", ROOT / ".cache" / "upstrea
 # An older transformers runs in a separate environment.
 ENVIRONMENTS = {"transformers-4.57.6": ROOT / ".venv-transformers-4.57.6" / "bin" / "python"}
 NEWEST = "accelerate-1.15.0"
-ACCELERATES, TRANSFORMERS = ["accelerate-1.12.0", NEWEST], ["transformers-4.57.6", "transformers-5.23.0"]
+ACCELERATES = ["accelerate-1.12.0", NEWEST]
+# Releases whose layers and loop the losses' patches are written for.
+RECENT = ["transformers-5.23.0", "transformers-5.24.0"]
+TRANSFORMERS = ["transformers-4.57.6", *RECENT]
 # The second pull request for transformers: a release, and the name that the exporter knows the patch by.
 TRAINERS = [f"{release} trainer-checkpoints" for release in TRANSFORMERS]
 # The third one, whose fault is another one in older releases.
-LOSSES = ["transformers-5.23.0 auxiliary-loss"]
+LOSSES = [f"{release} auxiliary-loss" for release in RECENT]
 # The fourth one, of the tensor parallelism that 5.x loads models with.
-TENSOR_PARALLEL = ["transformers-5.23.0 tensor-parallel-losses"]
+TENSOR_PARALLEL = [f"{release} tensor-parallel-losses" for release in RECENT]
 # The file that each patch adds its tests in, and how many there are.
 TESTS = {
     "accelerate": ("tests/test_double_prepare.py", 20),
