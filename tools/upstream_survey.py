@@ -18,7 +18,6 @@ import io
 import json
 import os
 import pathlib
-import pickle
 import pkgutil
 import re
 import sys
@@ -315,12 +314,9 @@ def content(file: pathlib.Path) -> Any:
             return {**{key: opened.get_tensor(key) for key in opened.keys()}, "metadata": opened.metadata()}  # noqa: SIM118
     if file.suffix == ".json":
         return json.loads(file.read_text("utf-8"))
-    try:
-        import torch
+    import torch
 
-        return torch.load(file, weights_only=False)
-    except Exception:
-        return pickle.loads(file.read_bytes())
+    return torch.load(file, weights_only=False)  # this program has written it
 
 
 def keys(value: Any, above: str = "") -> Iterator[tuple[str, str]]:

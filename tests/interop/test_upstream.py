@@ -389,6 +389,18 @@ def script(tmp_path):
     return write
 
 
+@of(*ACCELERATES, *TRANSFORMERS[1:], *TRAINERS[1:], *LOSSES, *TENSOR_PARALLEL)
+def test_the_page_shows_the_lines_of_the_patch(release):
+    name = release.patch or {"accelerate": "double-prepare", "transformers": "state-reset"}[release.package]
+    (patch,) = release.exported.glob("0001-*.patch")
+    page = release.exported / "page.md"
+    shutil.copy(ROOT / "docs/upstream" / f"{name}.md", page)
+    subprocess.run(
+        [sys.executable, str(ROOT / "tools/upstream_patches/excerpt.py"), str(patch), str(page)], check=True
+    )
+    assert page.read_text("utf-8") == (ROOT / "docs/upstream" / f"{name}.md").read_text("utf-8")
+
+
 @of(*ACCELERATES, *TRANSFORMERS, *TRAINERS, *LOSSES, *TENSOR_PARALLEL)
 def test_the_exported_tests_pass_on_the_patched_package_alone(release):
     path, count = TESTS[release.patch or release.package]
