@@ -1,51 +1,34 @@
-"""Lists the work that another release of upstream brings: its interface against the recorded one.
+"""Lists the work that another release of upstream brings: the facts of its wheel that the followed release does not have.
 
-    python tools/follow_upstream.py 1.16.0            the wheel of this version, fetched into .cache/peer/1.16.0 once
-    python tools/follow_upstream.py some.whl          a wheel that is there
-    python tools/follow_upstream.py folder            a folder that a wheel was unpacked or installed into
-    python tools/follow_upstream.py --json 1.16.0     the same for a program
+    python tools/follow_upstream.py 1.16.0                 compare this version with the followed one
+    python tools/follow_upstream.py some.whl               a wheel, or a folder that one was unpacked or installed into
+    python tools/follow_upstream.py 1.15.0 --since 1.14.0  compare two other releases
+    python tools/follow_upstream.py --behaviour 1.16.0     also call both packages with the probes of tests/interop/differential
+    python tools/follow_upstream.py --json 1.16.0          print JSON
 
-The wheel is imported in a separate process, where it is first on the path, and inspected; its text is not read. `removed` and
-`changed` are recorded facts that do not hold there, as `make interface` counts them, `added` is what the record does not have:
-modules, names, parameters, members, fields, commands and options. Exit status 0 where there is no work, 1 where there is.
+Versions are fetched once, into .cache/peer. Each wheel is imported and run in a separate process (`upstream_survey.py`); its text
+is neither read nor printed. The exit status is 0 if there is no work, and 1 if there is.
 """
 
 import argparse
-import contextlib
-import dataclasses
-import enum
-import importlib
-import inspect
-import io
 import json
 import os
 import pathlib
-import pkgutil
 import re
 import subprocess
 import sys
 import tempfile
-import types
 import zipfile
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT / "tests"))  # behind everything else: the wheel comes first
-
-from architecture import check_api  # noqa: E402
-
+SURVEY = ROOT / "tools/upstream_survey.py"
 KINDS = ("added", "removed", "changed")
-# What the record omits: helpers of upstream's own tests and of its menus, and a module that needs Megatron-LM.
-NOT_RECORDED = re.compile(r"accelerate\.(test_utils|commands\.menu|utils\.megatron_lm)\b.*|.*\.__main__")
-# How a gap is worded whose subject is not there at all.
-GONE = re.compile(r"(.+ )?is missing|ModuleNotFoundError: .*|its module does not import|lacks its default")
-# What an option says of itself, but for its spellings.
-OF_OPTION = ("action", "nargs", "default", "required", "choices")
-
-
-class Parsed(Exception):
-    """Carries the parser that a command line program was about to use."""
+# The release that this package follows: `PEER` in the Makefile.
+FOLLOWED = re.search(r"^PEER .*/(\S+)$", (ROOT / "Makefile").read_text("utf-8"), re.M)[1]  # type: ignore[index]
+# Settings of the caller that change what a package does.
+SETTINGS = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_")
+LIMIT_S = 3000
 
 
 def unpacked(given: str, scratch: pathlib.Path) -> pathlib.Path:
@@ -71,190 +54,94 @@ def unpacked(given: str, scratch: pathlib.Path) -> pathlib.Path:
             subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *wanted], check=True)
     if not (folder / "accelerate").is_dir():
         raise ValueError(f"{given!r} holds no package `accelerate`; give the folder that a wheel was unpacked into.")
-    return folder
+    return folder.resolve()
 
 
-def inspect_wheel(folder: pathlib.Path, record: pathlib.Path = check_api.RECORD) -> dict[str, list[str]]:
-    """Return the work in the three kinds, each a sorted list of lines, from a process that imports the wheel.
-
-    Args:
-        folder: holds the package `accelerate` of the wheel.
-        record: the folder of the record.
+def run(folder: pathlib.Path, *program: str) -> str:
+    """Run a Python program that imports the package of a folder, and return what it prints.
 
     Raises:
-        RuntimeError: with the end of what the process wrote, when it failed.
+        RuntimeError: with the end of its messages, when it failed.
     """
-    folder = folder.resolve()
-    command = [sys.executable, __file__, "--record", str(record), "--inspect", str(folder)]
-    environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(SETTINGS)}
+    with tempfile.TemporaryDirectory() as home:
+        settings = {
+            "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT / "tests")]),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "ACCELERATE_USE_CPU": "true",
+            "HF_HOME": home,
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+        }
+        command = [sys.executable, *program]
+        done = subprocess.run(command, env=kept | settings, cwd=home, capture_output=True, text=True, timeout=LIMIT_S)
     if done.returncode:
         raise RuntimeError(f"The package in {folder} could not be inspected:\n{done.stderr[-2000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    return done.stdout
 
 
-def gaps(record: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield each recorded fact that does not hold for the package that imports, as its kind and its line.
-
-    Left out is what downstream libraries import: it is recorded as names, too, or depends on what is installed.
-    """
-    for fact in check_api.collect(list(record["modules"])):
-        if fact.gap:
-            yield ("removed" if GONE.fullmatch(fact.gap) else "changed"), str(fact)
+def survey(folder: pathlib.Path) -> dict[str, dict[str, str]]:
+    """Return the facts of the package in a folder: subjects, and their parts."""
+    return json.loads(run(folder, str(SURVEY)).splitlines()[-1])
 
 
-def additions(record: dict[str, Any]) -> Iterator[str]:
-    """Yield what the package that imports has, and the record has not."""
-    import accelerate
-
-    for found in pkgutil.walk_packages(accelerate.__path__, "accelerate.", onerror=lambda name: None):
-        path = found.name
-        known = record["modules"].get(path)
-        if known is None and path not in record["not_importable_here"] and not NOT_RECORDED.fullmatch(path):
-            yield f"module {path}"
-    for path, known in record["modules"].items():
-        try:
-            module = importlib.import_module(path)
-        except Exception:  # a gap, which `gaps` reports
-            continue
-        for name, value in vars(module).items():
-            if name not in known and is_interface(module, name, value):
-                yield f"{path}.{name}"
-    for home, recorded in record["definitions"].items():
-        path, name = home.split(":")
-        with contextlib.suppress(Exception):  # what is not there is a gap
-            yield from shape_additions(f"{path}.{name}", getattr(importlib.import_module(path), name), recorded)
+def differences(before: dict[str, dict[str, str]], after: dict[str, dict[str, str]]) -> dict[str, list[str]]:
+    """Return the sorted lines of work in the three kinds."""
+    changed = []
+    for subject in before.keys() & after.keys():
+        was, now = before[subject], after[subject]
+        for part in sorted(was.keys() | now.keys()):
+            if was.get(part) != now.get(part):
+                changed.append(f"{subject}: {part} is {now.get(part, 'absent')}, was {was.get(part, 'absent')}")
+    added, removed = after.keys() - before.keys(), before.keys() - after.keys()
+    return {"added": sorted(added), "removed": sorted(removed), "changed": sorted(changed)}
 
 
-def is_interface(module: types.ModuleType, name: str, value: object) -> bool:
-    """Return whether a name counts: public, and made by this module or, in a package's front, by another one of `accelerate`."""
-    if name.startswith("_"):
-        return False
-    if inspect.isclass(value) or inspect.isfunction(value):
-        home = value.__module__
-        return home == module.__name__ or (hasattr(module, "__path__") and home.split(".")[0] == "accelerate")
-    return name.isupper() and not inspect.ismodule(value)
+def probe_results(folder: pathlib.Path, scratch: pathlib.Path) -> dict[str, Any]:
+    """Return the result of each case of the probes, on one process."""
+    out = scratch / "probes.json"
+    run(folder, "-m", "interop.differential.core", "--out", str(out))
+    return json.loads(out.with_suffix(".0.json").read_text("utf-8"))
 
 
-def shape_additions(subject: str, obj: Any, recorded: dict[str, Any]) -> Iterator[str]:
-    """Yield the parameters of a function, or the members, fields and parameters of a class, that are not recorded."""
-    yield from further_parameters(subject, obj, recorded.get("signature") or recorded.get("init"))
-    if recorded["kind"] == "enum":
-        yield from (f"{subject}.{member.name}" for member in obj if member.name not in recorded["members"])
-    if not inspect.isclass(obj) or issubclass(obj, enum.Enum):
-        return
-    fields = {field.name for field in dataclasses.fields(obj)} if dataclasses.is_dataclass(obj) else set()
-    yield from (f"{subject}.{field}" for field in fields - set(recorded.get("fields", {})))
-    members = recorded.get("members", {})
-    for name, value in vars(obj).items():
-        callable_or_property = callable(value) or isinstance(value, (property, staticmethod, classmethod))
-        if not name.startswith("_") and name not in {*members, *fields} and callable_or_property:
-            yield f"{subject}.{name}"
-        elif name in members:
-            function = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
-            yield from further_parameters(f"{subject}.{name}", function, members[name].get("signature"))
+def differ(before: Any, after: Any) -> bool:
+    """Return whether two results differ, except in entries that only one of them has: the survey lists those."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        shared = before.keys() & after.keys()
+        return not shared or any(differ(before[key], after[key]) for key in shared)
+    return before != after
 
 
-def further_parameters(subject: str, obj: object, recorded: list[dict[str, str]] | None) -> Iterator[str]:
-    """Yield the parameters that a callable has beyond the recorded ones."""
-    if recorded is None or not callable(obj):
-        return
-    known = {parameter["name"] for parameter in recorded}
-    yield from (f"{subject}({name}=)" for name in inspect.signature(obj).parameters if name not in known)
-
-
-def command_line() -> argparse.ArgumentParser:
-    """Return the parser of the `accelerate` program, caught where the program would parse."""
-
-    def caught(self: argparse.ArgumentParser, *_: object, **__: object) -> None:
-        raise Parsed(self)
-
-    main = importlib.import_module("accelerate.commands.accelerate_cli").main
-    original, sys.argv = argparse.ArgumentParser.parse_args, ["accelerate"]
-    argparse.ArgumentParser.parse_args = caught  # type: ignore[assignment]
-    try:
-        main()
-    except Parsed as found:
-        return found.args[0]
-    finally:
-        argparse.ArgumentParser.parse_args = original  # type: ignore[method-assign]
-    raise RuntimeError("The program `accelerate` parsed nothing.")
-
-
-def subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    """Return the parsers of the commands below one."""
-    found = [action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
-    return {name: inner for choices in found for name, inner in choices.items()}
-
-
-def options(parser: argparse.ArgumentParser, recorded: dict[str, Any], name: str) -> Iterator[tuple[str, str]]:
-    """Yield the differences of a command's options, and of the commands below it, each as its kind and its line."""
-    ours: dict[str, argparse.Action] = {
-        spelling: action
-        for action in parser._actions
-        if not isinstance(action, (argparse._HelpAction, argparse._SubParsersAction))
-        for spelling in action.option_strings or [action.dest]
-    }
-    known = {spelling: entry for entry in recorded["arguments"] for spelling in entry["options"] or [entry["dest"]]}
-    yield from (("added", f"{name} {spelling}") for spelling in ours if spelling not in known)
-    yield from (("removed", f"{name} {spelling}") for spelling in known if spelling not in ours)
-    for spelling in ours.keys() & known.keys():
-        action, entry = ours[spelling], known[spelling]
-        choices = list(action.choices) if action.choices else None
-        now = [
-            type(action).__name__.strip("_"),
-            action.nargs,
-            check_api.spell(action.default),
-            action.required,
-            choices,
-        ]
-        before = [entry[part] for part in OF_OPTION]
-        for part, is_now, was in zip(OF_OPTION, now, before, strict=True):
-            if is_now != was:
-                yield "changed", f"{name} {spelling}: {part} is {is_now}, recorded {was}"
-    below, known_below = subparsers(parser), recorded.get("subcommands", recorded.get("commands", {}))
-    yield from (("added", f"command {name} {command}") for command in below if command not in known_below)
-    yield from (("removed", f"command {name} {command}") for command in known_below if command not in below)
-    for command in below.keys() & known_below.keys():
-        yield from options(below[command], known_below[command], f"{name} {command}")
-
-
-def inspect_here(folder: pathlib.Path) -> dict[str, list[str]]:
-    """Compare the package that imports in this process, which must be the one in the folder."""
-    import accelerate
-
-    if folder not in pathlib.Path(accelerate.__file__).resolve().parents:
-        raise RuntimeError(f"`accelerate` was imported from {accelerate.__file__}, not from {folder}.")
-    work: dict[str, set[str]] = {kind: set() for kind in KINDS}
-    record = check_api.load("accelerate-1.15.0.json")
-    found: Iterable[tuple[str, str]] = [
-        *gaps(record),
-        *(("added", line) for line in additions(record)),
-        *options(command_line(), {"arguments": [], **check_api.load("cli-1.15.0.json")}, "accelerate"),
+def behaviours(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """Return one line per probe that has cases with another result, with one of these cases."""
+    cases: dict[str, list[str]] = {}
+    for case in sorted(before.keys() | after.keys()):
+        if case not in before or case not in after or differ(before[case], after[case]):
+            cases.setdefault(case.partition("(")[0], []).append(case)
+    return [
+        f"behaviour {probe}: {len(found)} case{'s' * (len(found) > 1)}, such as {found[0]}"
+        for probe, found in cases.items()
     ]
-    for kind, line in found:
-        work[kind].add(line)
-    return {kind: sorted(lines) for kind, lines in work.items()}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("wheel", help="a version, a wheel, or a folder that a wheel was unpacked into")
-    parser.add_argument("--record", type=pathlib.Path, default=check_api.RECORD, help="the folder of the record")
-    parser.add_argument("--json", action="store_true", help="the three lists, for a program")
-    parser.add_argument("--inspect", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("release", help="a version, a wheel, or a folder that a wheel was unpacked into")
+    parser.add_argument("--since", default=FOLLOWED, help="the release to compare with; default: %(default)s")
+    parser.add_argument("--behaviour", action="store_true", help="also run the probes on both; takes minutes")
+    parser.add_argument("--json", action="store_true", help="print the three lists as JSON")
     given = parser.parse_args()
-    check_api.RECORD = given.record
-    if given.inspect:
-        with contextlib.redirect_stdout(io.StringIO()):  # modules may print while they are imported
-            work = inspect_here(pathlib.Path(given.wheel))
-        print(json.dumps(work))
-        return 0
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as name:
+        scratch = pathlib.Path(name)
         try:
-            work = inspect_wheel(unpacked(given.wheel, pathlib.Path(scratch)), given.record)
+            folders = [
+                unpacked(release, scratch / side) for side, release in (("old", given.since), ("new", given.release))
+            ]
         except ValueError as error:
             parser.error(str(error))
+        work = differences(*map(survey, folders))
+        if given.behaviour:
+            work["changed"] += behaviours(*(probe_results(folder, scratch) for folder in folders))
     if given.json:
         print(json.dumps(work))
     else:

@@ -21,13 +21,16 @@ SOURCES = Path(os.environ.get("UPSTREAM_SOURCES_DIR", ROOT / ".cache" / "upstrea
 # An older transformers runs in a separate environment.
 ENVIRONMENTS = {"transformers-4.57.6": ROOT / ".venv-transformers-4.57.6" / "bin" / "python"}
 NEWEST = "accelerate-1.15.0"
-ACCELERATES, TRANSFORMERS = ["accelerate-1.12.0", NEWEST], ["transformers-4.57.6", "transformers-5.23.0"]
+ACCELERATES = ["accelerate-1.12.0", NEWEST]
+# Releases whose layers and loop the losses' patches are written for.
+RECENT = ["transformers-5.23.0", "transformers-5.24.0"]
+TRANSFORMERS = ["transformers-4.57.6", *RECENT]
 # The second pull request for transformers: a release, and the name that the exporter knows the patch by.
 TRAINERS = [f"{release} trainer-checkpoints" for release in TRANSFORMERS]
 # The third one, whose fault is another one in older releases.
-LOSSES = ["transformers-5.23.0 auxiliary-loss"]
+LOSSES = [f"{release} auxiliary-loss" for release in RECENT]
 # The fourth one, of the tensor parallelism that 5.x loads models with.
-TENSOR_PARALLEL = ["transformers-5.23.0 tensor-parallel-losses"]
+TENSOR_PARALLEL = [f"{release} tensor-parallel-losses" for release in RECENT]
 # The file that each patch adds its tests in, and how many there are.
 TESTS = {
     "accelerate": ("tests/test_double_prepare.py", 20),
@@ -384,6 +387,18 @@ def script(tmp_path):
         return str(tmp_path / "program.py")
 
     return write
+
+
+@of(*ACCELERATES, *TRANSFORMERS[1:], *TRAINERS[1:], *LOSSES, *TENSOR_PARALLEL)
+def test_the_page_shows_the_lines_of_the_patch(release):
+    name = release.patch or {"accelerate": "double-prepare", "transformers": "state-reset"}[release.package]
+    (patch,) = release.exported.glob("0001-*.patch")
+    page = release.exported / "page.md"
+    shutil.copy(ROOT / "docs/upstream" / f"{name}.md", page)
+    subprocess.run(
+        [sys.executable, str(ROOT / "tools/upstream_patches/excerpt.py"), str(patch), str(page)], check=True
+    )
+    assert page.read_text("utf-8") == (ROOT / "docs/upstream" / f"{name}.md").read_text("utf-8")
 
 
 @of(*ACCELERATES, *TRANSFORMERS, *TRAINERS, *LOSSES, *TENSOR_PARALLEL)

@@ -220,6 +220,15 @@ def test_the_pull_request(patched, tmp_path, package):
         refused(export(root, tmp_path / "again", "--package", package, *SIGNED), tmp_path / "again", "already")
 
 
+@pytest.mark.parametrize(("package", "page"), [("accelerate", "double-prepare"), ("transformers", "state-reset")])
+def test_the_page_shows_the_inserted_lines(patched, package, page):
+    _, inserted, _ = patched(package)
+    block = (ROOT / f"docs/upstream/{page}.md").read_text("utf-8").partition("```diff\n")[2].partition("```")[0]
+    shown = [line[1:].strip() for line in block.splitlines() if line.startswith("+")]
+    named = [line.replace('table["use', 'accelerator_state_kwargs["use').strip() for line in inserted]
+    assert sorted(shown) == sorted(filter(None, named))
+
+
 # The order and the neighbours do not matter, nor what is inherited or annotated.
 OTHER_ORDER = [
     ("class Accelerator:", "class Accelerator(object):"),
