@@ -5,11 +5,12 @@ runs instead where a forked process would differ: interpreter options other than
 interpreter or torch starts, another user or namespace (except for mounts), programs that are folders or come from standard input.
 """
 
+# The modules of these names without an underscore take as long to import as the interpreter takes to start.
+import _signal as signal
+import _socket as socket
 import marshal
 import os
 import resource
-import signal
-import socket
 import sys
 
 # Set by `warm.start`: the interpreter, the folder of the servers' sockets, `spaces()` and `fixed()` of the servers, and
@@ -139,7 +140,9 @@ def main():
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, forward)
     try:
-        socket.send_fds(connection, [len(request).to_bytes(8, "little")], files)
+        descriptors = b"".join(fd.to_bytes(4, sys.byteorder) for fd in files)
+        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)
+        connection.sendmsg([len(request).to_bytes(8, "little")], [rights])
         connection.sendall(request)
     except OSError:
         pass  # the same as no answer

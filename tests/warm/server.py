@@ -19,6 +19,7 @@ import socket
 import sys
 import threading
 import types
+import weakref
 
 IMPORTED = {
     "torch": """torch torch._dynamo torch.distributed torch.distributed.run torch.distributed.checkpoint torch.distributed.fsdp
@@ -249,6 +250,9 @@ def main() -> None:
     assert threading.active_count() == 1 and len(os.listdir("/proc/self/task")) == 1, "threads do not survive a fork"
     gc.enable()
     gc.freeze()
+    # At its end a process would unregister each operator that torch has registered in Python, which takes 30 ms.
+    for finalizer in list(weakref.finalize._registry):
+        finalizer.atexit = False
     use_huge_pages()
     try:
         serve(listener, alive)
