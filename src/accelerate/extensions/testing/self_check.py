@@ -6,6 +6,7 @@ It prints a line for each check. It ends with the first check that fails on any 
 import datetime
 import logging
 import os
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -25,9 +26,9 @@ def main() -> None:
     """Run all checks; a RuntimeError says which one failed on this rank."""
     for name in _OF_A_PROGRAM:
         os.environ.pop(BY_NAME[name].env, None)
-    logging.getLogger("accelerate").setLevel(
-        logging.ERROR
-    )  # one line for each check; warnings that they cause on purpose are not shown
+    # One line for each check: warnings that checks cause on purpose are not shown.
+    logging.getLogger("accelerate").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", message="This Accelerator changes the gradient accumulation")
     limit = InitProcessGroupKwargs(timeout=datetime.timedelta(seconds=LIMIT_S))
     accelerator = Accelerator(kwargs_handlers=[limit])
     accelerator.print(_setup(accelerator), flush=True)
