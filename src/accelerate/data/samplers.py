@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler
 
-from accelerate.data.permutation import GrowingPermutation, advance, can_grow
+from accelerate.runtime.permutation import GrowingPermutation, advance, can_grow
 
 # The order of samples ------------------------------------------------------------------------------------------------
 
