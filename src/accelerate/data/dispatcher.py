@@ -125,7 +125,7 @@ class DataLoaderDispatcher(PreparedLoader):
     def _iterate(self, position: Position | None) -> Iterator[Any]:
         place = placer(self.state.device, self._non_blocking)
         if self._reads_ahead:
-            first_step = self._left_out() if position is None else position.batches
+            first_step = self._steps_skipped() if position is None else position.batches
             rounds = EndAhead(self._exchanged(position, first_step))
             yield from self._hand_out_each(self._parts_of(rounds), rounds, first_step, place)
             return

@@ -173,12 +173,12 @@ class _Division:
                 if self.checked and len(value) != size:
                     what = "items" if isinstance(value, (list, tuple)) else "rows"
                     raise self.divider.refusal(f"{path} has {len(value)} {what}, and the batch has {size} samples")
-            whole = first if len(values) == 1 else join(values)
+            joined = first if len(values) == 1 else join(values)
         except (RuntimeError, TypeError) as error:
             raise self._unequal(path, str(error)) from error
         if not self.checked:  # joined only
-            return [whole]
-        return [whole if (start, stop) == (0, len(whole)) else whole[start:stop] for start, stop in self.bounds]
+            return [joined]
+        return [joined if (start, stop) == (0, len(joined)) else joined[start:stop] for start, stop in self.bounds]
 
     def _holds_samples(self, keys: tuple[Any, ...], path: str, values: Sequence[Any]) -> bool:
         """Whether lists have one item per sample; otherwise they belong to the structure."""

@@ -42,7 +42,7 @@ def shuffling_generator(loader: DataLoaderAdapter) -> torch.Generator | None:
 
 
 def epoch_start(loader: DataLoaderAdapter, position: Position | None) -> EpochStart:
-    """Return what an epoch begins with, before its order is drawn; the generators are those of the run that began it."""
+    """Return the states at the start of an epoch, before its order is drawn: those of the run that began it."""
     generator = shuffling_generator(loader)
     order = None if generator is None else generator.get_state()
     if position is None:
@@ -124,7 +124,7 @@ def _order(loader: DataLoaderAdapter, in_epoch: bool) -> dict[str, Any]:
 
 
 def kept(loader: DataLoaderAdapter) -> Callable[[], None]:
-    """Return a function that resets a loader to its present position, with the parts of it that decide what it yields."""
+    """Return a function that resets a loader, its sampler and its generator to their present position."""
     generator = shuffling_generator(loader)
     state = None if generator is None else generator.get_state()
     parts = (loader, loader._progress, loader.base_dataloader, loader.get_sampler())
@@ -219,9 +219,9 @@ def _behind(loader: DataLoaderAdapter, position: dict[str, Any]) -> tuple[int, i
         behind = position["batches"] * position.get("shards", size)
     steps, rest = divmod(behind, size)
     if unit == "samples" and (steps, rest) != (position["batches"], 0):
-        place = f"{steps} steps" + (f" and {rest} samples" if rest else "")
+        resume_point = f"{steps} steps" + (f" and {rest} samples" if rest else "")
         _report(
-            f"The interrupted epoch has {behind} samples behind it; with {size} a step it continues after {place}."
+            f"The interrupted epoch has {behind} samples behind it; with {size} a step it continues after {resume_point}."
         )
     base, plan = loader.base_dataloader, loader.plan
     before, parts = position.get("shards"), loader._parts()
@@ -260,7 +260,7 @@ def _report(message: str) -> None:
 
 
 def replacement_iterator(view: DataLoaderAdapter) -> Iterable[Any] | None:
-    """Return what a view of `skip_first_batches` iterates over after a load, if not over its batches.
+    """Return what a view of `skip_first_batches` yields after a load in place of its batches; None for its batches.
 
     A view that skips all batches of an epoch that is over yields nothing: the loader is in the next epoch already. A stateful loader
     continues at the position without the view.
@@ -269,10 +269,10 @@ def replacement_iterator(view: DataLoaderAdapter) -> Iterable[Any] | None:
     finished, progress.finished = progress.finished, 0
     if view._origin is None:
         return None
-    left_out, pending = view._left_out(), progress.pending
-    if finished and pending is None and left_out == finished:
+    skipped, pending = view._steps_skipped(), progress.pending
+    if finished and pending is None and skipped == finished:
         return ()
-    if progress.pending_in_epoch and pending.batches == left_out and is_stateful(view.base_dataloader):
+    if progress.pending_in_epoch and pending.batches == skipped and is_stateful(view.base_dataloader):
         progress.pending = replace(pending, resume_without_skip=True)
         return view._origin
     return None
@@ -288,8 +288,8 @@ def take_pending_position(loader: DataLoaderAdapter) -> Position | None:
     if pending is None:
         return None
     in_its_epoch, progress.pending = progress.pending_in_epoch, None
-    left_out = loader._left_out()
-    skips_as_many = left_out > 0 and left_out == pending.batches
+    skipped = loader._steps_skipped()
+    skips_as_many = skipped > 0 and skipped == pending.batches
     continues_without_skip = pending.resume_without_skip and loader._origin is None
     if in_its_epoch and (skips_as_many or continues_without_skip):
         if loader._origin is None:
@@ -299,8 +299,8 @@ def take_pending_position(loader: DataLoaderAdapter) -> Position | None:
             )
         return pending
     _drop_loaded_state(loader)
-    if left_out and in_its_epoch:
-        return Position({"at_start": pending.record.get("at_start")}, left_out)
+    if skipped and in_its_epoch:
+        return Position({"at_start": pending.record.get("at_start")}, skipped)
     generator, sampler = shuffling_generator(loader), loader.get_sampler()
     state_when_saved = pending.record.get("anew")
     if generator is not None and state_when_saved is not None:
