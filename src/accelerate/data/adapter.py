@@ -16,7 +16,14 @@ from accelerate.comm.operations import send_to_device
 from accelerate.data import samplers
 from accelerate.data.iterable import CollateWrapper, IterableDatasetShard
 from accelerate.data.progress import Progress
-from accelerate.data.samplers import Part, ReplayableRandomSampler, SkipBatchSampler, innermost, unskipped
+from accelerate.data.samplers import (
+    Part,
+    ReplayableRandomSampler,
+    SeedableRandomSampler,
+    SkipBatchSampler,
+    innermost,
+    unskipped,
+)
 from accelerate.data.workers import WorkerDataset
 from accelerate.runtime import generators
 
@@ -117,6 +124,21 @@ def sharding(loader: DataLoader) -> Any:
     """What gives the process its part: the shard of a stream or of a batch sampler; else the sampler itself."""
     stream = isinstance(loader.dataset, IterableDatasetShard)
     return loader.dataset if stream else unskipped(batching_sampler(loader))[0]
+
+
+def shuffling_generator(loader: Any) -> torch.Generator | None:
+    """Return the generator that decides the order of the samples of a prepared loader; None if there is none."""
+    sampler = loader.get_sampler()
+    if isinstance(sampler, SeedableRandomSampler):
+        return None
+    dataset = loader.dataset
+    # A map-style dataset draws its samples from its generator, not their order.
+    stream = dataset if isinstance(dataset, IterableDataset) else None
+    for owner, name in ((sampler, "generator"), (loader, "synchronized_generator"), (stream, "generator")):
+        generator = getattr(owner, name, None)
+        if isinstance(generator, torch.Generator):
+            return generator
+    return None
 
 
 def dataset_length(dataset: Any) -> int:

@@ -7,24 +7,91 @@ the states before it. Afterwards the generators of the program have the states t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from itertools import chain, islice, repeat
 from typing import Any
 
 import torch
 
 from accelerate.data import adapter, resume
-from accelerate.data.adapter import DataLoaderAdapter, is_stateful, is_stream, skipping, variant
+from accelerate.data.adapter import DataLoaderAdapter, is_stateful, is_stream, shuffling_generator, skipping, variant
 from accelerate.data.iterable import CountingCollate, restores, uncounted
-from accelerate.data.progress import BeforeRead, Position
-from accelerate.data.samplers import EndAhead
+from accelerate.data.progress import BeforeRead, EpochStart, Position
+from accelerate.data.samplers import EndAhead, ReplayableRandomSampler
 from accelerate.process import PartialState
 from accelerate.runtime import generators
 
 # A loader and the vote of the ranks may each be one step ahead, and the step after those is being read.
 _AHEAD = 4
 _NOTHING = object()
+
+
+# How an iteration begins -----------------------------------------------------------------------------------------------
+
+
+def replacement_iterator(view: DataLoaderAdapter) -> Iterable[Any] | None:
+    """Return what a view of `skip_first_batches` yields after a load in place of its batches; None for its batches.
+
+    A view that skips all batches of an epoch that is over yields nothing: the loader is in the next epoch already. A stateful loader
+    continues at the position without the view.
+    """
+    progress = view._progress
+    finished, progress.finished = progress.finished, 0
+    if view._origin is None:
+        return None
+    skipped, pending = view._steps_skipped(), progress.pending
+    if finished and pending is None and skipped == finished:
+        return ()
+    if progress.pending_in_epoch and pending.batches == skipped and is_stateful(view.base_dataloader):
+        progress.pending = replace(pending, resume_without_skip=True)
+        return view._origin
+    return None
+
+
+def take_pending_position(loader: DataLoaderAdapter) -> Position | None:
+    """Return the loaded position that an iteration continues at, or None for an epoch that begins again.
+
+    Not a collective.
+    """
+    progress = loader._progress
+    pending = progress.pending
+    if pending is None:
+        return None
+    in_its_epoch, progress.pending = progress.pending_in_epoch, None
+    skipped = loader._steps_skipped()
+    skips_as_many = skipped > 0 and skipped == pending.batches
+    continues_without_skip = pending.resume_without_skip and loader._origin is None
+    if in_its_epoch and (skips_as_many or continues_without_skip):
+        if loader._origin is None:
+            resume.report(
+                f"The loader continues in epoch {progress.epoch} after {pending.batches} of its batches, where the checkpoint was "
+                "saved. DataLoaderConfiguration(continue_after_load=False) begins epochs again."
+            )
+        return pending
+    resume.drop_loaded_state(loader)
+    if skipped and in_its_epoch:
+        return Position({"at_start": pending.record.get("at_start")}, skipped)
+    generator, sampler = shuffling_generator(loader), loader.get_sampler()
+    state_when_saved = pending.record.get("anew")
+    if generator is not None and state_when_saved is not None:
+        generator.set_state(generators.generator_state(state_when_saved))
+    if isinstance(sampler, ReplayableRandomSampler):
+        sampler.replay = None
+    return None
+
+
+def epoch_start(loader: DataLoaderAdapter, position: Position | None) -> EpochStart:
+    """Return the states at the start of an epoch, before its order is drawn: those of the run that began it."""
+    generator = shuffling_generator(loader)
+    order = None if generator is None else generator.get_state()
+    if position is None:
+        return EpochStart(generators.states(), order, 0)
+    return EpochStart(position.record.get("at_start"), order, position.extra_samples)
+
+
+# Its batches -------------------------------------------------------------------------------------------------------------
 
 
 class FromStart:

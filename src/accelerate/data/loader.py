@@ -12,7 +12,7 @@ import torch
 from accelerate.comm.in_step import in_step
 from accelerate.data import adapter, resume, samplers
 from accelerate.data.adapter import DataLoaderAdapter, DataLoaderStateMixin, is_stateful, is_stream, placer, skipping
-from accelerate.data.epoch import FromPosition, FromStart
+from accelerate.data.epoch import FromPosition, FromStart, epoch_start, replacement_iterator, take_pending_position
 from accelerate.data.iterable import has_buffer
 from accelerate.data.plan import DataPlan
 from accelerate.data.progress import Position, Progress
@@ -64,15 +64,15 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         return max(0, super().__len__() - self.skip_batches)
 
     def __iter__(self) -> Iterator[Any]:
-        replacement = resume.replacement_iterator(self)
+        replacement = replacement_iterator(self)
         if replacement is not None:
             yield from replacement
             return
         for hook in self._extensions.between_batches:
             hook(self)
-        position, base, progress = resume.take_pending_position(self), self.base_dataloader, self._progress
+        position, base, progress = take_pending_position(self), self.base_dataloader, self._progress
         self._begin_epoch(position)
-        progress.start = resume.epoch_start(self, position)
+        progress.start = epoch_start(self, position)
         self.begin()
         try:
             if type(base.dataset) is SeededDataset:
@@ -226,16 +226,16 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self, position: Position | None, place: Callable[[Any], Any] | None, through: Callable[..., Any] | None = None
     ) -> Iterator[Any]:
         """Yield the batches of an epoch, each as soon as it is known whether it is the last one."""
-        epoch = self._epoch(position)
-        batches = iter(epoch)
-        order: EndAhead | None = epoch.order
+        reading = self._epoch(position)
+        batches = iter(reading)
+        order: EndAhead | None = reading.order
         if through is not None:  # which reads ahead, so that the indices are further than the batches
             batches, order = through(batches), None
         # Where the indices tell the end, no batch is read before its turn: what the dataset draws at random comes in the order
         # of a plain loop.
         if order is None:
             batches = order = EndAhead(batches)
-        return self._hand_out_each(batches, order, epoch.first_step, place)
+        return self._hand_out_each(batches, order, reading.first_step, place)
 
     def _hand_out_each(
         self, batches: Iterable[Any], order: EndAhead, start: int, place: Callable[[Any], Any] | None
