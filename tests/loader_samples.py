@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
+from accelerate.comm.scatter import Scatter
 from accelerate.data.build import prepare_data_loader
-from accelerate.data.dispatcher import BatchScatter
 from accelerate.utils.imports import is_torchdata_stateful_dataloader_available
 
 CPU = torch.device("cpu")
@@ -71,5 +71,5 @@ def dispatched(loader, sent, world, rank, **options):
     options |= {"num_processes": world, "process_index": rank, "dispatch_batches": True}
     loader = prepare_data_loader(loader, put_on_device=True, device=CPU, **options)
     loader.state = SimpleNamespace(num_processes=world, process_index=rank, device=CPU)
-    loader._connection = BatchScatter(Line(sent, rank), None, None, CPU, range(world))
+    loader._connection = Scatter(Line(sent, rank), None, None, CPU, range(world))
     return loader

@@ -21,7 +21,7 @@ LAYERS: list[str] = [
     "runtime.storage runtime.durable devices",
     "comm",
     "runtime.failure runtime.generators runtime.ranks runtime.ports runtime.random runtime.rendezvous "
-    "runtime.run runtime.call_site runtime.peers process state",
+    "runtime.run runtime.call_site runtime.peers runtime.permutation process state",
     "logging modules precision optimizer scheduler",
     "strategies.mesh strategies.consistency strategies.shard strategies.fsdp",
     "data trackers",

@@ -16,15 +16,22 @@ from accelerate.comm.operations import send_to_device
 from accelerate.data import samplers
 from accelerate.data.iterable import CollateWrapper, IterableDatasetShard
 from accelerate.data.progress import Progress
-from accelerate.data.samplers import Part, ReplayableRandomSampler, SkipBatchSampler, innermost, unskipped
+from accelerate.data.samplers import (
+    Part,
+    ReplayableRandomSampler,
+    SeedableRandomSampler,
+    SkipBatchSampler,
+    innermost,
+    unskipped,
+)
 from accelerate.data.workers import WorkerDataset
 from accelerate.runtime import generators
 
 CPU = torch.device("cpu")
 # Read once: a per-loader signature inspection would be paid by every prepare().
 _LOADER_PARAMETERS = tuple(inspect.signature(DataLoader.__init__).parameters)[1:]
-# What samplers that know their rank call the number of parts and their own: torch's and those that follow it, lhotse's and
-# mmengine's, Megatron's, this package's.
+# Names of the number of parts and of the index of a part in samplers that know their rank: torch's, lhotse's and mmengine's,
+# Megatron's, this package's.
 _DIVISIONS = [("num_replicas", "rank"), ("world_size", "rank")]
 _DIVISIONS += [("data_parallel_size", "data_parallel_rank"), ("num_processes", "process_index")]
 # Attributes of prepared loaders that are not pickled.
@@ -119,14 +126,29 @@ def sharding(loader: DataLoader) -> Any:
     return loader.dataset if stream else unskipped(batching_sampler(loader))[0]
 
 
+def shuffling_generator(loader: Any) -> torch.Generator | None:
+    """Return the generator that decides the order of the samples of a prepared loader; None if there is none."""
+    sampler = loader.get_sampler()
+    if isinstance(sampler, SeedableRandomSampler):
+        return None
+    dataset = loader.dataset
+    # A map-style dataset draws its samples from its generator, not their order.
+    stream = dataset if isinstance(dataset, IterableDataset) else None
+    for owner, name in ((sampler, "generator"), (loader, "synchronized_generator"), (stream, "generator")):
+        generator = getattr(owner, name, None)
+        if isinstance(generator, torch.Generator):
+            return generator
+    return None
+
+
 def dataset_length(dataset: Any) -> int:
     """Return the length of a dataset before it is divided; TypeError if it has none."""
-    whole = dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset
+    undivided = dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset
     try:
-        return len(whole)
+        return len(undivided)
     except (TypeError, NotImplementedError) as error:
         raise TypeError(
-            f"The length of this dataloader is not known, because its dataset ({whole.__class__.__name__}) has no "
+            f"The length of this dataloader is not known, because its dataset ({undivided.__class__.__name__}) has no "
             "__len__. Count steps instead of epochs, or give the dataset a __len__."
         ) from error
 
@@ -178,10 +200,10 @@ def stateful_loader_class() -> type[DataLoader]:
 
 def variant(loader: DataLoader, **changes: Any) -> DataLoader:
     """Return a copy of a torch loader with other attributes, of the same class and with no workers started."""
-    twin = copy.copy(loader)
+    copied = copy.copy(loader)
     # Into the dict: DataLoader refuses assignment to these names, as a running iterator would not notice.
-    vars(twin).update(changes, _iterator=None, _IterableDataset_len_called=None)
-    return twin
+    vars(copied).update(changes, _iterator=None, _IterableDataset_len_called=None)
+    return copied
 
 
 def as_stateful(loader: DataLoader, **changes: Any) -> DataLoader:
@@ -194,9 +216,9 @@ def as_stateful(loader: DataLoader, **changes: Any) -> DataLoader:
     if is_stateful(loader):
         return variant(loader, **({"next_iter_state": None} if hasattr(loader, "next_iter_state") else {}), **changes)
     kind = stateful_class(type(loader))
-    given = {name: getattr(loader, name, None) for name in _LOADER_PARAMETERS} | changes
+    attributes = {name: getattr(loader, name, None) for name in _LOADER_PARAMETERS} | changes
     # torch warns about an empty pin_memory_device, too.
-    settings = {name: value for name, value in given.items() if value is not None and value != ""}
+    settings = {name: value for name, value in attributes.items() if value is not None and value != ""}
     if is_stream(loader):
         unused = {"sampler", "batch_sampler"}
     elif "batch_sampler" in settings:
@@ -207,9 +229,9 @@ def as_stateful(loader: DataLoader, **changes: Any) -> DataLoader:
     if type(loader) is DataLoader:
         return stateful
     # The constructor of the subclass may take other arguments, so it is not called again.
-    twin = object.__new__(kind)
-    vars(twin).update(vars(loader) | vars(stateful))
-    return twin
+    combined = object.__new__(kind)
+    vars(combined).update(vars(loader) | vars(stateful))
+    return combined
 
 
 @functools.cache
@@ -321,7 +343,7 @@ class DataLoaderAdapter:
         return type(self.base_dataloader)
 
     def __reduce_ex__(self, protocol: int) -> Any:
-        # The default would name the class above and rebuild something else than what was saved.
+        # The default would name the class above and rebuild an object of that class.
         state = {name: value for name, value in vars(self).items() if name not in _OF_THE_PROCESS}
         return object.__new__, (type(self),), state
 
@@ -341,8 +363,8 @@ class DataLoaderAdapter:
     @property
     def collate_fn(self) -> Any:
         """The function that makes a batch of samples, as it was given to the loader."""
-        own = self.base_dataloader.collate_fn
-        return own.collate_fn if isinstance(own, CollateWrapper) else own
+        collate_fn = self.base_dataloader.collate_fn
+        return collate_fn.collate_fn if isinstance(collate_fn, CollateWrapper) else collate_fn
 
     def get_sampler(self) -> Any | None:
         """Return the sampler that decides the order of the samples; see `accelerate.data_loader.get_sampler`."""

@@ -1,30 +1,19 @@
-"""The loader that reads on one process and sends every process its part.
-
-A message is a header of integers, over the host, and what belongs to each rank: a description, which is the pickled part
-without its tensors, over the host, and only where it is not the one before; and a body, the bytes of the tensors, over the
-group of the device. The body is on its way while the ranks compute.
-"""
+"""The loader that reads on one process and sends every process its part."""
 
 from __future__ import annotations
 
 import functools
-import io
-import logging
-import math
-import pickle
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, islice, pairwise, takewhile
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
-import torch
-import torch.distributed as dist
 from torch.utils.data import default_collate
 
 from accelerate import comm
-from accelerate.comm.base import Communicator
+from accelerate.comm.scatter import CPU, Received, Scatter
 from accelerate.data import resume
-from accelerate.data.adapter import CPU, DataLoaderAdapter, is_stateful, placer, variant
-from accelerate.data.dividing import Divider, agreed_length, lengths
+from accelerate.data.adapter import DataLoaderAdapter, is_stateful, placer, variant
+from accelerate.data.dividing import Divider, agreed_length, first_length, shares
 from accelerate.data.iterable import SizingCollate
 from accelerate.data.loader import PreparedLoader
 from accelerate.data.plan import ShardLayout
@@ -33,40 +22,21 @@ from accelerate.data.samplers import EndAhead, ReplayableRandomSampler, Rounds, 
 from accelerate.process import PartialState
 from accelerate.runtime import generators
 
-logger = logging.getLogger(__name__)
-
-# Messages --------------------------------------------------------------------------------------------------------------
-
-# In the place of a round's number of samples: there are no more rounds, or reading failed.
+# In place of a round's number of samples: there are no more rounds, or reading failed.
 ENDED, FAILED = -1, -2
-ALIGNMENT = 64
 
 
 class Round(NamedTuple):
-    """The samples of all shards in one step, `real` ones first: `width` for each shard, one less from shard `longer` on.
-
-    `real` is `ENDED` or `FAILED` in a message without samples, and 0 if the number of samples is not known.
+    """The parts of all shards in one step, or one part for all of them.
 
     Attributes:
-        parts: what each shard gets, on the reader; or only one, which all of them get.
-        counts: the real samples of each shard of all processes; None if all samples are real.
-        batch: waits for this process's part, and returns it with `counts`; once the round is on its way.
+        samples: samples in it, without duplicates; 0 if that is not known.
+        counts: samples of each shard without duplicates; None if no shard has duplicates.
     """
 
     parts: Sequence[Any]
+    samples: int
     counts: tuple[int, ...] | None = None
-    real: int = 0
-    width: int = 0
-    longer: int = 0
-    batch: Callable[[], tuple[Any, tuple[int, ...] | None]] | None = None
-
-    def start(self, shard: int) -> int:
-        """Number of samples before a shard."""
-        return _start(shard, self.width, self.longer)
-
-
-def _start(shard: int, width: int, longer: int) -> int:
-    return shard * width - max(0, shard - longer)
 
 
 class Group(NamedTuple):
@@ -75,173 +45,30 @@ class Group(NamedTuple):
     batches: Sequence[Any]
     sizes: Sequence[int]
 
-    @property
-    def real(self) -> int:
-        """Number of samples."""
-        return sum(self.sizes)
+    def divided(self, divider: Divider, shards: int, joined: bool, fill: Group | None = None) -> Round:
+        """Give each shard its unchanged batch, or divide all samples into shares that differ by one sample at most.
 
-    def round(self, divider: Divider, shards: int, whole: bool) -> Round:
-        """Give each shard its unchanged batch, or divide all samples into shares that differ by one sample at most."""
-        width, longer = -(-self.real // shards), self.real % shards or shards
-        numbers = (None, self.real, width, longer)
-        if whole:
-            return Round(divider.divide(*self, [(0, self.real)]), *numbers)
-        if len(self.batches) == shards and len(set(self.sizes)) == 1:
-            return Round(self.batches, *numbers)
-        return Round(divider.divide(*self, _bounds(shards, width, longer)), *numbers)
-
-    def completed(self, head: Group, divider: Divider, shards: int, whole: bool) -> Round:
-        """The same, filled with the samples of `head` until all shards have equally many."""
-        rounds = Rounds(-(-self.real // shards), shards)
-        counts = rounds.real(self.real)
-        if rounds.total > self.real and head.real == 0:
-            raise divider.refusal(
-                "it has to be filled up, and batches of this epoch have an uncertain number of samples"
-            )
-        if rounds.total == self.real:
-            return self.round(divider, shards, whole)._replace(counts=counts)
-        copies = -(-(rounds.total - self.real) // head.real)
-        batches, sizes = [*self.batches, *head.batches * copies], [*self.sizes, *head.sizes * copies]
-        bounds = [(0, rounds.total)] if whole else _bounds(shards, rounds.size, shards)
-        parts = divider.divide(batches, sizes, bounds, len(self.batches))
-        return Round(parts, counts, self.real, rounds.size, shards)
-
-
-def _bounds(shards: int, width: int, longer: int) -> list[tuple[int, int]]:
-    return list(pairwise(_start(shard, width, longer) for shard in range(shards + 1)))
-
-
-def aligned(size: int) -> int:
-    """Round up, so that every tensor in the body starts where its dtype may."""
-    return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-class _Pickler(pickle.Pickler):
-    """Describes a part: pickles it without its tensors, of which dtype and shape stay."""
-
-    def __init__(self, part: Any) -> None:
-        file = io.BytesIO()
-        super().__init__(file, pickle.HIGHEST_PROTOCOL)
-        self.tensors: list[torch.Tensor] = []
-        self.dump(part)
-        self.description = file.getvalue()
-
-    def persistent_id(self, obj: Any) -> Any:
-        # Sparse, nested and other special tensors pickle themselves, from tensors that come here.
-        if type(obj) not in (torch.Tensor, torch.nn.Parameter) or obj.layout != torch.strided or obj.is_nested:
-            return None
-        self.tensors.append(obj.detach().cpu().contiguous().view(-1).view(torch.uint8))
-        return obj.dtype, tuple(obj.shape)
-
-
-class _Unpickler(pickle.Unpickler):
-    """Puts tensors back, which share the memory of the body."""
-
-    def __init__(self, description: bytes, body: torch.Tensor) -> None:
-        super().__init__(io.BytesIO(description))
-        self.rest = body
-
-    def persistent_load(self, pid: Any) -> torch.Tensor:
-        dtype, shape = pid
-        size = dtype.itemsize * math.prod(shape)
-        part, self.rest = self.rest[:size], self.rest[aligned(size) :]
-        return part.view(dtype).view(shape)
-
-
-class BatchScatter:
-    """One end of the connection between the rank that reads and those that it serves; all use it in step.
-
-    `places` says which part of a round each rank of the group gets; None gives all of them the whole.
-    """
-
-    def __init__(
-        self,
-        communicator: Communicator,
-        group: Any,
-        host_group: Any,
-        device: torch.device,
-        places: Sequence[int] | None,
-    ) -> None:
-        self.communicator, self.device, self.places = communicator, device, places
-        self.parts = 1 if places is None else max(places) + 1
-        self.group, self.host_group = group, host_group
-        self.sequence, self.descriptions = 0, []
-
-    def send(self, message: Round) -> Round:
-        """Send a round, or what stands in its place; return what `receive` returns on the others."""
-        # Everything is laid out before anything is sent: the others hear of what fails here.
-        parts = message.parts if len(message.parts) == self.parts else [*message.parts] * self.parts
-        described = [_Pickler((part, message.counts)) for part in parts]
-        body = _rows([each.tensors for each in described], pinned=self.device.type == "cuda")
-        before, self.descriptions = self.descriptions, [each.description for each in described]
-        news = _rows([[torch.frombuffer(bytearray(text), dtype=torch.uint8)] for text in self.descriptions])
-        size = 0 if self.descriptions == before else news.shape[1]
-        self._on_host(torch.tensor([self.sequence, *message[2:5], size, body.shape[1]]))
-        self.sequence += 1
-        waits = [self._share(size, CPU, news)[1], self._share(body.shape[1], self.device, body)[1]]
-        own = parts[0], message.counts
-        return message._replace(parts=(), batch=lambda: ([wait() for wait in waits], own)[1])
-
-    def receive(self) -> Round:
-        """Wait for the next header and begin to receive; RuntimeError if the sender failed or is ahead."""
-        sequence, *numbers, news, size = self._on_host(torch.empty(6, dtype=torch.int64)).tolist()
-        if sequence != self.sequence:
-            raise RuntimeError(
-                f"This process waits for message {self.sequence} of the dispatching process, but {sequence} came: the "
-                "processes are not in step. Leave the loop over a dispatched loader at the same batch on all of them."
-            )
-        self.sequence += 1
-        if news:
-            row, wait = self._share(news, CPU)
-            wait()
-            self.descriptions = [row.numpy().tobytes()]
-        [description], (body, wait) = self.descriptions, self._share(size, self.device)
-        part = lambda: (wait(), _Unpickler(description, body).load())[1]  # noqa: E731
-        message = Round((), None, *numbers, part)
-        if message.real == FAILED:
-            raise RuntimeError(f"The dispatching process could not read its next batch: {message.batch()[0]}")
-        return message
-
-    def _on_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Broadcast a tensor of the host; return the reader's."""
-        if self.host_group is None:  # no torch.distributed: torch_xla
-            return self.communicator.broadcast_object_list([tensor], 0)[0]
-        dist.broadcast(tensor, 0, group=self.host_group)
-        return tensor
-
-    def _share(
-        self, size: int, device: torch.device, rows: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, Callable[[], Any]]:
-        """Begin to give each rank its row of a matrix of bytes; return the row, and a function that waits for it."""
-        row = torch.empty(size, dtype=torch.uint8, device=device)
-        if not size:
-            return row, lambda: None
-        if self.host_group is None:
-            place = 0 if self.places is None else self.places[self.communicator.rank]
-            row.copy_(self.communicator.broadcast_object_list([rows], 0)[0][place])
-            return row, lambda: None
-        if rows is not None:
-            rows = rows.to(device, non_blocking=True)  # from pinned memory: the host does not wait for the device
-        group = self.host_group if device.type == "cpu" else self.group
-        if self.parts == 1:
-            row = row if rows is None else rows[0]
-            return row, dist.broadcast(row, 0, group=group, async_op=True).wait
-        each = None if rows is None else [rows[place] for place in self.places]
-        return row, dist.scatter(row, each, 0, group=group, async_op=True).wait
-
-
-def _rows(parts: Sequence[Sequence[torch.Tensor]], pinned: bool = False) -> torch.Tensor:
-    """Put tensors of bytes one after the other, those of each part in a separate row."""
-    size = max(sum(aligned(len(tensor)) for tensor in tensors) for tensors in parts)
-    rows = torch.empty(len(parts), size, dtype=torch.uint8, pin_memory=pinned)
-    for row, tensors in zip(rows, parts, strict=True):
-        for tensor in tensors:
-            row[: len(tensor)] = tensor
-            row = row[aligned(len(tensor)) :]
-    return rows
-
-
-# The loader ----------------------------------------------------------------------------------------------------------
+        Args:
+            divider: divides and joins batches.
+            shards: number of shards.
+            joined: join the batches into one part for all shards instead.
+            fill: batches whose samples are appended until all shards have equally many.
+        """
+        batches, sizes, counts = self.batches, self.sizes, None
+        samples = total = sum(sizes)
+        if fill is not None:
+            if not sum(fill.sizes):
+                raise divider.refusal(
+                    "it has to be filled up, and batches of this epoch have an uncertain number of samples"
+                )
+            rounds = Rounds(-(-samples // shards), shards)
+            total, counts = rounds.total, rounds.real(samples)
+            copies = -(-(total - samples) // sum(fill.sizes))
+            batches, sizes = [*batches, *fill.batches * copies], [*sizes, *fill.sizes * copies]
+        elif not joined and len(batches) == shards and len(set(sizes)) == 1:
+            return Round(batches, samples)
+        bounds = [(0, total)] if joined else shares(total, shards)
+        return Round(divider.divide(batches, sizes, bounds, len(self.batches)), samples, counts)
 
 
 class DataLoaderDispatcher(PreparedLoader):
@@ -298,9 +125,9 @@ class DataLoaderDispatcher(PreparedLoader):
     def _iterate(self, position: Position | None) -> Iterator[Any]:
         place = placer(self.state.device, self._non_blocking)
         if self._reads_ahead:
-            start = self._left_out() if position is None else position.batches
-            rounds = EndAhead(takewhile(lambda message: message.real != ENDED, self._messages(position, start)))
-            yield from self._hand_out_each(self._own_parts(rounds), rounds, start, place)
+            first_step = self._steps_skipped() if position is None else position.batches
+            rounds = EndAhead(self._exchanged(position, first_step))
+            yield from self._hand_out_each(self._parts_of(rounds), rounds, first_step, place)
             return
         for batch in self._run(position, place):
             if self.end_of_dataloader:
@@ -317,108 +144,107 @@ class DataLoaderDispatcher(PreparedLoader):
         # Among several processes the next round is read, and on its way, while this one is computed.
         return self.state.num_processes > 1 or self.slice_fn is not None
 
-    def _own_parts(self, rounds: EndAhead) -> Iterator[Any]:
-        """This process's part of every round, while the next one is on its way."""
-        index = self._layouts[self.state.process_index].shard_index
-        for message in rounds:
-            part, self._counts = message.batch()
+    def _parts_of(self, rounds: EndAhead) -> Iterator[Any]:
+        """Yield this process's part of every round, while the next round is on its way."""
+        shard = self._layouts[self.state.process_index].shard_index
+        for samples, wait in rounds:
+            part, self._counts = wait()
             if rounds.ended and self._counts is None:
-                self.remainder = message.real
+                self.remainder = samples
             if self.slice_fn is not None:
+                total = samples if self._counts is None else self._counts[0] * self._shards
                 ranks = {"process_index": self.state.process_index, "num_processes": self.state.num_processes}
-                part = self.slice_fn(part, slice(message.start(index), message.start(index + 1)), **ranks)
+                part = self.slice_fn(part, slice(*shares(total, self._shards)[shard]), **ranks)
             yield part
 
     @functools.cached_property
-    def _connection(self) -> BatchScatter:
-        # gloo can move device tensors only by way of the host; so the bytes had better start there.
+    def _connection(self) -> Scatter:
+        # gloo can move device tensors only by way of the host, so their bytes start there.
         communicator = comm.current()
         on_host = self.state.backend == "gloo" or communicator.group is None
         device = CPU if on_host else self.state.device
-        # A function of the user's cuts from the whole round, on every rank.
+        # A function of the user's slices the full round, on every rank.
         places = None if self.slice_fn else [layout.shard_index for layout in self._layouts]
-        return BatchScatter(communicator, communicator.group, comm.side_group(), device, places)
+        return Scatter(communicator, communicator.group, comm.side_group(), device, places)
 
     @property
     def _shards(self) -> int:
         return self._layouts[0].num_shards
 
-    def _messages(self, position: Position | None, start: int) -> Iterator[Round]:
-        """The rounds from `start` on: read and sent by rank 0, received by the others."""
+    def _exchanged(self, position: Position | None, first_step: int) -> Iterator[Received]:
+        """Yield samples and part of each round from `first_step` on: read and sent by rank 0, received by the others."""
         if self.state.process_index != 0:
-            while True:
-                yield self._connection.receive()
-        alone = self.state.num_processes == 1
-        send = _kept if alone else self._connection.send
+            while (message := self._connection.receive())[0] != ENDED:
+                if message[0] == FAILED:
+                    raise RuntimeError(f"The dispatching process could not read its next batch: {message[1]()}")
+                yield message
+            return
+        send = _hand_over if self.state.num_processes == 1 else self._connection.send
         try:
-            first = self._head() if start and self._shards > 1 and not self._drop_last else []
-            batches = iter(self._epoch(position))
-            for message in self._form_rounds(batches, self._shards, first):
-                yield send(message)
+            fill = self._first_reads() if first_step and self._shards > 1 and not self._drop_last else []
+            for parts, samples, counts in self._form_rounds(iter(self._epoch(position)), fill):
+                yield send(samples, [(part, counts) for part in parts])
         except Exception as error:
-            send(Round([f"{type(error).__name__}: {error}"], real=FAILED))
+            send(FAILED, [f"{type(error).__name__}: {error}"])
             raise
-        yield send(Round([None], real=ENDED))
+        send(ENDED, [None])
 
-    def _head(self) -> list[Any]:
-        """Read the first round of the epoch, of which the beginning is omitted, without a trace in any generator."""
+    def _first_reads(self) -> list[Any]:
+        """Read the first round of an epoch that begins later, without a trace in any generator."""
         put_back, base, sampler = resume.kept(self), self.base_dataloader, self.get_sampler()
         if isinstance(sampler, ReplayableRandomSampler):
             sampler.replay = None  # drawn once more instead, like all that is drawn after it
         parts = {name: unskipped(getattr(base, name))[0] for name in ("sampler", "batch_sampler")}
         with generators.kept(self._progress.start.generators):
-            whole = variant(base, **parts, **({"next_iter_state": None} if is_stateful(base) else {}))
-            head = list(islice(iter(whole), self._reads_per_step()))
+            unskipped_base = variant(base, **parts, **({"next_iter_state": None} if is_stateful(base) else {}))
+            reads = list(islice(iter(unskipped_base), self._reads_per_step()))
         put_back()
-        return head
+        return reads
 
-    def _form_rounds(self, batches: Iterator[Any], shards: int, first: Sequence[Any] = ()) -> Iterator[Round]:
-        """Form rounds of the batches read; `first` are those of the epoch's first round.
+    def _form_rounds(self, batches: Iterator[Any], first_reads: Sequence[Any]) -> Iterator[Round]:
+        """Form rounds of the batches read; `first_reads` are those of the epoch's first round, if it begins later.
 
         The division of a round that the shards cannot share equally depends on whether it is the last.
         """
-        per_round, whole = self._reads_per_step(), self.slice_fn is not None
-        groups: Iterator[list[Any]] = iter(lambda: list(islice(batches, per_round)), [])
+        per_round, joined, shards = self._reads_per_step(), self.slice_fn is not None, self._shards
+        steps: Iterator[Sequence[Any]] = iter(lambda: list(islice(batches, per_round)), [])
         if self._drop_last:
-            groups = (group for group in groups if len(group) == per_round)
-        divider, held = self._divider(), None
-        head = self._group(divider, first, shards) if first else None
-        for reads in chain(groups, [()]):
-            group = self._group(divider, reads, shards) if reads else None
-            if held is not None:
+            steps = (reads for reads in steps if len(reads) == per_round)
+        divider, unequal = self._divider(), None
+        first = self._group(divider, first_reads) if first_reads else None
+        for reads in chain(steps, [()]):
+            group = self._group(divider, reads) if reads else None
+            if unequal is not None:
                 # A sampler whose batches vary in size: no shard gets duplicates in the middle of an epoch.
-                middle = group is not None and held.real >= shards
-                yield (held.round(divider, shards, whole) if middle else held.completed(head, divider, shards, whole))
-                held = None
+                in_the_middle = group is not None and sum(unequal.sizes) >= shards
+                yield unequal.divided(divider, shards, joined, None if in_the_middle else first)
+                unequal = None
             if group is None:
                 return
-            if head is None:
-                head = group
-            divider.witness = (head.batches[0], head.sizes[0]) if head.real else None
-            if group.real == 0 and len(group.batches) == shards and not whole:
-                yield Round(group.batches)
-            elif group.real % shards == 0:
-                yield group.round(divider, shards, whole)
+            first = first or group
+            divider.witness = (first.batches[0], first.sizes[0]) if sum(first.sizes) else None
+            if sum(group.sizes) % shards:
+                unequal = group
             else:
-                held = group
+                yield group.divided(divider, shards, joined)
 
-    def _group(self, divider: Divider, reads: Sequence[Any], shards: int) -> Group:
+    def _group(self, divider: Divider, reads: Sequence[Any]) -> Group:
         """Count the samples of the batches of a step; ValueError if they are not known and the step has to be divided."""
         counted = isinstance(self.base_dataloader.collate_fn, SizingCollate)
-        batches, samples = zip(*reads, strict=True) if counted else (reads, [None] * len(reads))
+        batches, sizes = zip(*reads, strict=True) if counted else (reads, [None] * len(reads))
         if self.slice_fn is not None:
-            sizes = [
-                _first_length(batch) if size is None else size for batch, size in zip(batches, samples, strict=True)
+            lengths = [
+                first_length(batch) if size is None else size for batch, size in zip(batches, sizes, strict=True)
             ]
-            return Group(batches, sizes)
-        full = len(batches) == shards
+            return Group(batches, lengths)
+        full = len(batches) == self._shards
         if full and not counted:
-            samples = [agreed_length(batch) for batch in batches]
-            if None in samples:
-                return Group(batches, [0] * shards)
-        if not full or len(set(samples)) > 1:
-            samples = [divider.size(batch, size) for batch, size in zip(batches, samples, strict=True)]
-        return Group(batches, samples)
+            sizes = [agreed_length(batch) for batch in batches]
+            if None in sizes:
+                return Group(batches, [0] * len(batches))
+        if not full or len(set(sizes)) > 1:
+            sizes = [divider.size(batch, size) for batch, size in zip(batches, sizes, strict=True)]
+        return Group(batches, sizes)
 
     def _divider(self) -> Divider:
         base, remedies = self.base_dataloader, ["a collate_fn that returns one row or list item per sample"]
@@ -452,15 +278,6 @@ class DataLoaderDispatcher(PreparedLoader):
         return self._counts
 
 
-def _kept(message: Round) -> Round:
-    return message._replace(batch=lambda: (message.parts[0], message.counts))
-
-
-def _first_length(batch: Any) -> int:
-    length = next((length for _, length in lengths(batch, lambda value: False)), None)
-    if length is None:
-        raise ValueError(
-            f"slice_fn_for_dispatch cannot divide a {type(batch).__name__} without a tensor, array or list: it has no samples. Let "
-            "the collate_fn return one, or use dispatch_batches=False."
-        )
-    return length
+def _hand_over(number: int, parts: Sequence[Any]) -> Received:
+    """Take the place of `Scatter.send` where one process reads for itself."""
+    return number, lambda: parts[0]

@@ -7,7 +7,7 @@ lists, which have one item per sample. All other leaves are the same for all sam
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -37,8 +37,25 @@ def lengths(batch: Any, is_unit: Callable[[Any], bool], path: str = "batch") -> 
 
 def agreed_length(batch: Any) -> int | None:
     """Return the number of samples that all leaves of a batch agree on; None if they differ or if there are none."""
-    found = {length for _, length in lengths(batch, _is_list_of_dicts)}
-    return found.pop() if len(found) == 1 else None
+    counts = {length for _, length in lengths(batch, _is_list_of_dicts)}
+    return counts.pop() if len(counts) == 1 else None
+
+
+def first_length(batch: Any) -> int:
+    """Return the number of samples in the first leaf that has any; ValueError if there is none."""
+    length = next((length for _, length in lengths(batch, _is_never_unit)), None)
+    if length is None:
+        raise ValueError(
+            f"slice_fn_for_dispatch cannot divide a {type(batch).__name__} without a tensor, array or list: it has no samples. Let "
+            "the collate_fn return one, or use dispatch_batches=False."
+        )
+    return length
+
+
+def shares(samples: int, shards: int) -> list[tuple[int, int]]:
+    """Return start and end of each shard's part of consecutive samples; the parts differ by one sample at most."""
+    size, longer = divmod(samples, shards)
+    return list(pairwise(shard * size + min(shard, longer) for shard in range(shards + 1)))
 
 
 def _is_list(value: Any) -> bool:
@@ -87,8 +104,8 @@ class Divider:
     def size(self, batch: Any, samples: int | None) -> int:
         """Return the size of a batch that is to be divided, of so many samples if known; ValueError if it is uncertain."""
         if samples is not None:
-            found = {length for _, length in lengths(batch, lambda value: _is_list(value) and len(value) == samples)}
-            size = found.pop() if len(found) == 1 else samples
+            counts = {length for _, length in lengths(batch, lambda value: _is_list(value) and len(value) == samples)}
+            size = counts.pop() if len(counts) == 1 else samples
             # A collate_fn may skip samples that it cannot read. One row for several samples is a pack of them.
             return size if 1 < size < samples and not _has_list_of(size, batch) else samples
         by_path = dict(lengths(batch, _is_list_of_dicts if self.lists_are_samples else _is_never_unit))
@@ -156,12 +173,12 @@ class _Division:
                 if self.checked and len(value) != size:
                     what = "items" if isinstance(value, (list, tuple)) else "rows"
                     raise self.divider.refusal(f"{path} has {len(value)} {what}, and the batch has {size} samples")
-            whole = first if len(values) == 1 else join(values)
+            joined = first if len(values) == 1 else join(values)
         except (RuntimeError, TypeError) as error:
             raise self._unequal(path, str(error)) from error
         if not self.checked:  # joined only
-            return [whole]
-        return [whole if (start, stop) == (0, len(whole)) else whole[start:stop] for start, stop in self.bounds]
+            return [joined]
+        return [joined if (start, stop) == (0, len(joined)) else joined[start:stop] for start, stop in self.bounds]
 
     def _holds_samples(self, keys: tuple[Any, ...], path: str, values: Sequence[Any]) -> bool:
         """Whether lists have one item per sample; otherwise they belong to the structure."""
@@ -171,11 +188,11 @@ class _Division:
         evidence = [*zip(values, self.sizes, strict=True), *self._witness(keys)]
         if any(not isinstance(value, (list, tuple)) or len(value) != size for value, size in evidence):
             return False
-        found = [
+        items_have_rows = [
             length == size for value, size in evidence for item in value for _, length in lengths(item, _is_never_unit)
         ]
         sizes = {size for _, size in evidence}
-        if not all(found) or not found or len(sizes) > 1:
+        if not all(items_have_rows) or not items_have_rows or len(sizes) > 1:
             return True
         if sizes == {1} or not self.checked or _differ_in_kind(first):
             return False

@@ -2,29 +2,96 @@
 
 A run that continues at a position draws the order of the epoch again, from the states of the generators at the epoch's start. Then it
 skips the batches behind the position. Last, it repeats the reads that the interrupted run had made ahead of the loop, each from
-the states before it. The generators of the program have afterwards the states that they had before.
+the states before it. Afterwards the generators of the program have the states that they had before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack
-from itertools import chain, count, islice
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
+from itertools import chain, islice, repeat
 from typing import Any
 
 import torch
 
 from accelerate.data import adapter, resume
-from accelerate.data.adapter import DataLoaderAdapter, is_stateful, is_stream, skipping, variant
+from accelerate.data.adapter import DataLoaderAdapter, is_stateful, is_stream, shuffling_generator, skipping, variant
 from accelerate.data.iterable import CountingCollate, restores, uncounted
-from accelerate.data.progress import BeforeRead, Position
-from accelerate.data.samplers import EndAhead
+from accelerate.data.progress import BeforeRead, EpochStart, Position
+from accelerate.data.samplers import EndAhead, ReplayableRandomSampler
 from accelerate.process import PartialState
 from accelerate.runtime import generators
 
 # A loader and the vote of the ranks may each be one step ahead, and the step after those is being read.
 _AHEAD = 4
 _NOTHING = object()
+
+
+# How an iteration begins -----------------------------------------------------------------------------------------------
+
+
+def replacement_iterator(view: DataLoaderAdapter) -> Iterable[Any] | None:
+    """Return what a view of `skip_first_batches` yields after a load in place of its batches; None for its batches.
+
+    A view that skips all batches of an epoch that is over yields nothing: the loader is in the next epoch already. A stateful loader
+    continues at the position without the view.
+    """
+    progress = view._progress
+    finished, progress.finished = progress.finished, 0
+    if view._origin is None:
+        return None
+    skipped, pending = view._steps_skipped(), progress.pending
+    if finished and pending is None and skipped == finished:
+        return ()
+    if progress.pending_in_epoch and pending.batches == skipped and is_stateful(view.base_dataloader):
+        progress.pending = replace(pending, resume_without_skip=True)
+        return view._origin
+    return None
+
+
+def take_pending_position(loader: DataLoaderAdapter) -> Position | None:
+    """Return the loaded position that an iteration continues at, or None for an epoch that begins again.
+
+    Not a collective.
+    """
+    progress = loader._progress
+    pending = progress.pending
+    if pending is None:
+        return None
+    in_its_epoch, progress.pending = progress.pending_in_epoch, None
+    skipped = loader._steps_skipped()
+    skips_as_many = skipped > 0 and skipped == pending.batches
+    continues_without_skip = pending.resume_without_skip and loader._origin is None
+    if in_its_epoch and (skips_as_many or continues_without_skip):
+        if loader._origin is None:
+            resume.report(
+                f"The loader continues in epoch {progress.epoch} after {pending.batches} of its batches, where the checkpoint was "
+                "saved. DataLoaderConfiguration(continue_after_load=False) begins epochs again."
+            )
+        return pending
+    resume.drop_loaded_state(loader)
+    if skipped and in_its_epoch:
+        return Position({"at_start": pending.record.get("at_start")}, skipped)
+    generator, sampler = shuffling_generator(loader), loader.get_sampler()
+    state_when_saved = pending.record.get("anew")
+    if generator is not None and state_when_saved is not None:
+        generator.set_state(generators.generator_state(state_when_saved))
+    if isinstance(sampler, ReplayableRandomSampler):
+        sampler.replay = None
+    return None
+
+
+def epoch_start(loader: DataLoaderAdapter, position: Position | None) -> EpochStart:
+    """Return the states at the start of an epoch, before its order is drawn: those of the run that began it."""
+    generator = shuffling_generator(loader)
+    order = None if generator is None else generator.get_state()
+    if position is None:
+        return EpochStart(generators.states(), order, 0)
+    return EpochStart(position.record.get("at_start"), order, position.extra_samples)
+
+
+# Its batches -------------------------------------------------------------------------------------------------------------
 
 
 class FromStart:
@@ -42,7 +109,7 @@ class FromStart:
 
     def __init__(self, loader: DataLoaderAdapter) -> None:
         self.loader, self.progress, self.reads = loader, loader._progress, loader._reads_per_step()
-        self.base, self.first_step = loader.base_dataloader, loader._left_out()
+        self.base, self.first_step = loader.base_dataloader, loader._steps_skipped()
         self.to_drop = loader.skip_batches * self.reads
         self.order: EndAhead | None = None
         self.states_ahead: list[dict[str, Any]] = []
@@ -59,8 +126,9 @@ class FromStart:
             batches = self._open()
         if base.num_workers and base.persistent_workers:
             self.progress.workers_kept = True
-        if self._repeats_reads():
-            batches = self._noted(batches)
+        notes_states = self._repeats_reads()
+        if notes_states or self.to_drop or self.states_ahead:
+            batches = self._step_by_step(batches, notes_states)
         if isinstance(base.collate_fn, CountingCollate):
             batches = uncounted(batches, self.first_step, base.dataset.round_log)
         return batches
@@ -70,7 +138,7 @@ class FromStart:
         loader = self.loader
         if loader._notes_nothing:  # a thread reads too far ahead
             return False
-        if is_stateful(self.base):  # its own state is of the batch read last, not of the one yielded last
+        if is_stateful(self.base):  # its state is that of the batch read last, not of the one yielded last
             return True
         if self.base.num_workers:  # they draw from seeded generators
             return False
@@ -91,47 +159,46 @@ class FromStart:
             torch.empty((), dtype=torch.int64).random_(generator=base.generator)
         else:
             batches = iter(base)
-        return chain(self._drop(batches), batches) if self.to_drop else batches
+        return batches
 
-    def _drop(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield nothing, after reading the batches to drop."""
-        from tqdm.auto import tqdm
-
-        hidden, number = not PartialState().is_local_main_process, self.to_drop
-        # Shown when it takes long: a stream that cannot be restored has to be read again from its beginning.
-        bar = tqdm(
-            range(number), desc="reading up to the position of the run", unit=" batches", delay=2.0, disable=hidden
-        )
-        for done in bar:
-            if next(batches, _NOTHING) is _NOTHING:
-                if number - done < self.reads:
-                    return  # the last step of the epoch had fewer
-                raise ValueError(
-                    f"{number} batches were to be omitted, but the data ended after {done} of them. Skip fewer batches, or read "
-                    "the data that the checkpoint was saved with."
-                )
-        yield from ()
-
-    def _noted(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Note, before the reads of each step, what a run has to repeat that continues after an earlier step."""
+    def _step_by_step(self, batches: Iterator[Any], notes_states: bool) -> Iterator[Any]:
+        """Drop batches, repeat the reads that went ahead, and note what a run that continues after a step has to repeat."""
+        if self.to_drop:
+            self._drop(batches)
         # Of this iteration, as a loader may be in several at once.
-        self.progress.before_read = before_read = {}
-        for step in count(self.first_step + 1):
-            before_read[step] = self._states(step)
-            before_read.pop(step - _AHEAD, None)
-            taken = 0
-            for batch in islice(batches, self.reads):
-                taken += 1
-                yield batch
-            if taken < self.reads:
-                # A stateful loader knows now that it is at its end.
-                before_read[step + (taken > 0)] = self._states(step + (taken > 0))
+        before_read: dict[int, BeforeRead] = {}
+        if notes_states:
+            self.progress.before_read = before_read
+        for step, states in enumerate(chain(self.states_ahead, repeat(None)), self.first_step + 1):
+            with nullcontext() if states is None else generators.kept(states):
+                if notes_states:
+                    before_read[step] = self._states()
+                    before_read.pop(step - _AHEAD, None)
+                reads = list(islice(batches, self.reads))
+            yield from reads
+            if len(reads) < self.reads:
+                if notes_states:  # a stateful loader knows now that it is at its end
+                    before_read[step + bool(reads)] = self._states()
                 return
 
-    def _states(self, step: int) -> BeforeRead:
-        base, random, ahead = self.base, None, step - self.first_step - 1
-        if not base.num_workers:
-            random = self.states_ahead[ahead] if ahead < len(self.states_ahead) else generators.states()
+    def _drop(self, batches: Iterator[Any]) -> None:
+        from tqdm.auto import tqdm
+
+        label, hidden = "reading up to the position of the run", not PartialState().is_local_main_process
+        # Shown when it takes long: a stream that cannot be restored has to be read again from its beginning.
+        bar = tqdm(range(self.to_drop), label, unit=" batches", delay=2.0, disable=hidden)
+        for dropped in bar:
+            if next(batches, _NOTHING) is _NOTHING:
+                if self.to_drop - dropped < self.reads:
+                    return  # the last step of the epoch had fewer
+                raise ValueError(
+                    f"{self.to_drop} batches were to be omitted, but the data ended after {dropped} of them. Skip fewer batches, "
+                    "or read the data that the checkpoint was saved with."
+                )
+
+    def _states(self) -> BeforeRead:
+        base = self.base
+        random = None if base.num_workers else generators.states()
         dataset = base.dataset.state_dict() if restores(base) else None
         state = base.state_dict() if is_stateful(base) else None
         if self.loaded is not None:
@@ -147,6 +214,7 @@ class FromPosition(FromStart):
         super().__init__(loader)
         behind, self.first_step = (position.batches - self.first_step) * self.reads, position.batches
         self.states_ahead = position.record.get("before_read") or []
+        self.states_after_opening: dict[str, Any] | None = None
         state = position.record.get("dataset_state")
         if position.loader_continues:
             self.to_drop, self.loaded = 0, position.loader_state
@@ -164,15 +232,9 @@ class FromPosition(FromStart):
             batches = iter(self.base)
             if self.order is not None:
                 self.order.draw()  # here, because its sampler must draw from the generators of the epoch's start
-            drawn = generators.states()
-        return chain(self._caught_up(batches, drawn), batches)
+            self.states_after_opening = generators.states()
+        return batches
 
-    def _caught_up(self, batches: Iterator[Any], drawn: dict[str, Any]) -> Iterator[Any]:
-        """Drop the batches behind the position, then repeat the reads that went ahead."""
-        if self.to_drop:
-            with generators.kept(drawn):
-                yield from self._drop(batches)
-        for states in self.states_ahead:
-            with generators.kept(states):
-                step = list(islice(batches, self.reads))
-            yield from step
+    def _drop(self, batches: Iterator[Any]) -> None:
+        with generators.kept(self.states_after_opening):
+            super()._drop(batches)

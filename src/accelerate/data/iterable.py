@@ -26,7 +26,7 @@ _DATAPIPE: Any = getattr(torch.utils.data, "IterDataPipe", ())
 class IterableDatasetShard(Part, IterableDataset):
     """Gives one process its part of an iterable dataset.
 
-    Every process reads the whole stream and yields only its samples. The samples of a round are those
+    Every process reads the complete stream and yields only its samples. The samples of a round are those
     that `num_processes` batches hold together; a last, incomplete round is completed with the first samples of the
     stream, or dropped.
 
@@ -70,8 +70,8 @@ class IterableDatasetShard(Part, IterableDataset):
     def __len__(self) -> int:
         # TypeError for a stream without length, which is what len() callers expect.
         rounds = self._rounds()
-        whole, rest = divmod(len(self.dataset), rounds.total)
-        return (whole + (rest > 0 and not self.drop_last)) * rounds.size
+        full_rounds, rest = divmod(len(self.dataset), rounds.total)
+        return (full_rounds + (rest > 0 and not self.drop_last)) * rounds.size
 
     def __iter__(self) -> Iterator[Any]:
         generator = getattr(self.dataset, "generator", None)
@@ -85,7 +85,7 @@ class IterableDatasetShard(Part, IterableDataset):
 
 
 class CollateWrapper:
-    """Calls the user's `collate_fn` and adds what the loader has to know of the batch."""
+    """Calls the user's `collate_fn` and adds a number that the loader needs."""
 
     def __init__(self, collate_fn: Callable[[Any], Any]) -> None:
         self.collate_fn = collate_fn
@@ -120,7 +120,7 @@ def uncounted(batches: Iterator[Any], start: int, log: dict[int, tuple[int, ...]
         yield batch
 
 
-# What a stream says of itself ------------------------------------------------------------------------------------------
+# Questions to a stream -------------------------------------------------------------------------------------------------
 
 
 def is_datapipe(dataset: Any) -> bool:
@@ -136,9 +136,8 @@ def is_split_by_node(dataset: Any, num_shards: int) -> bool:
     divided = [part for part in parts if _is_divided(part, num_shards)]
     kind = type(dataset).__name__
     if divided:
-        stored = [getattr(part, "_ex_iterable", None) for part in divided]
-        sources = [part._ex_iterable for part in parts if hasattr(part, "_ex_iterable")]
-        if any(all(source is not one for one in stored) for source in sources):
+        divided_sources = {id(getattr(part, "_ex_iterable", None)) for part in divided}
+        if any(id(part._ex_iterable) not in divided_sources for part in parts if hasattr(part, "_ex_iterable")):
             warn_user(
                 f"{kind} holds streams that are divided among the processes, and streams that are not. All are read as they "
                 "are, so each process reads the undivided streams completely. Call split_dataset_by_node for all of them, or for none."
@@ -192,7 +191,7 @@ def can_shard_itself(dataset: Any, num_shards: int) -> bool:
 
 def has_buffer(dataset: Any) -> bool:
     """Whether a stream of the library `datasets` shuffles in a buffer, which its state omits: samples would be lost."""
-    stages = [getattr(dataset, "_ex_iterable", None)]  # what it goes through; grows while it is walked
+    stages = [getattr(dataset, "_ex_iterable", None)]  # of a pipeline; the list grows while it is walked
     for stage in stages:
         below = (getattr(stage, "ex_iterable", None), *getattr(stage, "ex_iterables", ()))
         stages += [inner for inner in below if inner]
@@ -202,5 +201,5 @@ def has_buffer(dataset: Any) -> bool:
 def restores(loader: DataLoader) -> bool:
     """Whether a loader reads a stream, in this process, that can save and restore its position without help."""
     dataset = loader.dataset
-    own = callable(getattr(dataset, "state_dict", None)) and callable(getattr(dataset, "load_state_dict", None))
-    return own and isinstance(dataset, IterableDataset) and not (loader.num_workers or has_buffer(dataset))
+    stateful = callable(getattr(dataset, "state_dict", None)) and callable(getattr(dataset, "load_state_dict", None))
+    return stateful and isinstance(dataset, IterableDataset) and not (loader.num_workers or has_buffer(dataset))

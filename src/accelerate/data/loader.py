@@ -12,7 +12,7 @@ import torch
 from accelerate.comm.in_step import in_step
 from accelerate.data import adapter, resume, samplers
 from accelerate.data.adapter import DataLoaderAdapter, DataLoaderStateMixin, is_stateful, is_stream, placer, skipping
-from accelerate.data.epoch import FromPosition, FromStart
+from accelerate.data.epoch import FromPosition, FromStart, epoch_start, replacement_iterator, take_pending_position
 from accelerate.data.iterable import has_buffer
 from accelerate.data.plan import DataPlan
 from accelerate.data.progress import Position, Progress
@@ -64,15 +64,15 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         return max(0, super().__len__() - self.skip_batches)
 
     def __iter__(self) -> Iterator[Any]:
-        replacement = resume.replacement_iterator(self)
+        replacement = replacement_iterator(self)
         if replacement is not None:
             yield from replacement
             return
         for hook in self._extensions.between_batches:
             hook(self)
-        position, base, progress = resume.take_pending_position(self), self.base_dataloader, self._progress
+        position, base, progress = take_pending_position(self), self.base_dataloader, self._progress
         self._begin_epoch(position)
-        progress.start = resume.epoch_start(self, position)
+        progress.start = epoch_start(self, position)
         self.begin()
         try:
             if type(base.dataset) is SeededDataset:
@@ -107,7 +107,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         """Choose the epoch that the next iteration draws, for all samplers and streams that know it."""
         self._progress.epoch = epoch
         for part in layers(adapter.batching_sampler(self.base_dataloader)):
-            # Asked of the class, because wrappers hand on the attributes of what they wrap; only the owner shall hear.
+            # Looked up in the class: wrappers pass on the attributes of the wrapped sampler, and the epoch is for its owner only.
             if hasattr(type(part), "set_epoch"):
                 part.set_epoch(epoch)
         dataset = self.base_dataloader.dataset
@@ -144,7 +144,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         """Batches of the wrapped loader that this process reads for one step."""
         return 1
 
-    def _left_out(self) -> int:
+    def _steps_skipped(self) -> int:
         """Return the steps that this loader skips at the beginning of each iteration."""
         _, skipped = samplers.unskipped(adapter.batching_sampler(self.base_dataloader))
         return self.skip_batches + skipped // self._reads_per_step()
@@ -164,7 +164,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     def state_dict(self) -> dict[str, Any]:
         """Return epoch, position and order as of the batch yielded last, of this process.
 
-        JSON can hold it, but for what a dataset or its sampler says of itself. A stateful loader's state is around it.
+        JSON can hold it, except for the states of a dataset and its sampler. A stateful loader's state is around it.
         """
         progress = self._progress
         before_read, pending = (progress.before_read or {}).get(progress.batches + 1), progress.pending
@@ -175,7 +175,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         else:
             state = super().state_dict() if is_stateful(self.base_dataloader) else {}
         position = resume.capture(self)
-        # What a dataset says of itself stays as it is.
+        # The state of a dataset is not changed.
         of_dataset = {"dataset_state": position.pop("dataset_state")} if "dataset_state" in position else {}
         return {**state, resume.KEY: generators.plain_states(position) | of_dataset}
 
@@ -226,16 +226,16 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self, position: Position | None, place: Callable[[Any], Any] | None, through: Callable[..., Any] | None = None
     ) -> Iterator[Any]:
         """Yield the batches of an epoch, each as soon as it is known whether it is the last one."""
-        epoch = self._epoch(position)
-        batches = iter(epoch)
-        order: EndAhead | None = epoch.order
+        reading = self._epoch(position)
+        batches = iter(reading)
+        order: EndAhead | None = reading.order
         if through is not None:  # which reads ahead, so that the indices are further than the batches
             batches, order = through(batches), None
         # Where the indices tell the end, no batch is read before its turn: what the dataset draws at random comes in the order
         # of a plain loop.
         if order is None:
             batches = order = EndAhead(batches)
-        return self._hand_out_each(batches, order, epoch.first_step, place)
+        return self._hand_out_each(batches, order, reading.first_step, place)
 
     def _hand_out_each(
         self, batches: Iterable[Any], order: EndAhead, start: int, place: Callable[[Any], Any] | None
@@ -367,7 +367,7 @@ class DataLoaderShard(PreparedLoader):
         if self._drop_last:
             return -1
         if self._parts() > 1:
-            return 0  # nothing is filled up here; what the user's sampler has filled up is counted in the last batch
+            return 0  # nothing is filled up; duplicates of the user's sampler are counted in the last batch
         if is_stream(self.base_dataloader) and self.base_dataloader.num_workers > 1:
             return -1  # each worker ends with a separate batch, so the total tells nothing about the last one
         size = self._samples_per_step()

@@ -117,20 +117,20 @@ class Reading:
         return size // self.shards if size is not None and self.split_batches else size
 
     def _batches_plainly(self) -> bool:
-        """Whether batches are cut from the order of the samples as torch's own loader and batch sampler do it."""
+        """Whether torch's loader and batch sampler batch the order of the samples."""
         if not adapter.iterates_plainly(self.loader):
             return False
-        if is_stream(self.loader):  # what each of several workers makes of the stream is not known
+        if is_stream(self.loader):  # how several workers divide the stream is not known
             return self.loader.num_workers < 2
         unbatched = self.loader.batch_sampler is None and not isinstance(self.batching, BatchSampler)
         return unbatched or type(self.batching) is BatchSampler
 
     def _rounds(self, shards: int, fill: str) -> list[Counts]:
-        """Count what each shard gets when rounds of batches are dealt out in turn.
+        """Count the samples of each shard when the shards take batches in turn.
 
         Args:
             shards: how many shards share the samples that the sampler draws.
-            fill: what becomes of an incomplete last round that is not dropped: "batches" completes it to full batches, "round"
+            fill: the treatment of an incomplete last round that is not dropped: "batches" completes it to full batches, "round"
                 only until all shards hold equally many, "nothing" leaves shards with a smaller batch, or none.
         """
         size = self.share()
@@ -146,7 +146,7 @@ class Reading:
         return result
 
     def _smaller_batches(self) -> dict[str, Any]:
-        """Return what changes where `split_batches` makes the batches of a process's own data smaller."""
+        """Return the attributes that change if `split_batches` makes the batches of a process smaller."""
         if not (self.split_batches and self.shards > 1):
             return {}
         batching = self.loader.batch_sampler
@@ -179,7 +179,7 @@ class OwnShard(Reading):
         return changes
 
     def counts(self) -> list[Counts]:
-        """Count whole rounds, of which the last may be completed."""
+        """Count rounds, of which the last may be completed."""
         return self._rounds(self.shards, "batches" if self.even_batches else "nothing")
 
     def read_share(self) -> list[float | None]:
@@ -211,7 +211,7 @@ class ReadsEverything(Reading):
         return changes
 
     def counts(self) -> list[Counts]:
-        """Count whole rounds: streams are always completed."""
+        """Count rounds; that of a stream is always completed."""
         return self._rounds(self.shards, "batches")
 
     def read_share(self) -> list[float | None]:
@@ -232,7 +232,7 @@ class ByPieces(Reading):
 
 
 class AlreadySplit(Reading):
-    """Each process reads what its loader gives, which is its part of the data already."""
+    """Each process reads its loader unchanged: its data is divided already."""
 
     name = "divided already, read as it is"
 

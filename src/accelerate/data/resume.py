@@ -1,4 +1,4 @@
-"""The position of a loader, in a form that can be saved and found again.
+"""The position of a loader, in a form that can be saved and restored.
 
 It holds the epoch, the batches and samples consumed, and what drew the order of the epoch that is running; so a restored
 loader draws the same order again, whatever else has used the random generators in between.
@@ -7,47 +7,21 @@ loader draws the same order again, whatever else has used the random generators 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.data import IterableDataset
 
 from accelerate.base._warn import warn_user
 from accelerate.data import adapter, samplers
-from accelerate.data.adapter import DataLoaderAdapter, is_stateful
-from accelerate.data.progress import EpochStart, Position
+from accelerate.data.adapter import DataLoaderAdapter, shuffling_generator
+from accelerate.data.progress import Position
 from accelerate.data.samplers import ReplayableRandomSampler, SeedableRandomSampler
 from accelerate.runtime import generators, storage
 
 logger = logging.getLogger(__name__)
 
 KEY = "accelerate_position"
-
-
-def shuffling_generator(loader: DataLoaderAdapter) -> torch.Generator | None:
-    """The generator that decides the order of the samples, or None if something else does."""
-    sampler = loader.get_sampler()
-    if isinstance(sampler, SeedableRandomSampler):
-        return None
-    dataset = loader.dataset
-    # A map-style dataset draws its samples from its generator, not their order.
-    stream = dataset if isinstance(dataset, IterableDataset) else None
-    for owner, name in ((sampler, "generator"), (loader, "synchronized_generator"), (stream, "generator")):
-        generator = getattr(owner, name, None)
-        if isinstance(generator, torch.Generator):
-            return generator
-    return None
-
-
-def epoch_start(loader: DataLoaderAdapter, position: Position | None) -> EpochStart:
-    """Return what an epoch begins with, before its order is drawn; the generators are those of the run that began it."""
-    generator = shuffling_generator(loader)
-    order = None if generator is None else generator.get_state()
-    if position is None:
-        return EpochStart(generators.states(), order, 0)
-    return EpochStart(position.record.get("at_start"), order, position.extra_samples)
 
 
 def capture(loader: DataLoaderAdapter) -> dict[str, Any]:
@@ -124,7 +98,7 @@ def _order(loader: DataLoaderAdapter, in_epoch: bool) -> dict[str, Any]:
 
 
 def kept(loader: DataLoaderAdapter) -> Callable[[], None]:
-    """Return a function that resets a loader to its present position, with the parts of it that decide what it yields."""
+    """Return a function that resets a loader, its sampler and its generator to their present position."""
     generator = shuffling_generator(loader)
     state = None if generator is None else generator.get_state()
     parts = (loader, loader._progress, loader.base_dataloader, loader.get_sampler())
@@ -168,7 +142,7 @@ def restore(loader: DataLoaderAdapter, position: dict[str, Any], continuing: boo
     if continuing:
         check(loader, position)
     progress = loader._progress
-    _drop_loaded_state(loader)
+    drop_loaded_state(loader)
     progress.epoch = position["epoch"]
     progress.batches, progress.at_end = 0, False
     progress.worker_seed = position.get("worker_seed")
@@ -184,7 +158,7 @@ def restore(loader: DataLoaderAdapter, position: dict[str, Any], continuing: boo
     return batches
 
 
-def _drop_loaded_state(loader: DataLoaderAdapter) -> None:
+def drop_loaded_state(loader: DataLoaderAdapter) -> None:
     """Let torchdata's loader begin its next epoch at the first batch, whatever state it was given."""
     origin = loader if loader._origin is None else loader._origin
     if getattr(origin.base_dataloader, "next_iter_state", None) is not None:
@@ -219,9 +193,9 @@ def _behind(loader: DataLoaderAdapter, position: dict[str, Any]) -> tuple[int, i
         behind = position["batches"] * position.get("shards", size)
     steps, rest = divmod(behind, size)
     if unit == "samples" and (steps, rest) != (position["batches"], 0):
-        place = f"{steps} steps" + (f" and {rest} samples" if rest else "")
-        _report(
-            f"The interrupted epoch has {behind} samples behind it; with {size} a step it continues after {place}."
+        resume_point = f"{steps} steps" + (f" and {rest} samples" if rest else "")
+        report(
+            f"The interrupted epoch has {behind} samples behind it; with {size} a step it continues after {resume_point}."
         )
     base, plan = loader.base_dataloader, loader.plan
     before, parts = position.get("shards"), loader._parts()
@@ -253,61 +227,11 @@ def _warn_if_nothing_is_left(loader: DataLoaderAdapter, batches: int, extra: int
         )
 
 
-def _report(message: str) -> None:
+def report(message: str) -> None:
+    """Log where a loader continues."""
     # Visible by default, on one process of a machine: a program that skips batches itself would skip them twice.
     first = storage.process.current.get("local_process_index", 0) == 0
     logger.log(logging.WARNING if first else logging.INFO, message)
-
-
-def replacement_iterator(view: DataLoaderAdapter) -> Iterable[Any] | None:
-    """Return what a view of `skip_first_batches` iterates over after a load, if not over its batches.
-
-    A view that skips all batches of an epoch that is over yields nothing: the loader is in the next epoch already. A stateful loader
-    continues at the position without the view.
-    """
-    progress = view._progress
-    finished, progress.finished = progress.finished, 0
-    if view._origin is None:
-        return None
-    left_out, pending = view._left_out(), progress.pending
-    if finished and pending is None and left_out == finished:
-        return ()
-    if progress.pending_in_epoch and pending.batches == left_out and is_stateful(view.base_dataloader):
-        progress.pending = replace(pending, resume_without_skip=True)
-        return view._origin
-    return None
-
-
-def take_pending_position(loader: DataLoaderAdapter) -> Position | None:
-    """Return the loaded position that an iteration continues at, or None for an epoch that begins again.
-
-    Not a collective.
-    """
-    progress = loader._progress
-    pending = progress.pending
-    if pending is None:
-        return None
-    in_its_epoch, progress.pending = progress.pending_in_epoch, None
-    left_out = loader._left_out()
-    skips_as_many = left_out > 0 and left_out == pending.batches
-    continues_without_skip = pending.resume_without_skip and loader._origin is None
-    if in_its_epoch and (skips_as_many or continues_without_skip):
-        if loader._origin is None:
-            _report(
-                f"The loader continues in epoch {progress.epoch} after {pending.batches} of its batches, where the checkpoint was "
-                "saved. DataLoaderConfiguration(continue_after_load=False) begins epochs again."
-            )
-        return pending
-    _drop_loaded_state(loader)
-    if left_out and in_its_epoch:
-        return Position({"at_start": pending.record.get("at_start")}, left_out)
-    generator, sampler = shuffling_generator(loader), loader.get_sampler()
-    state_when_saved = pending.record.get("anew")
-    if generator is not None and state_when_saved is not None:
-        generator.set_state(generators.generator_state(state_when_saved))
-    if isinstance(sampler, ReplayableRandomSampler):
-        sampler.replay = None
-    return None
 
 
 # States of torchdata's loader ------------------------------------------------------------------------------------------

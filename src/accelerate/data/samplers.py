@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler
 
-from accelerate.data.permutation import GrowingPermutation, advance, can_grow
+from accelerate.runtime.permutation import GrowingPermutation, advance, can_grow
 
 # The order of samples ------------------------------------------------------------------------------------------------
 
@@ -97,8 +97,8 @@ def has_tensor_order(sampler: Any) -> bool:
 class TensorOrder:
     """An epoch's indices by position: a range, or the tensor that torch's `RandomSampler` draws, bit for bit, as far as asked for.
 
-    The first batch of 50 million shuffled samples is there within 0.6 s, which `torch.randperm` alone exceeds: a large
-    permutation grows as the epoch advances.
+    A large permutation grows as the epoch advances: the first batch of 50 million shuffled samples takes 0.6 s, and
+    `torch.randperm` alone takes longer.
 
     int32 halves the memory of what fits into it, and the numbers drawn are the same.
     """
@@ -112,8 +112,8 @@ class TensorOrder:
             self.sampler = sampler = copy.copy(sampler)
             ReplayableRandomSampler.adopt(sampler)
         self.length, self.generator, self.drawn = len(sampler.data_source), sampler._epoch_generator(), 0
-        # torch draws whole permutations, and with replacement 32 at a time: where the program has the generator for itself, it may
-        # continue with it after a loop that is left early.
+        # torch draws complete permutations, and with replacement 32 numbers at a time. A program may draw from its generator after
+        # a loop that is left early.
         seeded = isinstance(sampler, SeedableRandomSampler) or sampler.generator is None
         stepwise = sampler.replacement and not (seeded or getattr(sampler, "generator_is_ours", False))
         self.block = 32 if stepwise else max(self.length, len(sampler) * sampler.replacement)
@@ -146,7 +146,7 @@ class TensorOrder:
         return part.tolist() if isinstance(part, torch.Tensor) else list(part)
 
     def finish(self) -> None:
-        """Do what torch does at the end: it draws a permutation more, and the generator of a program may continue from there."""
+        """Draw one permutation more, as torch does at the end: a program may continue to draw from its generator."""
         sampler = self.sampler
         self.draw(len(sampler))
         del self.indices
@@ -218,7 +218,7 @@ def batches_from(batch_sampler: Iterable[Any], start: int, extra: int = 0) -> It
 
 
 def skips_samples(batch_sampler: Any) -> bool:
-    """Whether a batch sampler can begin at any sample, not at a whole batch only."""
+    """Whether a batch sampler can begin at any sample, not only at a full batch."""
     inner, _ = unskipped(batch_sampler)
     return inner.deals_samples if isinstance(inner, BatchSamplerShard) else type(inner) is BatchSampler
 
@@ -258,9 +258,9 @@ class Rounds(NamedTuple):
         """Return how many of so many real samples each shard has."""
         return tuple(min(max(samples - shard * self.size, 0), self.size) for shard in range(self.shards))
 
-    def own(self, index: int) -> slice:
-        """Where the samples of a shard are."""
-        return slice(self.size * index, self.size * (index + 1))
+    def share(self, shard: int) -> slice:
+        """Return the positions of the samples of a shard."""
+        return slice(self.size * shard, self.size * (shard + 1))
 
 
 def check_split(batch_size: int | None, num_shards: int) -> None:
@@ -273,7 +273,7 @@ def check_split(batch_size: int | None, num_shards: int) -> None:
 
 
 class Part:
-    """What one process takes of data that all of them cut into rounds. Attributes may be assigned between iterations."""
+    """The part of one process of data that all processes read in rounds. Attributes may be assigned between iterations."""
 
     def __init__(
         self, batch_size: int | None, drop_last: bool, num_processes: int, process_index: int, split_batches: bool
@@ -298,30 +298,32 @@ class Part:
     ) -> Iterator[list[Any]]:
         """Yield the samples of each round from `number` on; the last is dropped, completed with `head`, or left short."""
         rounds = self._rounds()
-        while (whole := list(islice(samples, rounds.total))) and (len(whole) == rounds.total or not self.drop_last):
-            if own := self._own(rounds, whole, number, head if even else ()):
-                yield own
+        while (of_round := list(islice(samples, rounds.total))) and (
+            len(of_round) == rounds.total or not self.drop_last
+        ):
+            if share := self._share(rounds, of_round, number, head if even else ()):
+                yield share
             number += 1
 
-    def _own(self, rounds: Rounds, samples: list[Any], number: int, head: Iterable[Any]) -> list[Any]:
-        """The samples of round `number`, which `head` completes, over and over, if there is one; what is real is noted."""
+    def _share(self, rounds: Rounds, samples: list[Any], number: int, head: Iterable[Any]) -> list[Any]:
+        """Return this process's samples of round `number`; a short round is completed with `head`, if any, and logged."""
         if head and len(samples) < rounds.total:
             self.round_log[number] = rounds.real(len(samples))
             samples = list(islice(chain(samples, cycle(head)), rounds.total))
-        return samples[rounds.own(self.process_index)]
+        return samples[rounds.share(self.process_index)]
 
 
 class BatchSamplerShard(Part, BatchSampler):
     """Gives one process its part of the batches of another batch sampler.
 
-    By default the processes take whole batches in turn (the batch size is that of a process); with `split_batches` every
-    batch is cut into equal parts (the batch size is that of all). Attributes may be assigned between iterations.
+    By default the processes take unchanged batches in turn (the batch size is that of a process); with `split_batches` every
+    batch is divided into equal parts (the batch size is that of all). Attributes may be assigned between iterations.
 
     Args:
         batch_sampler: iterable of lists of indices; `batch_size` and `drop_last` are used where it has them.
         num_processes: number of parts.
         process_index: which part to yield, from 0.
-        split_batches: cut each batch instead of taking batches in turn.
+        split_batches: divide each batch instead of taking batches in turn.
         even_batches: complete the last round with samples from the beginning, so that all processes take the same number
             of equally large steps; otherwise some end earlier or with a smaller batch. With `drop_last` it is dropped.
 
@@ -369,7 +371,7 @@ class BatchSamplerShard(Part, BatchSampler):
         sampler = getattr(self.batch_sampler, "sampler", None)
         if self.even_batches or self.drop_last or not hasattr(sampler, "__len__"):
             return False
-        return 0 < len(sampler) % self.batch_size <= self._rounds().own(self.process_index).start
+        return 0 < len(sampler) % self.batch_size <= self._rounds().share(self.process_index).start
 
     def has_round_after(self, rounds: int, extra: int) -> bool:
         """Whether any process has a batch after so many rounds and `extra` samples beyond them; TypeError without a length."""
@@ -388,7 +390,7 @@ class BatchSamplerShard(Part, BatchSampler):
 
     @property
     def deals_samples(self) -> bool:
-        """Whether batches are cut from the order of the samples as torch does it; else those of all processes are walked."""
+        """Whether torch's batch sampler batches the order of the samples; else this process walks through all batches."""
         inner, size = self.batch_sampler, self.batch_size
         plain = type(inner) is BatchSampler and (inner.batch_size, inner.drop_last) == (size, self.drop_last)
         return plain and not (self.split_batches and size % self.num_processes)
@@ -397,7 +399,7 @@ class BatchSamplerShard(Part, BatchSampler):
         """Take this process's samples of each round from `number` on: from an order in memory at no cost for those of others."""
         self.round_log.clear()
         sampler, rounds = self.batch_sampler.sampler, self._rounds()
-        total, own = rounds.total, rounds.own(self.process_index)
+        total, share = rounds.total, rounds.share(self.process_index)
         begin = number * total + extra
         if not has_tensor_order(sampler):
             head, tail = split_head(sampler, total, begin)
@@ -406,21 +408,21 @@ class BatchSamplerShard(Part, BatchSampler):
             order, samples = TensorOrder(sampler), len(sampler)
             order.draw(min(total, samples))
             self.order_head = order.part(0, min(total, samples, MOST_KEPT))
-            whole, rest = divmod(max(0, samples - begin), total)
-            for place in range(begin, begin + whole * total, total):
-                order.draw(place + total)
-                yield order.part(place + own.start, place + own.stop)
+            full_rounds, rest = divmod(max(0, samples - begin), total)
+            for start in range(begin, begin + full_rounds * total, total):
+                order.draw(start + total)
+                yield order.part(start + share.start, start + share.stop)
             order.draw(samples)
             head, tail = order.part(0, min(total, samples)), order.part(samples - rest, samples)
             order.finish()  # nothing else tells that a round is the last
-            number += whole
+            number += full_rounds
         yield from self._shares(iter(tail), head, number, self.even_batches)
 
     def _walked(self, start: int, _: int) -> Iterator[list[int]]:
         self.round_log.clear()
         split, size, index = self.split_batches, self.batch_size, self.process_index
         per_round = 1 if split else self.num_processes
-        own = self._rounds().own(index) if split else index
+        share = self._rounds().share(index) if split else index
         head, batches = split_head(self.batch_sampler, per_round, start * per_round)
         self.order_head = list(islice(chain.from_iterable(head), MOST_KEPT))
         rounds = EndAhead(iter(lambda: list(islice(batches, per_round)), []))
@@ -428,7 +430,7 @@ class BatchSamplerShard(Part, BatchSampler):
             is_last = rounds.ended
             complete = len(group) == per_round and size in (None, len(group[-1]))
             if complete or not (is_last or split):
-                yield group[0][own] if split else group[own]
+                yield group[0][share] if split else group[share]
             elif not (is_last and self.drop_last):
                 yield from self._part_of_odd_round(group, head, number, is_last)
 
@@ -438,17 +440,17 @@ class BatchSamplerShard(Part, BatchSampler):
         """This process's batch, if any, of a round whose batches do not have the declared number or size."""
         shards, index = self.num_processes, self.process_index
         if self.batch_size is None:
-            # Nothing says how large a batch should be, so the round is completed with whole batches.
+            # The size of a batch is not known, so the round is completed with full batches.
             if self.even_batches:
                 self.round_log[number] = tuple(len(batch) for batch in group) + (0,) * (shards - len(group))
                 group = list(islice(chain(group, cycle(head)), shards))
             return group[index : index + 1]
         samples = list(chain.from_iterable(group))
-        # A sampler may not keep to its batch_size: divide what there is, lose nothing.
+        # A sampler may not keep to its batch_size: all its samples are divided.
         rounds = Rounds(max(-(-len(samples) // shards), self._rounds().size if is_last else 0), shards)
         fill = chain.from_iterable(head) if self.even_batches or not is_last else ()
-        own = self._own(rounds, samples, number, fill)
-        return [own] if own else []
+        share = self._share(rounds, samples, number, fill)
+        return [share] if share else []
 
 
 class SkipBatchSampler(BatchSampler):

@@ -54,7 +54,7 @@ class WorkerDataset:
 class SeededDataset(WorkerDataset):
     """Stands before a map-style dataset in worker processes and seeds their generators for each batch.
 
-    The seed comes from the loader's own, the epoch and the batch's indices, so a batch looks the same with any workers, persistent
+    The seed comes from that of the loader, the epoch and the batch's indices, so a batch looks the same with any workers, persistent
     or not, and wherever the run was resumed.
     """
 
@@ -75,8 +75,8 @@ class SeededDataset(WorkerDataset):
 
     def __getitems__(self, indices: Any) -> Any:
         self._begin_batch(indices)
-        whole = getattr(self._inner, "__getitems__", None)
-        return [self._inner[index] for index in indices] if whole is None else whole(indices)
+        get_all = getattr(self._inner, "__getitems__", None)
+        return [self._inner[index] for index in indices] if get_all is None else get_all(indices)
 
     def _begin_batch(self, key: Any) -> None:
         # Outside of a worker the dataset draws from the program's own generators.

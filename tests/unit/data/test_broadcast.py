@@ -5,7 +5,7 @@ from collections import OrderedDict, namedtuple
 import pytest
 import torch
 
-from accelerate.data.dispatcher import BatchScatter, Group, Round
+from accelerate.comm.scatter import Scatter
 from accelerate.data.dividing import Divider, agreed_length
 from cases import cases
 from loader_samples import CPU, Line
@@ -13,39 +13,35 @@ from loader_samples import CPU, Line
 DIVIDER = Divider(lists_are_samples=True, remedy="Do something else.")
 
 
-def round_of(batch, size, shards=2, whole=False):
-    return Group([batch], [size]).round(DIVIDER, shards, whole)
-
-
 class Connection:
     """Both ends of a connection, within this process."""
 
-    def __init__(self, places=(0, 1)):
+    def __init__(self):
         self.sent = []
-        self.sender = BatchScatter(Line(self.sent, 0), None, None, CPU, places)
+        self.sender = Scatter(Line(self.sent, 0), None, None, CPU, (0, 1))
         self.line = Line([], 1)
-        self.receiver = BatchScatter(self.line, None, None, CPU, places)
+        self.receiver = Scatter(self.line, None, None, CPU, (0, 1))
 
-    def pass_on(self, message: Round):
-        """Send and receive; returns what arrived on rank 1, and what the sender keeps."""
+    def pass_on(self, number, parts):
+        """Send and receive; return what arrived on rank 1."""
         self.sent.clear()
-        kept = self.sender.send(message)
+        self.sender.send(number, parts)
         self.line.sent.extend(self.sent)
-        return self.receiver.receive(), kept
+        return self.receiver.receive()
 
 
 def test_received_batches_do_not_share_memory():
     connection = Connection()
-    batches = [connection.pass_on(round_of(torch.full((2,), n), 2))[0].batch()[0] for n in range(4)]
-    assert [batch.tolist() for batch in batches] == [[n] for n in range(4)]
+    messages = [connection.pass_on(n, [torch.zeros(1), torch.full((1,), n)]) for n in range(4)]
+    assert [(number, wait().tolist()) for number, wait in messages] == [(n, [n]) for n in range(4)]
 
 
 def test_processes_that_are_not_in_step_are_told():
     connection = Connection()
-    connection.pass_on(round_of(torch.zeros(2), 2))
+    connection.pass_on(2, [torch.zeros(2)])
     connection.receiver.sequence += 1
     with pytest.raises(RuntimeError, match="not in step"):
-        connection.pass_on(round_of(torch.zeros(2), 2))
+        connection.pass_on(2, [torch.zeros(2)])
 
 
 # -- cutting and joining batches ----------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from accelerate.data.build import plan_of, prepare_data_loader
 from accelerate.data.loader import DataLoaderShard
 from accelerate.data.plan import ShardLayout
 from accelerate.data.samplers import SeedableRandomSampler
-from loader_samples import Numbers, SizedStream, Stream
+from loader_samples import Numbers, SizedStream, Stream, dispatched
 
 
 class Rows(Numbers):
@@ -86,25 +86,16 @@ def test_the_numbers_of_dispatched_data_are_true(shards, drop_last, split_batche
     for length in range(26):
         for share in (1, 2, 3):
             size = share * shards if split_batches else share
-            options = {"put_on_device": True, "dispatch_batches": True, "split_batches": split_batches}
-            loader = DataLoader(Rows(length), size, drop_last=drop_last)
-            loader = prepare_data_loader(loader, num_processes=shards, process_index=0, **options)
-            found = plan_of(loader)
-            # What the main process would send: the rounds, with the number of real samples in each and the part sizes.
-            loader.state = SimpleNamespace(num_processes=shards, process_index=0)
-            sent = loader._form_rounds(iter(loader.base_dataloader), shards)
-            rounds = list(sent)
-            want = []
-            for shard in range(shards):
-                bounds = [(one.start(shard), one.start(shard + 1)) for one in rounds]
-                real = sum(min(max(one.real - a, 0), b - a) for one, (a, b) in zip(rounds, bounds, strict=True))
-                total = sum(b - a for a, b in bounds)
-                want.append((real, total - real, len(rounds)))
-            if shards == 1:
-                want = counted([iterate(DataLoader(Rows(length), size, drop_last=drop_last))])
-            assert told([found]) == want, (length, size, drop_last)
-            assert found.reading == reading.Dispatched.name
-            assert [shard.read for shard in found.shards] == [1.0] + [0.0] * (shards - 1)
+            sent, want = [], []
+            for rank in range(shards):
+                source = DataLoader(Rows(length), size, drop_last=drop_last)
+                loader = dispatched(source, sent, shards, rank, split_batches=split_batches)
+                data_plan, steps = plan_of(loader), [(len(batch), loader.batch_counts) for batch in loader]
+                real = sum(samples if counts is None else counts[rank] for samples, counts in steps)
+                want.append((real, sum(samples for samples, _ in steps) - real, len(steps)))
+            assert told([data_plan]) == want, (length, size, drop_last)
+            assert data_plan.reading == reading.Dispatched.name
+            assert [shard.read for shard in data_plan.shards] == [1.0] + [0.0] * (shards - 1)
 
 
 @pytest.mark.parametrize(

@@ -29,9 +29,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from accelerate.accelerator import Accelerator
 from accelerate.base._warn import printable
+from accelerate.comm.scatter import Received, Scatter
 from accelerate.comm.torch_dist import TorchCommunicator
 from accelerate.config import env
-from accelerate.data.dispatcher import BatchScatter, Round
 from accelerate.extensions.reports import out_of_memory
 from accelerate.extensions.reports.allocations import EXCHANGED, AllocationTracker, label
 from accelerate.extensions.reports.collectives import CollectiveRecorder
@@ -170,14 +170,14 @@ def _answer_for_others(last: contextlib.ExitStack) -> None:
         (dist, "init_process_group", init_process_group),
         (dist, "broadcast_object_list", broadcast_object_list),
         (TorchCommunicator, "broadcast", lambda self, tensors, src=0: broadcast(self, tensors, self.rank)),
-        (BatchScatter, "receive", _refuse_to_receive),
+        (Scatter, "receive", _refuse_to_receive),
         (saving, "Save", checkpoints.MeasuredSave),
         (restoring, "_load", checkpoints.read),
     ]
     last.enter_context(replaced(*places))
 
 
-def _refuse_to_receive(scatter: BatchScatter) -> Round:
+def _refuse_to_receive(scatter: Scatter) -> Received:
     raise ValueError(
         f"Rank {dist.get_rank()} is simulated, and would be sent its batches by rank 0, which is made up. "
         "Simulate the rank that reads (--simulate_rank 0), or set dispatch_batches=False."

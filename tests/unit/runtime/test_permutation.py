@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
-from accelerate.data import permutation
 from accelerate.data.build import prepare_data_loader, skip_first_batches
-from accelerate.data.permutation import BLOCK, GrowingPermutation, can_grow
 from accelerate.data.samplers import BatchSamplerShard, SeedableRandomSampler, SkipBatchSampler
+from accelerate.runtime import permutation
+from accelerate.runtime.permutation import BLOCK, GrowingPermutation, can_grow
 
 LARGE = range((1 << 20) + 3)
 
