@@ -15,7 +15,7 @@ WORKERS ?= 3
 # A test that stands still fails after this many seconds, with the stacks of its threads, and the others go on.
 LIMIT_S ?= 300
 # The releases that src/transformers_patch/registry.py says it is tested with, each in an environment of its own.
-TRANSFORMERS_VERSIONS := 4.46.3 4.57.6 5.0.0 5.23.0
+TRANSFORMERS_VERSIONS := 4.46.3 4.57.6 5.0.0 5.23.0 5.24.0
 TRANSFORMERS_TESTS := tests/unit/transformers_patch \
 	$(addprefix tests/interop/test_,transformers_patch.py trainer_checkpoints.py trainer_losses.py trainer_throughput.py libraries.py)
 # The oldest torch that setup.py takes, one in the middle and the newest; by each, the transformers and torchao of its time.
