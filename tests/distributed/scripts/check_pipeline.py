@@ -21,7 +21,8 @@ from accelerate.utils import (
 WIDTH, WORDS = 8, 12
 ROWS = 8  # of a batch of all data-parallel ranks
 CLIP = 0.25
-STEPS = 20
+STEPS = 10
+MIDWAY = 4  # steps of a run before it is saved
 
 
 class Block(nn.Module):
@@ -279,16 +280,16 @@ def resumes(folder, accelerator, model, run, what, split=None, schedule="1F1B"):
     pipeline, *others = made(accelerator, Net(True), schedule, split=split)
     accelerator.load_state(folder)
     accelerator.save_state(f"{folder}-{what}")
-    found = trained(accelerator, model, pipeline, *others, every=2, skip=16)
-    assert_near(found[0], losses[16:], f"losses {what}")
-    assert_near(found[1], norms[8:], f"norms {what}")
+    found = trained(accelerator, model, pipeline, *others, every=2, skip=2 * MIDWAY)
+    assert_near(found[0], losses[2 * MIDWAY :], f"losses {what}")
+    assert_near(found[1], norms[MIDWAY:], f"norms {what}")
     assert_equal_models(accelerator, pipeline, single, what)
     return f"{folder}-{what}"
 
 
 def saved_midway(folder, accelerator, model, split=None):
     pipeline, *others = made(accelerator, model, split=split)
-    trained(accelerator, model, pipeline, *others, 8, 2)
+    trained(accelerator, model, pipeline, *others, MIDWAY, 2)
     accelerator.save_state(f"{folder}/midway")
     return f"{folder}/midway"
 
@@ -307,8 +308,8 @@ def check_checkpoints():
         plain, *others = accelerator.prepare(plain, *tools(plain))
         accelerator.load_state(again)
         accelerator.save_state(f"{folder}/plain")
-        found = reference_on(accelerator, plain, *others, 16)
-        assert_near(found, run[1][16:], "losses resumed without a pipeline")
+        found = reference_on(accelerator, plain, *others, 2 * MIDWAY)
+        assert_near(found, run[1][2 * MIDWAY :], "losses resumed without a pipeline")
         resumes(f"{folder}/plain", accelerator_for(2), model, run, "resumed", schedule="Interleaved1F1B")
         # What does not fit leaves everything as it was.
         other = Net(True)

@@ -606,17 +606,16 @@ def streaming(folder, kind, **options):
     return trainer
 
 
-@pytest.mark.parametrize("step", [2, 3, 7, 9])
-def test_a_stream_goes_on_in_the_pass_that_it_was_in(tmp_path, kind, step):
-    whole = streaming(tmp_path, kind)
+def test_a_stream_goes_on_in_the_pass_that_it_was_in(tmp_path, kind):
+    whole = streaming(tmp_path / "whole", kind)
     whole.train()
-    resumed = streaming(tmp_path, kind)
-    resumed.train(resume_from_checkpoint=f"{tmp_path}/checkpoint-{step}")
-    assert resumed.losses == whole.losses[step:]
-    if step == 7:  # and once more, from what the resumed run has saved
-        again = streaming(tmp_path, kind)
-        again.train(resume_from_checkpoint=f"{tmp_path}/checkpoint-8")
-        assert again.losses == whole.losses[8:]
+    for step in (2, 3, 7, 9):
+        resumed = streaming(tmp_path / f"from {step}", kind)
+        resumed.train(resume_from_checkpoint=f"{tmp_path}/whole/checkpoint-{step}")
+        assert resumed.losses == whole.losses[step:]
+    again = streaming(tmp_path / "again", kind)
+    again.train(resume_from_checkpoint=f"{tmp_path}/from 7/checkpoint-8")
+    assert again.losses == whole.losses[8:]
 
 
 class Ends(TrainerCallback):
