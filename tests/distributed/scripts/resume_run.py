@@ -52,7 +52,7 @@ class Case:
     epochs: int = 3
     saves: tuple = ()  # `EPOCH-STEP`, `EPOCH-last` (after the last batch, inside the loop) or `EPOCH-after` (the loop)
     resumes: tuple = ()  # ways to continue, see `Job.train`
-    leave: tuple | None = None  # epoch and step at which the loop is left with break
+    leave: list | None = None  # epoch, and step or "last", at which the loop is left with break
     rng_types: tuple | None = None
 
 
@@ -148,7 +148,7 @@ class Job:
                     save(f"{epoch}-{step}")
                     if last:
                         save(f"{epoch}-last")
-                    if self.case.leave is not None and tuple(self.case.leave) == (epoch, step):
+                    if self.case.leave in ([epoch, step], [epoch, "last"] if last else None):
                         break
             place["epoch"], place["step"] = epoch + 1, 0
             save(f"{epoch}-after")
