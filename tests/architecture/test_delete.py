@@ -16,7 +16,7 @@ from distributed.conftest import done, plain_environment
 NAMES = [spec.name for spec in extension.specs()]
 # Files of tests/unit that ask for features of extensions by name, which they then lack.
 NAME_FEATURES = """
-    checkpoint/test_hostile_folders.py checkpoint/test_peer_checkpoints.py checkpoint/test_plain_data.py checkpoint/test_save.py
+    checkpoint/test_hostile_folders.py checkpoint/test_load.py checkpoint/test_peer_checkpoints.py checkpoint/test_plain_data.py checkpoint/test_save.py
     checkpoint/test_storage.py commands/test_accelerate_cli.py commands/test_dry_run_golden.py commands/test_hostile_input.py
     commands/test_launch.py commands/test_utils.py config/options/test_table.py config/test_env.py launch/test_config_file.py
     launch/test_example_clusters.py launch/test_example_configs.py launch/test_machines.py launch/test_option_round_trip.py
@@ -26,7 +26,7 @@ NAME_FEATURES = """
     training/test_leaks.py training/test_prepare.py training/test_saving.py transformers_patch/test_arguments.py
     transformers_patch/test_callbacks.py transformers_patch/test_checkpoints.py transformers_patch/test_engine.py transformers_patch/test_losses.py
     transformers_patch/test_main.py transformers_patch/test_registry.py transformers_patch/test_throughput.py utils/test_dataclasses.py
-    utils/test_launch.py utils/test_memory.py utils/test_modeling.py
+    utils/test_memory.py utils/test_modeling.py
 """
 TRAIN = """
 import sys

@@ -63,7 +63,12 @@ CASES: dict[str, dict[str, Any]] = {
     "accumulation": {"accumulation": 2, "length": 18, "saves": ["0-2", "1-4", "1-last", "1-after"]},
     "evaluation inside": {"evaluate": True, "saves": ["0-1", "1-2", "1-3", "1-last"]},
     "a loop that is left": {"length": 18, "leave": [1, 4], "saves": ["1-3", "1-after"], "resumes": ["load"]},
-    "a loop that is left at its last batch": {"length": 16, "leave": [1, "last"], "saves": ["1-last"], "resumes": ["load"]},
+    "a loop that is left at its last batch": {
+        "length": 16,
+        "leave": [1, "last"],
+        "saves": ["1-last"],
+        "resumes": ["load"],
+    },
     "shared random states": {"rng_types": ["torch", "generator"]},
     # Ways of resuming that are not in every case.
     "all batches skipped": {"resumes": ["skip all"], "saves": ["1-last"]},

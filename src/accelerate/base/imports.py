@@ -11,7 +11,6 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
-import sys
 import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -326,31 +325,6 @@ def is_tensorboard_available() -> bool:
 
 
 # Guards
-
-
-def deepspeed_required(func: T) -> T:
-    """Decorate a function that makes sense only when the Accelerator runs DeepSpeed.
-
-    Before any Accelerator exists the function is allowed to run.
-
-    Raises:
-        ValueError: (when called) an Accelerator exists and runs something else.
-    """
-
-    @functools.wraps(func)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        # Looked up, not imported: the shared state is built on top of this module.
-        storage = sys.modules.get("accelerate.runtime.storage")
-        state = storage.accelerator.current if storage is not None else {}
-        if state and state.get("distributed_type") != "DEEPSPEED":
-            raise ValueError(
-                f"{func.__name__} needs DeepSpeed, but this Accelerator was configured for "
-                f"{state.get('distributed_type')}. Pass deepspeed_plugin=DeepSpeedPlugin(...) to Accelerator, or start "
-                "with `accelerate launch --use_deepspeed`."
-            )
-        return func(*args, **kwargs)
-
-    return wrapper
 
 
 def torchao_required(func: T) -> T:

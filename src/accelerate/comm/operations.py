@@ -62,15 +62,10 @@ class CannotPadNestedTensorWarning(UserWarning):
     __module__ = "accelerate.utils.operations"  # the path in pickles
 
 
-def is_torch_xpu_tensor(tensor: Any) -> bool:
-    """Return whether the argument is a tensor on an Intel GPU."""
-    return isinstance(tensor, torch.Tensor) and tensor.device.type == "xpu"
-
-
 # Collectives
 
 
-def _prepare(communicator: Communicator, operation: str, data: Any, module: str = _PUBLIC_PATH) -> None:
+def compare_arguments(communicator: Communicator, operation: str, data: Any, module: str = _PUBLIC_PATH) -> None:
     """Compare the arguments of a collective between the ranks, in debug mode."""
     process = storage.process.current
     if not process.get("debug") or communicator.world_size == 1:
@@ -93,7 +88,7 @@ def gather_with(communicator: Communicator, tensor: Any, differentiable: bool = 
     """Do what `gather` does, with a given communicator."""
     if communicator.world_size == 1:
         return tensor
-    _prepare(communicator, "gather", tensor)
+    compare_arguments(communicator, "gather", tensor)
     if differentiable:
         return over_leaves(lambda leaf: _Gathered.apply(leaf, communicator), tensor)
     return communicator.all_gather(tensor)
@@ -252,7 +247,7 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
     communicator = comm.current()
     if communicator.world_size == 1:
         return tensor
-    _prepare(communicator, "broadcast", tensor)
+    compare_arguments(communicator, "broadcast", tensor)
     values = communicator.broadcast(tensor, from_process)
     return over_leaves(
         lambda local, value: local if communicator.rank == from_process else _filled(local, value), tensor, values
@@ -295,7 +290,7 @@ def reduce_with(communicator: Communicator, tensor: Any, reduction: str = "mean"
         warnings.warn(
             f"scale={scale} is applied on XLA devices only; multiply the result here.", UserWarning, stacklevel=3
         )
-    _prepare(communicator, "reduce", tensor)
+    compare_arguments(communicator, "reduce", tensor)
     # A single process keeps the dtype of integers.
     values = communicator.all_reduce(tensor, _REDUCTIONS[reduction] if communicator.world_size > 1 else "sum")
     parts = communicator.world_size if reduction == "mean" else 1
@@ -344,21 +339,11 @@ _gpu_gather_object = _neuron_gather_object = gather_object
 _neuron_broadcast_object_list = broadcast_object_list
 
 
-def _gpu_broadcast(data: Any, src: int = 0) -> Any:
-    """Do what `broadcast` does."""
-    return broadcast(data, src)
-
-
-def _tpu_broadcast(tensor: Any, src: int = 0, name: str = "broadcast tensor") -> Any:
-    """Do what `broadcast` does; `name` has no effect."""
-    return broadcast(tensor, src)
-
-
 def pad_with(
     communicator: Communicator, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
 ) -> Any:
     """Do what `pad_across_processes` does, with a given communicator."""
-    _prepare(communicator, "pad_across_processes", tensor)
+    compare_arguments(communicator, "pad_across_processes", tensor)
     tensors: list[torch.Tensor] = []
     structure = outline(tensor, tensors, "pad_across_processes")
     if any(item.is_nested for item in tensors):
@@ -409,89 +394,6 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_firs
         torch.Size([1, 3])
     """
     return pad_with(comm.current(), tensor, dim, pad_index, pad_first)
-
-
-def gather_tensor_shape(tensor: torch.Tensor | None) -> tuple[torch.Tensor, int]:
-    """Tell all processes the shape and dtype of a tensor that only some of them have.
-
-    Collective: call on every rank.
-
-    Args:
-        tensor: the tensor, or None on a rank that does not have it.
-
-    Returns:
-        The shape, int32 of shape (number of dimensions, 1), and the code of the dtype in `TENSOR_TYPE_TO_INT`.
-
-    Raises:
-        ValueError: no rank has a tensor, or they have different ones.
-    """
-    _, shape, code = _owner(comm.current(), tensor)
-    return torch.tensor(shape, dtype=torch.int32).reshape(-1, 1), code
-
-
-def _owner(communicator: Communicator, tensor: torch.Tensor | None) -> tuple[int, tuple[int, ...], int]:
-    entry_of_rank = None if tensor is None else (tuple(tensor.shape), TENSOR_TYPE_TO_INT[tensor.dtype])
-    entries = communicator.gather_object(entry_of_rank)
-    owners = [rank for rank, entry in enumerate(entries) if entry is not None]
-    if not owners or any(entries[rank] != entries[owners[0]] for rank in owners):
-        raise ValueError(f"One tensor is expected, on one or more processes; the processes have {entries}.")
-    return owners[0], *entries[owners[0]]
-
-
-def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
-    """Give all processes a tensor that only some of them have.
-
-    Collective: call on every rank.
-
-    Args:
-        tensor: the tensor, or None on a rank that does not have it. If several ranks have one, the first one's counts.
-
-    Returns:
-        The tensor, on each process's device.
-
-    Raises:
-        ValueError: no rank has a tensor, or their shapes or dtypes differ.
-    """
-    communicator = comm.current()
-    if communicator.world_size == 1 and tensor is not None:
-        return tensor
-    owner, shape, code = _owner(communicator, tensor)
-    device = storage.process.current["device"]
-    if tensor is None:
-        tensor = torch.empty(shape, dtype=TENSOR_INT_TO_DTYPE[code], device=device)
-    return communicator.broadcast(tensor.to(device), owner)
-
-
-def verify_operation(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a collective so that debug mode compares its first argument, or `tensor`, between the ranks first.
-
-    A disagreement is a DistributedOperationException on all ranks.
-    """
-
-    @functools.wraps(function)
-    def verified(*args: Any, **kwargs: Any) -> Any:
-        if args or "tensor" in kwargs:
-            data = kwargs["tensor"] if "tensor" in kwargs else args[0]
-            _prepare(comm.current(), function.__name__, data, function.__module__)
-        return function(*args, **kwargs)
-
-    return verified
-
-
-def chained_operation(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a function made of several collectives so that a disagreement within names this function."""
-
-    @functools.wraps(function)
-    def chained(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return function(*args, **kwargs)
-        except DistributedOperationException as error:
-            name = f"{function.__module__}.{function.__name__}"
-            raise DistributedOperationException(
-                f"A collective inside `{name}` failed; the error above says why."
-            ) from error
-
-    return chained
 
 
 # Precision

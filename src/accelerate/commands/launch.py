@@ -1,11 +1,9 @@
 """`accelerate launch`: start a training script in one process or several."""
 
 import argparse
-import os
 import sys
 import threading
 import traceback
-from dataclasses import replace
 from typing import Any
 
 from accelerate.base import _lazy
@@ -13,9 +11,9 @@ from accelerate.base._warn import printable
 from accelerate.base.constants import DEEPSPEED_MULTINODE_LAUNCHERS as DEEPSPEED_MULTINODE_LAUNCHERS
 from accelerate.commands.utils import CustomArgumentParser, OneSpelling, add_options, make_parser, or_exit
 from accelerate.config.options import BY_NAME, DYNAMO_WORDS, FEATURES, add_third_parties
-from accelerate.launch import config_file, runners
+from accelerate.launch import runners
 from accelerate.launch.errors import LaunchError, RunError, failure_of
-from accelerate.launch.plan import LaunchPlan, Source
+from accelerate.launch.plan import LaunchPlan
 from accelerate.launch.resolve import resolve
 from accelerate.launch.secrets import masked
 
@@ -156,63 +154,6 @@ def _owns_process() -> bool:
 def main() -> None:
     """Run the console script `accelerate-launch`; exit statuses are those of `console`."""
     console(launch_command_parser().parse_args())
-
-
-def _validate_launch_command(args: argparse.Namespace) -> tuple[argparse.Namespace, Any, bool]:
-    """Resolve parsed arguments and write the outcome into them; the script need not be there.
-
-    Returns them, the configuration file's content or None, and whether that file decided the precision. Raises as
-    `launch_command`.
-    """
-    plan = resolve(args, needs_script=False)
-    config = None
-    if (path := config_file.find(args.config_file, os.environ)) is not None:
-        from accelerate.commands.config.config_args import load_config_from_file  # needs YAML; most runs do not
-
-        config = load_config_from_file(path)
-    for name, resolved in plan.settings.items():
-        setattr(args, name, resolved.value)
-    args.use_cpu = plan.on_cpu and bool(plan["cpu"])
-    return args, config, plan.settings["mixed_precision"].source is Source.FILE
-
-
-def simple_launcher(args: argparse.Namespace) -> None:
-    """Run the script in one process; called as `launch_command`."""
-    runners.run(replace(resolve(args), runner="single"))
-
-
-def multi_gpu_launcher(args: argparse.Namespace) -> None:
-    """Run the script in several processes, under torch's elastic launcher; called as `launch_command`."""
-    _run_by(args, "local")
-
-
-def deepspeed_launcher(args: argparse.Namespace) -> None:
-    """Run the script with DeepSpeed, by its own launcher on several machines; called as `launch_command`."""
-    args.use_deepspeed = True
-    _run_by(args, "local")
-
-
-def tpu_launcher(args: argparse.Namespace) -> None:
-    """Run the script's training function on the TPU cores of this machine; called as `launch_command`."""
-    args.tpu = True
-    _run_by(args, "tpu")
-
-
-def tpu_pod_launcher(args: argparse.Namespace) -> None:
-    """Run the script on all machines of a TPU pod; called as `launch_command`."""
-    args.tpu, args.tpu_use_cluster = True, True
-    _run_by(args, "tpu_pod")
-
-
-def sagemaker_launcher(sagemaker_config: Any, args: argparse.Namespace) -> None:
-    """Run the script as the job that a `SageMakerConfig` describes; errors are those of `launch_command`."""
-    runners.module_for(replace(resolve(args), runner="sagemaker")).run_job(sagemaker_config, args)
-
-
-def _run_by(args: argparse.Namespace, runner: str) -> None:
-    """Run the arguments by a runner, unless they choose another runner."""
-    plan = resolve(args)
-    runners.run(plan if plan.runner != "single" else replace(plan, runner=runner))
 
 
 if __name__ == "__main__":

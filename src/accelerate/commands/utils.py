@@ -34,47 +34,6 @@ class _SpelledTwice(argparse._ActionsContainer):
         return super().add_argument(*both_spellings(args), **kwargs)
 
 
-class _StoreAction(argparse._StoreAction):
-    """An argument under both spellings of its long flags, for parsers of argparse."""
-
-    def __init__(self, option_strings: Sequence[str], *args: Any, **kwargs: Any) -> None:
-        super().__init__(list(both_spellings(option_strings)), *args, **kwargs)
-
-
-class _StoreConstAction(_StoreAction):
-    """A flag that stores a constant."""
-
-    def __init__(
-        self,
-        option_strings: Sequence[str],
-        dest: str,
-        const: Any,
-        default: Any = None,
-        required: bool = False,
-        help: str | None = None,
-    ) -> None:
-        spelled = list(both_spellings(option_strings))
-        argparse.Action.__init__(self, spelled, dest, 0, const, default, required=required, help=help)
-
-    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
-        """Store the constant; argparse calls it."""
-        setattr(namespace, self.dest, self.const)
-
-
-class _StoreTrueAction(_StoreConstAction):
-    """A flag that stores True."""
-
-    def __init__(
-        self,
-        option_strings: Sequence[str],
-        dest: str,
-        default: Any = None,
-        required: bool = False,
-        help: str | None = None,
-    ) -> None:
-        super().__init__(option_strings, dest, True, default, required, help)
-
-
 class CustomArgumentGroup(_SpelledTwice, argparse._ArgumentGroup):
     """A heading of a `CustomArgumentParser`."""
 

@@ -7,6 +7,7 @@ TABLE = (
     "big_models",
     "budget",
     "checks",
+    "compat",
     "conditional",
     "configure",
     "convert",

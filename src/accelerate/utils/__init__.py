@@ -32,9 +32,12 @@ _HOMES = {
     ),
     "accelerate.extensions.deepspeed.plugin": "HfDeepSpeedConfig",
     "accelerate.base.environment": (
-        "are_libraries_initialized check_cuda_fp8_capability check_cuda_p2p_ib_support clear_environment "
-        "convert_dict_to_env_variables get_cpu_distributed_information get_current_device_type get_gpu_info "
-        "get_int_from_env parse_choice_from_env parse_flag_from_env patch_environment purge_accelerate_environment str_to_bool"
+        "check_cuda_p2p_ib_support clear_environment get_gpu_info get_int_from_env parse_choice_from_env parse_flag_from_env "
+        "patch_environment str_to_bool"
+    ),
+    "accelerate.extensions.compat.environment": (
+        "are_libraries_initialized check_cuda_fp8_capability convert_dict_to_env_variables deepspeed_required "
+        "get_cpu_distributed_information get_current_device_type purge_accelerate_environment"
     ),
     "accelerate.extensions.affinity.binding": "set_numa_affinity",
     "accelerate.utils.fsdp_utils": (
@@ -44,7 +47,7 @@ _HOMES = {
         "save_fsdp_optimizer"
     ),
     "accelerate.base.imports": (
-        "deepspeed_required is_4bit_bnb_available is_8bit_bnb_available is_aim_available is_amdsmi_available "
+        "is_4bit_bnb_available is_8bit_bnb_available is_aim_available is_amdsmi_available "
         "is_bf16_available is_bitsandbytes_multi_backend_available is_bnb_available is_boto3_available "
         "is_clearml_available is_comet_ml_available is_cuda_available is_datasets_available is_deepspeed_available "
         "is_dvclive_available is_fp16_available is_fp8_available is_habana_gaudi1 is_hpu_available is_mlu_available "
@@ -81,11 +84,12 @@ _HOMES = {
     ),
     "accelerate.comm.operations": (
         "CannotPadNestedTensorWarning GatheredParameters broadcast broadcast_object_list concatenate "
-        "convert_outputs_to_fp32 convert_to_fp32 copy_tensor_to_devices find_batch_size find_device gather "
+        "convert_outputs_to_fp32 convert_to_fp32 find_batch_size find_device gather "
         "gather_object get_data_structure honor_type ignorant_find_batch_size initialize_tensors is_namedtuple "
         "is_tensor_information is_torch_tensor listify pad_across_processes pad_input_tensors recursively_apply "
         "reduce send_to_device slice_tensors"
     ),
+    "accelerate.extensions.compat.operations": "copy_tensor_to_devices",
     "accelerate.utils.other": (
         "check_os_kernel clean_state_dict_for_safetensors compile_regions compile_regions_deepspeed "
         "compile_regions_fsdp2 convert_bytes extract_model_from_parallel get_model_tp_size "

@@ -30,12 +30,14 @@ if TYPE_CHECKING:
 # Names of other modules that this module also gives.
 _HOMES = {
     "accelerate.extensions.convert.convert": "_distributed_checkpoint_to_merged_weights merge_fsdp_weights",
-    "accelerate.checkpoint.fsdp": "load_fsdp_optimizer save_fsdp_optimizer",
     "accelerate.modules.unwrap": "is_peft_model",
     "accelerate.strategies.fsdp": (
-        "disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading ensure_weights_retied "
+        "disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading ensure_weights_retied"
+    ),
+    "accelerate.extensions.compat.fsdp": (
         "fsdp2_canonicalize_names fsdp2_load_full_state_dict fsdp2_switch_optimizer_parameters get_fsdp2_grad_scaler"
     ),
+    "accelerate.checkpoint.fsdp": "load_fsdp_optimizer save_fsdp_optimizer",
     "accelerate.base.constants": "SAFE_WEIGHTS_NAME WEIGHTS_NAME FSDP_MODEL_NAME OPTIMIZER_NAME",
 }
 __getattr__, __dir__, _ = front(__name__, _HOMES, [])

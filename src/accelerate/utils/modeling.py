@@ -1,21 +1,12 @@
 """Sizes, device maps, placement and loading of models. The public path of the files in `accelerate.extensions.big_models`."""
 
-import contextlib
-import importlib
 import logging
-from typing import Any
-
-import torch
 
 from accelerate.base._lazy import front
-from accelerate.config.enums import DistributedType
-from accelerate.config.handlers import AutocastKwargs
-from accelerate.devices.table import detect
-from accelerate.precision.amp import autocast_context, precision
-from accelerate.state import AcceleratorState
 
 # Names of other modules that this module also gives.
 _HOMES = {
+    "accelerate.extensions.compat.other": "get_grad_scaler get_mixed_precision_context_manager",
     "accelerate.base.text": "convert_file_size_to_int",
     "accelerate.modules.offloaded": "has_offloaded_params",
     "accelerate.modules.unwrap": "id_tensor_storage is_peft_model",
@@ -39,57 +30,3 @@ __getattr__, __dir__, _ = front(__name__, _HOMES, [])
 
 # The files in accelerate.extensions.big_models log under this name, because other libraries put filters on it.
 logger = logging.getLogger(__name__)
-
-# Distributed types with sharded gradients, or with graphs of a full step, need another search for overflows.
-_SCALERS = {
-    "FSDP": ("torch.distributed.fsdp.sharded_grad_scaler", "ShardedGradScaler"),
-    "XLA": ("torch_xla.amp", "GradScaler"),
-}
-
-
-def get_mixed_precision_context_manager(
-    native_amp: bool = False, autocast_kwargs: AutocastKwargs | None = None
-) -> contextlib.AbstractContextManager:
-    """Return the autocast context for the device and precision of the current state, or a null context.
-
-    Args:
-        native_amp: Whether to use autocast at all.
-        autocast_kwargs: Settings for ``torch.autocast``; None: its defaults.
-
-    Raises:
-        ValueError: Autocast is wanted and no `Accelerator` was made yet.
-
-    Example:
-        >>> from accelerate.utils import get_mixed_precision_context_manager
-        >>> with get_mixed_precision_context_manager(native_amp=False):
-        ...     torch.ones(1).dtype
-        torch.float32
-    """
-    if not native_amp:
-        return contextlib.nullcontext()
-    state = AcceleratorState()
-    row = precision(state.mixed_precision)
-    if row.autocast_dtype is None:
-        options = autocast_kwargs.to_kwargs() if autocast_kwargs is not None else {}
-        return torch.autocast(state.device.type, **options)
-    return autocast_context(state.device.type, row, autocast_kwargs)
-
-
-def get_grad_scaler(distributed_type: DistributedType | str | None = None, **kwargs: Any) -> Any:
-    """Return the gradient scaler that fits a distributed type.
-
-    Args:
-        distributed_type: How processes cooperate; None: any type without sharded gradients.
-        **kwargs: Passed to the scaler, such as ``init_scale``.
-
-    Example:
-        >>> get_grad_scaler(init_scale=2.0, enabled=False).is_enabled()
-        False
-    """
-    kind = str(getattr(distributed_type, "value", distributed_type))
-    if kind != "XLA":
-        kwargs.setdefault("device", detect().type)
-    if kind not in _SCALERS:
-        return torch.amp.GradScaler(**kwargs)
-    module, name = _SCALERS[kind]
-    return getattr(importlib.import_module(module), name)(**kwargs)

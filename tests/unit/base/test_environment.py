@@ -1,10 +1,8 @@
 """Environment variables and what the machine says about itself."""
 
 import subprocess
-import types
 
 import pytest
-import torch
 
 from accelerate.base import environment
 
@@ -24,21 +22,6 @@ def test_flags_and_integers(monkeypatch):
     assert environment.parse_flag_from_env("SAMPLE_A", True) is True
     assert environment.parse_choice_from_env("SAMPLE_A") == "no"
     assert environment.get_int_from_env(["SAMPLE_A"], 7) == 7
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        *(("A", value) for value in ("", None, "a b", "1\nB=2", "1\rB=2", "1\0", "1;rm", "a<b", "a>b", "a\tb")),
-        *((key, "secret") for key in ("", "A=", "A=B", "A\n", "A;", "A B", "A\0", "9", "A-B", "BASH_FUNC_x%%")),
-    ],
-)
-def test_lines_of_an_environment_file_leave_out_dangerous_ones(key, value, caplog):
-    good = {"A": "1", "_b2": "x=y", "C": 3, "D": "$HOME/'x'"}
-    lines = ["A=1\n", "_b2=x=y\n", "C=3\n", "D=$HOME/'x'\n"]
-    assert environment.convert_dict_to_env_variables(good) == lines and not caplog.records
-    assert environment.convert_dict_to_env_variables({key: value, "GOOD": "1"}) == ["GOOD=1\n"]
-    assert "not passed on" in caplog.text and "secret" not in caplog.text
 
 
 @pytest.fixture
@@ -82,15 +65,3 @@ def test_gpu_information(nvidia_smi, monkeypatch):
 def test_peer_to_peer(nvidia_smi, names, driver, expected):
     nvidia_smi.update({"name": "\n".join(names), "driver_version": "\n".join([driver] * len(names))})
     assert environment.check_cuda_p2p_ib_support() is expected
-
-
-def test_current_device_type(monkeypatch):
-    usable = types.SimpleNamespace(is_available=lambda: True)
-    unusable = types.SimpleNamespace(is_available=lambda: False)
-    for kind in ("cuda", "mlu", "sdaa", "musa", "npu", "xpu", "hpu", "neuron"):
-        monkeypatch.setattr(torch, kind, unusable, raising=False)
-    assert environment.get_current_device_type() == ("cuda", "MULTI_GPU")
-    monkeypatch.setattr(torch, "hpu", usable, raising=False)
-    assert environment.get_current_device_type() == ("hpu", "MULTI_HPU")
-    monkeypatch.setattr(torch, "cuda", usable)
-    assert environment.get_current_device_type() == ("cuda", "MULTI_GPU")

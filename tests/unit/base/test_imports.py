@@ -240,20 +240,3 @@ def test_bf16_asks_the_device_and_mps_build_device_and_version(monkeypatch):
     for cuda in (True, False):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)  # noqa: B023
         assert imports.is_bf16_available() is not cuda
-
-
-def test_deepspeed_required(monkeypatch):
-    state = {}
-    storage = types.SimpleNamespace(accelerator=types.SimpleNamespace(current=state))
-    monkeypatch.setitem(sys.modules, "accelerate.runtime.storage", storage)
-
-    @imports.deepspeed_required
-    def engine():
-        return 1
-
-    assert engine() == 1
-    state["distributed_type"] = "DEEPSPEED"
-    assert engine() == 1
-    state["distributed_type"] = "MULTI_GPU"
-    with pytest.raises(ValueError, match="engine needs DeepSpeed.*MULTI_GPU.*use_deepspeed"):
-        engine()

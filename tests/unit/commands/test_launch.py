@@ -7,7 +7,6 @@ import pytest
 
 from accelerate.commands import launch
 from accelerate.launch import runners
-from cases import cases
 
 
 @pytest.fixture
@@ -39,17 +38,3 @@ def test_exit_status_is_that_of_the_script(monkeypatch, accelerate, ran):
     assert status == 3 and "exit status 3" in err
     assert accelerate("launch", "--quiet", "--cpu", "train.py")[2] == ""
     assert "Traceback" in accelerate("launch", "--debug", "--cpu", "train.py")[2]
-
-
-@cases(
-    "name, words, runner",
-    ("simple_launcher", "--cpu --num_processes 2 train.py", "single"),
-    ("multi_gpu_launcher", "--cpu train.py", "local"),
-    ("deepspeed_launcher", "--cpu train.py", "local"),
-    ("deepspeed_launcher", "--cpu --num_machines 2 train.py", "deepspeed"),
-    ("tpu_launcher", "train.py", "tpu"),
-    ("tpu_pod_launcher", "train.py", "tpu_pod"),
-)
-def test_launchers_of_other_kinds(ran, name, words, runner):
-    getattr(launch, name)(parse(words))
-    assert [plan.runner for plan, _ in ran] == [runner]

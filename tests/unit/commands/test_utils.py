@@ -1,6 +1,5 @@
 """What the commands share: rows of the option table as arguments, and how errors are answered."""
 
-import argparse
 import os
 import subprocess
 import sys
@@ -8,7 +7,7 @@ import sys
 import pytest
 
 from accelerate.commands.launch import launch_command_parser
-from accelerate.commands.utils import _StoreAction, _StoreConstAction, _StoreTrueAction, or_exit
+from accelerate.commands.utils import or_exit
 from accelerate.launch.errors import LaunchError, RunError
 from cases import cases
 
@@ -80,12 +79,3 @@ def test_letters_that_the_output_lacks_are_no_error():
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "caf\\xe9\n"), done.stderr
-
-
-def test_actions_for_other_parsers_have_both_spellings():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--a_b", action=_StoreTrueAction)
-    parser.add_argument("--c_d", action=_StoreAction)
-    parser.add_argument("--e", action=_StoreConstAction, const=3)
-    assert vars(parser.parse_args(["--a-b", "--c-d", "x", "--e"])) == {"a_b": True, "c_d": "x", "e": 3}
-    assert vars(parser.parse_args([])) == {"a_b": None, "c_d": None, "e": None}

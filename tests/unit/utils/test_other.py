@@ -46,16 +46,6 @@ def test_code_in_a_file_is_not_run(tmp_path):
     assert isinstance(other.load(tmp_path / "file", weights_only=False)["optimizer"], Foo)
 
 
-@pytest.mark.parametrize(
-    ("release", "warns"), [("4.15.0-20", True), ("5.4.9", True), ("5.5.0", False), ("6.8", False)]
-)
-def test_old_kernels_are_warned_about(monkeypatch, caplog, release, warns):
-    monkeypatch.setattr(other.platform, "system", lambda: "Linux")
-    monkeypatch.setattr(other.platform, "release", lambda: release)
-    other.check_os_kernel()
-    assert (release in caplog.text) is warns
-
-
 def test_arrays_are_numpys_own_wherever_they_stand_in_a_file(tmp_path):
     array = np.arange(3)
     value = {"deep": [({"a": array},), (1, (array, "x"))], "state": ("MT", array, 624), "plain": (1, 2)}

@@ -22,6 +22,11 @@ HOMES: dict[str, str] = {
     "accelerate.commands.env": "env_command_parser",
     "accelerate.commands.estimate": "estimate_command_parser",
     "accelerate.commands.launch": "launch_command_parser",
+    "accelerate.extensions.compat.commands": (
+        "_StoreAction _StoreConstAction _StoreTrueAction _validate_launch_command simple_launcher multi_gpu_launcher "
+        "deepspeed_launcher tpu_launcher tpu_pod_launcher sagemaker_launcher"
+    ),
+    "accelerate.extensions.compat.environment": "deepspeed_required",
     "accelerate.commands.merge": "merge_command_parser",
     "accelerate.commands.test": "test_command_parser",
     "accelerate.commands.to_fsdp2": "to_fsdp2_command_parser",
@@ -42,7 +47,7 @@ HOMES: dict[str, str] = {
     "accelerate.test_utils.testing": "execute_subprocess_async path_in_accelerate_package",
     "accelerate.trackers.registry": "_available_trackers logger",
     "accelerate.utils.dataclasses": (
-        "AORecipeKwargs BnbQuantizationConfig ComputeEnvironment CustomDtype DeepSpeedPlugin "
+        "AORecipeKwargs AutocastKwargs BnbQuantizationConfig ComputeEnvironment CustomDtype DeepSpeedPlugin "
         "DistributedDataParallelKwargs DistributedType DynamoBackend FP8BackendType FP8RecipeKwargs "
         "FullyShardedDataParallelPlugin GradScalerKwargs GradientAccumulationPlugin InitProcessGroupKwargs LoggerType MSAMPRecipeKwargs "
         "MegatronLMPlugin PrecisionType RNGType SageMakerDistributedType TERecipeKwargs TensorInformation "
@@ -59,7 +64,7 @@ HOMES: dict[str, str] = {
         "load_fsdp_model load_fsdp_optimizer merge_fsdp_weights save_fsdp_model save_fsdp_optimizer"
     ),
     "accelerate.utils.imports": (
-        "deepspeed_required is_4bit_bnb_available is_8bit_bnb_available is_aim_available is_bf16_available "
+        "is_4bit_bnb_available is_8bit_bnb_available is_aim_available is_bf16_available "
         "is_bitsandbytes_multi_backend_available is_bnb_available is_boto3_available is_clearml_available "
         "is_comet_ml_available is_cuda_available is_datasets_available is_deepspeed_available "
         "is_dvclive_available is_fp16_available is_fp8_available is_habana_gaudi1 is_hpu_available "
@@ -176,6 +181,8 @@ NAMES: dict[str, str] = {
         "is_transformers_available"
     ),
     "accelerate.commands.launch": (
+        "_validate_launch_command simple_launcher multi_gpu_launcher deepspeed_launcher tpu_launcher tpu_pod_launcher "
+        "sagemaker_launcher "
         "ComputeEnvironment DistributedType PrepareForLaunch SageMakerConfig _filter_args "
         "check_cuda_p2p_ib_support convert_dict_to_env_variables default_config_file get_int_from_env "
         "is_bf16_available is_deepspeed_available is_hpu_available is_mlu_available is_musa_available "
@@ -188,6 +195,7 @@ NAMES: dict[str, str] = {
     "accelerate.commands.test": "execute_subprocess_async path_in_accelerate_package",
     "accelerate.commands.to_fsdp2": "CustomArgumentParser",
     "accelerate.commands.tpu": "default_config_file load_config_from_file",
+    "accelerate.commands.utils": "_StoreAction _StoreConstAction _StoreTrueAction",
     "accelerate.data_loader": (
         "PackingCollator TokenBudgetSampler DistributedType GradientState PartialState RNGType broadcast broadcast_object_list compare_versions "
         "concatenate find_batch_size get_data_structure get_logger initialize_tensors is_datasets_available "
@@ -252,7 +260,7 @@ NAMES: dict[str, str] = {
     "accelerate.utils.fsdp_utils": (
         "get_module_children_bottom_up get_module_class_from_name get_non_persistent_buffers is_torch_version save"
     ),
-    "accelerate.utils.imports": "str_to_bool",
+    "accelerate.utils.imports": "deepspeed_required str_to_bool",
     "accelerate.utils.launch": (
         "DynamoBackend PrecisionType SageMakerConfig SageMakerDistributedType compare_versions is_fp8_available "
         "is_hpu_available is_mlu_available is_musa_available is_neuron_available is_npu_available "
@@ -264,7 +272,7 @@ NAMES: dict[str, str] = {
         "is_neuron_available is_npu_available is_sdaa_available is_xpu_available"
     ),
     "accelerate.utils.modeling": (
-        "CustomDtype _get_param_device _init_infer_auto_device_map clear_device_cache is_hpu_available "
+        "AcceleratorState AutocastKwargs DistributedType CustomDtype _get_param_device _init_infer_auto_device_map clear_device_cache is_hpu_available "
         "is_mlu_available is_mps_available is_musa_available is_npu_available is_peft_available is_sdaa_available "
         "is_torch_version is_torch_xla_available is_tqdm_available is_xpu_available load_offloaded_weight "
         "offload_weight save_offload_index tqdm"

@@ -1,0 +1,113 @@
+"""Small functions that programs import from `accelerate.utils.modeling` and `accelerate.utils.other`."""
+
+import contextlib
+import functools
+import importlib
+import logging
+import platform
+import re
+from typing import Any
+
+import torch
+
+from accelerate.config.enums import DistributedType
+from accelerate.config.handlers import AutocastKwargs
+from accelerate.devices.table import detect
+from accelerate.precision.amp import autocast_context, precision
+from accelerate.state import AcceleratorState
+
+logger = logging.getLogger("accelerate.utils.other")  # the public path
+
+
+def get_mixed_precision_context_manager(
+    native_amp: bool = False, autocast_kwargs: AutocastKwargs | None = None
+) -> contextlib.AbstractContextManager:
+    """Return the autocast context for the device and precision of the current state, or a null context.
+
+    Args:
+        native_amp: Whether to use autocast at all.
+        autocast_kwargs: Settings for ``torch.autocast``; None: its defaults.
+
+    Raises:
+        ValueError: Autocast is wanted and no `Accelerator` was made yet.
+
+    Example:
+        >>> from accelerate.utils import get_mixed_precision_context_manager
+        >>> with get_mixed_precision_context_manager(native_amp=False):
+        ...     torch.ones(1).dtype
+        torch.float32
+    """
+    if not native_amp:
+        return contextlib.nullcontext()
+    state = AcceleratorState()
+    row = precision(state.mixed_precision)
+    if row.autocast_dtype is None:
+        options = autocast_kwargs.to_kwargs() if autocast_kwargs is not None else {}
+        return torch.autocast(state.device.type, **options)
+    return autocast_context(state.device.type, row, autocast_kwargs)
+
+
+# Distributed types with sharded gradients, or with graphs of a full step, need another search for overflows.
+_SCALERS = {
+    "FSDP": ("torch.distributed.fsdp.sharded_grad_scaler", "ShardedGradScaler"),
+    "XLA": ("torch_xla.amp", "GradScaler"),
+}
+
+
+def get_grad_scaler(distributed_type: DistributedType | str | None = None, **kwargs: Any) -> Any:
+    """Return the gradient scaler that fits a distributed type.
+
+    Args:
+        distributed_type: How processes cooperate; None: any type without sharded gradients.
+        **kwargs: Passed to the scaler, such as ``init_scale``.
+
+    Example:
+        >>> get_grad_scaler(init_scale=2.0, enabled=False).is_enabled()
+        False
+    """
+    kind = str(getattr(distributed_type, "value", distributed_type))
+    if kind != "XLA":
+        kwargs.setdefault("device", detect().type)
+    if kind not in _SCALERS:
+        return torch.amp.GradScaler(**kwargs)
+    module, name = _SCALERS[kind]
+    return getattr(importlib.import_module(module), name)(**kwargs)
+
+
+def merge_dicts(source: dict, destination: dict) -> dict:
+    """Merge a nested dict into another one, in place, and return that one; the source's values win.
+
+    Example:
+        >>> from accelerate.utils import merge_dicts
+        >>> merge_dicts({"a": {"x": 1}}, {"a": {"y": 2}})
+        {'a': {'y': 2, 'x': 1}}
+    """
+    for key, value in source.items():
+        if isinstance(value, dict):
+            below = destination.get(key)
+            destination[key] = merge_dicts(value, below if isinstance(below, dict) else {})
+        else:
+            destination[key] = value
+    return destination
+
+
+def recursive_getattr(obj: Any, attr: str) -> Any:
+    """Return an attribute by its dotted name, such as ``"encoder.0.weight"``; a missing part is an AttributeError.
+
+    Example:
+        >>> import torch
+        >>> from accelerate.utils import recursive_getattr
+        >>> recursive_getattr(torch.nn.Linear(1, 1), "weight.shape")
+        torch.Size([1, 1])
+    """
+    return functools.reduce(getattr, attr.split("."), obj)
+
+
+def check_os_kernel() -> None:
+    """Warn when the Linux kernel is older than 5.5, on which runs with several processes are known to hang."""
+    number = re.match(r"(\d+)\.(\d+)", platform.release())
+    if platform.system() == "Linux" and number and tuple(map(int, number.groups())) < (5, 5):
+        logger.warning(
+            "The Linux kernel %s is older than 5.5; on such kernels processes can hang. Use a newer kernel if they do.",
+            platform.release(),
+        )
