@@ -10,7 +10,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.config.sagemaker import ask_sagemaker
 from accelerate.launch import hardware
 from accelerate.launch.hardware import Hardware
-from interop.programs import finished, need_peer, on_peer
+from interop.launching import finished, need_peer, on_peer
 from unit.commands.config.conftest import AtRandom
 
 pytestmark = pytest.mark.interop
