@@ -2,7 +2,7 @@
 
 import pytest
 
-from interop.programs import figures, need_peer
+from interop.launching import figures, need_peer
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 import pytest
 
-from interop.programs import figures, need, need_peer
+from interop.launching import figures, need, need_peer
 
 pytestmark = pytest.mark.interop
 # Tests of one process; each runs the script once.

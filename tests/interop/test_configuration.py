@@ -11,7 +11,7 @@ from accelerate.extensions.configure.config_args import load_config_from_file
 from accelerate.launch import hardware
 from accelerate.launch.hardware import Hardware
 from extensions.configure.conftest import AtRandom
-from interop.programs import finished, need_peer, on_peer
+from interop.launching import finished, need_peer, on_peer
 
 pytestmark = pytest.mark.interop
 READER = """

@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from interop.programs import SCRIPTS, finished, last_figures, need, starter
+from interop.launching import SCRIPTS, finished, last_figures, need, starter
 
 pytestmark = [pytest.mark.interop, pytest.mark.slow]
 

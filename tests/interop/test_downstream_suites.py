@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from interop.programs import ROOT, finished, need, need_peer, on_peer
+from interop.launching import ROOT, finished, need, need_peer, on_peer
 
 pytestmark = [pytest.mark.slow, pytest.mark.interop]
 # By source distribution: the folder of its tests, how many pass, and which packages they need.

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from interop.programs import need
+from interop.launching import need
 
 pytestmark = pytest.mark.interop
 NEEDS = {

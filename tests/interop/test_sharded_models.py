@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from interop.programs import ROOT, figures, finished, need, starter
+from interop.launching import ROOT, figures, finished, need, starter
 
 pytestmark = pytest.mark.interop
 # What the quick run omits, of meshes and the other ways to keep a checkpoint.

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from interop.programs import SCRIPTS, finished, need
+from interop.launching import SCRIPTS, finished, need
 
 pytestmark = [pytest.mark.interop, pytest.mark.slow]
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from interop.programs import figures, need
+from interop.launching import figures, need
 
 pytestmark = pytest.mark.interop
 BOTH = ["SHARDED_STATE_DICT", "FULL_STATE_DICT"]

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from interop.programs import SCRIPTS, figures, finished, last_figures, need, starter
+from interop.launching import SCRIPTS, figures, finished, last_figures, need, starter
 
 pytestmark = pytest.mark.interop
 ADDED = {"accelerate_manifest.json", "accelerate_run.json"}

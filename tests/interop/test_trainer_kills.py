@@ -14,7 +14,7 @@ from functools import partial
 import psutil
 import pytest
 
-from interop.programs import SCRIPTS, finished, last_figures, need, starter
+from interop.launching import SCRIPTS, finished, last_figures, need, starter
 from interop.scripts.killing import wait_and_kill, written
 
 pytestmark = pytest.mark.interop

@@ -5,7 +5,7 @@ from importlib.metadata import version
 import pytest
 from packaging.version import Version
 
-from interop.programs import figures, need
+from interop.launching import figures, need
 
 pytestmark = [pytest.mark.interop, pytest.mark.slow]
 FOUR = ["fsdp-tp", "fsdp-cp", "fsdp-sp", "ddp-sp", "arrived-fsdp-tp"]

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from interop.programs import SCRIPTS, figures, finished, last_figures, need
+from interop.launching import SCRIPTS, figures, finished, last_figures, need
 
 pytestmark = [pytest.mark.interop, pytest.mark.slow]
 SCRIPT = "trainer_strategies.py"

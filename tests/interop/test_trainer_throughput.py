@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from interop.programs import ROOT, SCRIPTS, finished, need, starter
+from interop.launching import ROOT, SCRIPTS, finished, need, starter
 
 pytestmark = pytest.mark.interop
 PARTS = ("data", "forward", "backward", "communication", "optimizer", "checkpoint", "rest")

@@ -12,7 +12,7 @@ import sys
 
 import pytest
 
-from interop.programs import PEER, ROOT, SCRIPTS, figures, finished, last_figures, need, need_peer, on_peer, starter
+from interop.launching import PEER, ROOT, SCRIPTS, figures, finished, last_figures, need, need_peer, on_peer, starter
 
 pytestmark = [
     pytest.mark.interop,

@@ -148,7 +148,7 @@ class Job:
                     save(f"{epoch}-{step}")
                     if last:
                         save(f"{epoch}-last")
-                    if self.case.leave in ([epoch, step], [epoch, "last"] if last else None):
+                    if self.case.leave in ([epoch, step], [epoch, "last" if last else step]):
                         break
             place["epoch"], place["step"] = epoch + 1, 0
             save(f"{epoch}-after")

@@ -12,7 +12,7 @@ from architecture import check_api
 from interop.differential import compare, core
 from interop.differential.meant import MEANT
 from interop.differential.record import learnt
-from interop.programs import need_peer
+from interop.launching import need_peer
 
 # The runs are kept in one process.
 pytestmark = [pytest.mark.interop, pytest.mark.xdist_group("differential")]
