@@ -110,7 +110,11 @@ class Entry:
 
 _RELEASES = {
     "state": (">=4.46,<6", ("4.46.3", "4.57.6", "5.0.0", "5.23.0", "5.24.0"), "transformers_patch.training_args"),
-    "checkpoints": (">=4.46,<6", ("4.46.3", "4.57.6", "5.0.0", "5.23.0", "5.24.0"), "transformers_patch.checkpoints.patches"),
+    "checkpoints": (
+        ">=4.46,<6",
+        ("4.46.3", "4.57.6", "5.0.0", "5.23.0", "5.24.0"),
+        "transformers_patch.checkpoints.patches",
+    ),
     "losses": (">=5.23,<6", ("5.23.0", "5.24.0"), "transformers_patch.losses"),
 }
 
