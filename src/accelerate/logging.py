@@ -72,6 +72,15 @@ def _choose_format() -> None:
         root.addHandler(handler)  # which skips handlers that it has
 
 
+def _count_frames_of_logging(level: int) -> int:
+    """Return the caller's `stacklevel` for Python 3.10, which counts frames of `logging`. Newer releases skip them."""
+    frame, steps = sys._getframe(1), 1
+    while steps < level and frame.f_back is not None:
+        frame, steps = frame.f_back, steps + 1
+        level += frame.f_code.co_filename == logging._srcfile
+    return level
+
+
 class MultiProcessAdapter(logging.LoggerAdapter):
     """A logger whose methods take two more arguments.
 
@@ -109,6 +118,8 @@ class MultiProcessAdapter(logging.LoggerAdapter):
             # A level counts `log` itself, as that of the upstream package does; 2 is the caller. The logger counts `_emit`, too.
             frames = 2 if isinstance(self.logger, MultiProcessAdapter) else 1
             kwargs["stacklevel"] = max(kwargs.get("stacklevel", 2), 2) + frames
+            if sys.version_info < (3, 11) and frames == 1:
+                kwargs["stacklevel"] = _count_frames_of_logging(kwargs["stacklevel"])
             self.logger.log(level, msg, *args, **kwargs)
 
     @staticmethod

@@ -10,6 +10,7 @@ import ctypes
 import gc
 import importlib
 import importlib.machinery
+import linecache
 import marshal
 import os
 import runpy
@@ -199,6 +200,8 @@ def execute(task: tuple, base: list[str]) -> None:
         module.__cached__ = None
         with open(program, "rb") as file:
             program = file.read()
+    elif sys.version_info >= (3, 13):  # whose tracebacks show the lines of `-c`
+        linecache.cache[name] = (len(program), None, program.splitlines(keepends=True), name)
     exec(compile(program, name, "exec"), module.__dict__)
 
 

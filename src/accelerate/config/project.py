@@ -46,7 +46,8 @@ class DataLoaderConfiguration:
     shard_iterable_dataset: bool = True
     continue_after_load: bool = True
     already_sharded: bool = False
-    dispatch_readers: InitVar[None] = None
+    # Not None: Python 3.10 cannot resolve the type hint of an InitVar with that default.
+    dispatch_readers: InitVar[str] = "one"
 
     def __post_init__(self, dispatch_readers: str | None) -> None:
         if dispatch_readers not in (None, "one"):

@@ -243,6 +243,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         """Yield batches from step `start` on, of which `order` knows the last."""
         progress, active = self._progress, self.gradient_state._active
         progress.batches, progress.at_end = start, False
+        epoch = progress.epoch
         innermost_loop = active[-1] if active else None
         try:
             for number, batch in enumerate(batches, start + 1):
@@ -253,7 +254,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
                     self._hand_out(is_last)
                 yield batch if place is None else place(batch)
         except GeneratorExit:
-            if progress.at_end and progress.batches:  # a loop that is left at the last batch has finished the epoch
+            # A loop that is left at the last batch has finished the epoch, unless `set_epoch` has chosen one meanwhile.
+            if progress.at_end and progress.batches and progress.epoch == epoch:
                 self._finish_epoch()
             raise
         self.end_of_dataloader = progress.at_end = True  # also where there was no batch
