@@ -77,7 +77,7 @@ def _count_frames_of_logging(level: int) -> int:
     frame, steps = sys._getframe(1), 1
     while steps < level and frame.f_back is not None:
         frame, steps = frame.f_back, steps + 1
-        level += frame.f_code.co_filename == logging._srcfile
+        level += frame.f_globals is vars(logging)
     return level
 
 
