@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from accelerate.extensions.tensor import tensor
-from accelerate.utils import ParallelismConfig, TorchTensorParallelConfig
+from accelerate.extensions.tensor.extension import TensorParallelism
+from accelerate.utils import DistributedType, ParallelismConfig, TorchTensorParallelConfig
 from cases import cases
 
 
@@ -162,3 +163,14 @@ def test_a_module_sees_plain_tensors_only_while_it_runs(scaled):
         other.weight.to_local().fill_(5.0)
         assert other(torch.tensor([1.0])).item() == 5.0 and scaled(torch.tensor([1.0])).item() == 2.0
     assert isinstance(other.weight, DTensor)
+
+
+def test_an_engine_averages_gradients_itself():
+    layout = SimpleNamespace(tp_enabled=True, active_mesh_dims=("tp", "pp"), tp_size=2, pp_size=2, ep_size=1)
+    ddp, megatron = (
+        SimpleNamespace(parallelism_config=layout, is_fsdp2=False, distributed_type=kind)
+        for kind in (DistributedType.MULTI_CPU, DistributedType.MEGATRON_LM)
+    )
+    with pytest.raises(ValueError, match="tp_size=2 and pp_size=2 without FSDP"):
+        TensorParallelism(ddp).arrives([], False)
+    TensorParallelism(megatron).arrives([], False)

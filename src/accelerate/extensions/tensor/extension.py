@@ -36,7 +36,10 @@ class TensorParallelism(Extension):
                 f"cpu_ram_efficient_loading=True with tp_size={layout.tp_size} and ep_size={layout.ep_size}: layers are split before they are sharded, and each "
                 "group of ranks needs their weights for that. Set cpu_ram_efficient_loading=False."
             )
-        if not layout.tp_enabled or traits_of(run.distributed_type).sharded or len(layout.active_mesh_dims) == 1:
+        traits = traits_of(run.distributed_type)
+        # An engine that places its models averages gradients itself.
+        averages = traits.sharded or traits.custom_device_placement
+        if averages or not layout.tp_enabled or len(layout.active_mesh_dims) == 1:
             return
         sizes = " and ".join(f"{axis}_size={getattr(layout, f'{axis}_size')}" for axis in layout.active_mesh_dims)
         raise ValueError(
