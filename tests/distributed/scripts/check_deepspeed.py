@@ -307,7 +307,7 @@ def check_what_does_not_fit_is_refused_on_every_rank():
             accelerator.prepare(*objects)
     with raised(ValueError, "device_placement"):
         accelerator.prepare(model, optimizer, loader(), device_placement=[True] * 3)
-    with raised(ValueError, "got Sequential alone"):
+    with raised(ValueError, "got a model without an optimizer"):
         accelerator.prepare_model(model, evaluation_mode=True)
         accelerator.prepare(model)
     with raised(ValueError, "num_items"):

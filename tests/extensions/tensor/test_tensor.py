@@ -165,12 +165,18 @@ def test_a_module_sees_plain_tensors_only_while_it_runs(scaled):
     assert isinstance(other.weight, DTensor)
 
 
-def test_an_engine_averages_gradients_itself():
-    layout = SimpleNamespace(tp_enabled=True, active_mesh_dims=("tp", "pp"), tp_size=2, pp_size=2, ep_size=1)
-    ddp, megatron = (
-        SimpleNamespace(parallelism_config=layout, is_fsdp2=False, distributed_type=kind)
-        for kind in (DistributedType.MULTI_CPU, DistributedType.MEGATRON_LM)
+class Run:
+    is_fsdp2 = False
+    parallelism_config = SimpleNamespace(
+        tp_enabled=True, active_mesh_dims=("tp", "pp"), tp_size=2, pp_size=2, ep_size=1
     )
+
+    def __init__(self, kind):
+        self.distributed_type = kind
+
+
+def test_an_engine_averages_gradients_itself():
+    ddp, megatron = Run(DistributedType.MULTI_CPU), Run(DistributedType.MEGATRON_LM)
     with pytest.raises(ValueError, match="tp_size=2 and pp_size=2 without FSDP"):
         TensorParallelism(ddp).arrives([], False)
     TensorParallelism(megatron).arrives([], False)
