@@ -60,7 +60,8 @@ def steps_of(path: Path) -> int:
     folder = zero.Folder(str(path / "pytorch_model"))
     assert len(folder.shards) == WORLD
     count = folder.head["global_steps"]
-    counted = folder.optimizer().state["state"].values()
+    optimizer = folder.optimizer()
+    counted = optimizer.read(optimizer.state)["state"].values()
     assert {int(values["step"]) for values in counted} == {count}
     return count
 
