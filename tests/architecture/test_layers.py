@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import re
 from graphlib import TopologicalSorter
 
 import pytest
@@ -126,3 +127,15 @@ def test_no_import_ring(of):
         if start and goal and start != goal:
             graph.setdefault(start, set()).add(goal)
     TopologicalSorter(graph).prepare()  # a CycleError names the ring
+
+
+def test_the_core_imports_no_extension_by_a_name_that_it_writes_down():
+    core = [path for name, path in source.modules().items() if not name.startswith("accelerate.extensions.")]
+    named = [
+        path
+        for path in core
+        if re.search(r"import_module\(\s*f?[\"']accelerate\.extensions\.\w", path.read_text("utf-8"))
+    ]
+    assert len(core) > 150 and not named, (
+        "look the extension up in its spec, or in a table of accelerate/extensions/__init__.py"
+    )

@@ -50,7 +50,7 @@ def require_torch(oldest: tuple[int, int]) -> None:
 
 
 def aliases(module: str, computed: Mapping[str, Callable[[], Any]] | None = None) -> Callable[[str], Any]:
-    """Return the ``__getattr__`` of a module that also gives the names of other homes listed in `extensions/compat/names.py`.
+    """Return the ``__getattr__`` of a module that also gives the names of other homes, in the table that `extensions.NAMES` names.
 
     `computed` has functions whose values are computed at each look-up. The module stores nothing, so it returns a name that
     was replaced in its home as replaced.
@@ -61,7 +61,9 @@ def aliases(module: str, computed: Mapping[str, Callable[[], Any]] | None = None
             return computed[name]()
         home = None
         with contextlib.suppress(ModuleNotFoundError):  # the folder may have been deleted
-            tables = importlib.import_module("accelerate.extensions.compat.names")  # read once a name is missing
+            tables = importlib.import_module(
+                importlib.import_module("accelerate.extensions").NAMES
+            )  # once a name is missing
             home = tables.HOME_OF[name] if name in tables.NAMES.get(module, "").split() else None
         if home is None:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")

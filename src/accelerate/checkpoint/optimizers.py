@@ -348,7 +348,7 @@ def read_full_optimizer(
     load_kwargs: Mapping[str, Any] | None = None,
     fill: list[Plan] | None = None,
 ) -> dict[str, Any]:
-    """Read a state of any layout with the numbers that the optimizer has, which stays as it is.
+    """Read a state of any layout with the numbers that the optimizer has, which is not changed.
 
     `fill` is as `with_own_tensors` takes it. FileNotFoundError without a state, RuntimeError for that of other parameters, DamagedCheckpoint for bad shards.
 

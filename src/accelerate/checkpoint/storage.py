@@ -442,7 +442,7 @@ class LocalStorage(CheckpointStorage):
             sync_folder(self._aside)
             with contextlib.suppress(OSError):
                 shutil.copymode(self.location, self._staged)
-            os.rename(self._staged, former)  # the name of what is there once the two are exchanged
+            os.rename(self._staged, former)  # the name of the former one once the two are exchanged
             if not exchange(former, self.location):
                 os.rename(former, self._staged)
                 os.rename(self.location, former)

@@ -42,3 +42,6 @@ TABLE = (
     "xla",
     "mpi",
 )
+
+# The names that public modules give from other homes; see `base/_lazy.py`.
+NAMES = "accelerate.extensions.compat.names"

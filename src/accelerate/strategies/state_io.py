@@ -32,7 +32,7 @@ class StateIO:
     save_options: ClassVar[tuple[str, ...]] = ()
 
     def owns_state(self, model: nn.Module) -> bool:
-        """Whether hooks of `load_state` do not see this model, nor decide who loads it; those of `save_state` get it as it is.
+        """Whether hooks of `load_state` do not see this model, nor decide who loads it; those of `save_state` get the model itself.
 
         Not a collective.
         """
@@ -71,7 +71,7 @@ class StateIO:
     def load_model(
         self, accelerator: Run, model: nn.Module, folder: CheckpointFolder, index: int, **options: Any
     ) -> Change:
-        """Read a model's state from a checkpoint folder, and return what gives it to the model, which stays as it is.
+        """Read a model's state from a checkpoint folder, and return what gives it to the model, which is not changed yet.
 
         `options` are `map_location`, `load_kwargs` of ``torch.load`` and `model_options` of the model's ``load_state_dict``.
 

@@ -37,7 +37,7 @@ def test_every_setting_of_every_release_is_right_and_kept(place, accelerate, upd
     assert after.notes == []
     once = copy.read_bytes()
     status, out, _ = update(path.name)
-    assert status == 0 and "in today's shape already" in out and copy.read_bytes() == once
+    assert status == 0 and "is already in the current format" in out and copy.read_bytes() == once
 
 
 def test_the_old_file_is_kept(place, update):

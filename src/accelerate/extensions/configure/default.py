@@ -44,7 +44,7 @@ def write_basic_config(
     """
     path = pathlib.Path(save_location)
     if path.is_file():
-        print(f"There is a configuration at {path} already; it stays as it is. Remove it, or name another place.")
+        print(f"There is already a configuration at {path}; it was not changed. Remove it, or name another file.")
         return False
     config_utils.check_writable(save_location)
     precision = BY_NAME["mixed_precision"].parse(str(mixed_precision))

@@ -71,6 +71,6 @@ def update_config_command(args: argparse.Namespace) -> None:
     for note in notes:
         print(f"note: {note}")
     if backup is None:
-        print(f"{path} is in today's shape already; it stays as it is.")
+        print(f"{path} is already in the current format; it was not changed.")
     else:
         print(f"Updated {path}. The old file, with its comments, is {backup}.")

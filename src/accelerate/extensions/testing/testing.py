@@ -189,7 +189,7 @@ async def _stream_subprocess(
 
 
 def parse_flag_from_env(key: str, default: Any = False) -> Any:
-    """Return the truth value of a variable, or the default as it is; another word is a ValueError."""
+    """Return the truth value of a variable, or the default unchanged; another word is a ValueError."""
     return flag_of(key) if os.environ.get(key, "").strip() else default
 
 
