@@ -179,7 +179,7 @@ test-fast: $(VENV)/.ready ## unit and architecture tests alone
 
 coverage: $(VENV)/.ready-interop $(PEER)/.ready ## the same tests as `make test`, and which branches of src/ no test and no child process takes
 	$(BIN)/coverage erase
-	WARM=0 $(BIN)/coverage run -m pytest -n $(WORKERS) --dist loadgroup --timeout $(LIMIT_S) -m 'not slow and not gpu' tests $(ARGS)
+	WARM=0 COVERAGE_ROOT=$(CURDIR) $(BIN)/coverage run -m pytest -n $(WORKERS) --dist loadgroup --timeout $(LIMIT_S) -m 'not slow and not gpu' tests $(ARGS)
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
 
