@@ -23,11 +23,10 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+import accelerate.runtime.exit  # noqa: F401 - its hook runs after those that programs register later
 from accelerate import comm
 from accelerate.base._lazy import front
 from accelerate.base.constants import PROFILE_PATTERN_NAME
-from accelerate.checkpoint import torch_files
-from accelerate.checkpoint.background import Background
 from accelerate.comm import operations
 from accelerate.comm.base import Communicator
 from accelerate.config.enums import DistributedType, DynamoBackend, LoggerType, RNGType
@@ -46,7 +45,7 @@ from accelerate.config.strategies import traits_of
 from accelerate.data.build import plan_of, prepare_data_loader, skip_first_batches  # noqa: F401 - see `_replaceable`
 from accelerate.data.plan import DataPlan
 from accelerate.devices.memory import memory_snapshot
-from accelerate.extension import Extensions, specs, third_parties
+from accelerate.extension import Extensions, imported, specs, third_parties
 from accelerate.logging import get_logger
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.precision import amp
@@ -57,7 +56,7 @@ from accelerate.strategies import mesh, registry
 from accelerate.strategies.base import Strategy
 from accelerate.trackers.base import GeneralTracker
 from accelerate.trackers.registry import filter_trackers
-from accelerate.training import gradients, metrics, restoring, saving, setup, weights
+from accelerate.training import gradients, metrics, setup
 from accelerate.training import prepare as preparation
 from accelerate.training.prepared import PreparedObjects
 from accelerate.training.window import Window
@@ -234,7 +233,7 @@ class Accelerator(Processes, ExtensionMethods):
     _state_io = property(lambda self: registry.load_state_io(self._strategy.name))
     _scales_loss = _derived(lambda self: traits_of(self.state.distributed_type).scales_loss)
     _window = _derived(lambda self: Window())
-    _background = _derived(lambda self: Background())
+    _background = _derived(lambda self: imported("accelerate.checkpoint.background:Background")())
     _finished_trackers = _derived(lambda self: [])
     _exact_accumulation = _derived(lambda self: self.gradient_state.plugin_kwargs.get("exact", False))
     _sync_each_batch = _derived(lambda self: self.gradient_state.plugin_kwargs.get("sync_each_batch", False))
@@ -1065,6 +1064,8 @@ class Accelerator(Processes, ExtensionMethods):
             ...     _ = accelerator.save_state(folder)
             ...     _ = accelerator.load_state(folder)
         """
+        from accelerate.training import saving
+
         with self.extensions.phase("save_state"):
             return saving.save_state(self, output_dir, safe_serialization, blocking, **save_model_func_kwargs)
 
@@ -1079,7 +1080,8 @@ class Accelerator(Processes, ExtensionMethods):
         Example:
             >>> Accelerator(cpu=True).wait_for_checkpoint()
         """
-        self._background.finish()
+        if "_background" in vars(self):
+            self._background.finish()
 
     def load_state(
         self,
@@ -1120,6 +1122,8 @@ class Accelerator(Processes, ExtensionMethods):
             ...     accelerator.load_state(folder, latest=True, missing_ok=True) is None  # the first start of a run
             True
         """
+        from accelerate.training import restoring
+
         return restoring.load_state(self, input_dir, load_kwargs, latest, missing_ok, **load_model_func_kwargs)
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
@@ -1139,6 +1143,8 @@ class Accelerator(Processes, ExtensionMethods):
             ...     os.listdir(folder)
             ['statistics.bin']
         """
+        from accelerate.checkpoint import torch_files
+
         each_node = self.project_configuration.save_on_each_node
         torch_files.save(obj, f, save_on_each_node=each_node, safe_serialization=safe_serialization)
 
@@ -1167,6 +1173,8 @@ class Accelerator(Processes, ExtensionMethods):
             ...     os.listdir(folder)
             ['model.safetensors']
         """
+        from accelerate.training import weights
+
         weights.save_model(self, model, save_directory, max_shard_size, safe_serialization)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
@@ -1188,6 +1196,8 @@ class Accelerator(Processes, ExtensionMethods):
         def offloaded(whole: nn.Module) -> dict[str, Any]:
             state: dict[str, Any] = _replaceable("get_state_dict_offloaded_model")(whole)
             return state
+
+        from accelerate.training import weights
 
         return weights.get_state_dict(self, model, unwrap, offloaded)
 
@@ -1226,6 +1236,8 @@ class Accelerator(Processes, ExtensionMethods):
             raise ValueError(
                 f"bucket_bytes={bucket_bytes} holds no tensor. Give at least 1; a larger tensor comes alone."
             )
+        from accelerate.training import weights
+
         return weights.stream_weights(self, model, dtype, bucket_bytes)
 
     def whole_parameters(self, model: nn.Module) -> contextlib.AbstractContextManager[nn.Module]:
@@ -1287,6 +1299,8 @@ class Accelerator(Processes, ExtensionMethods):
         Source:
             https://huggingface.co/docs/peft/developer_guides/checkpoint
         """
+        from accelerate.training import weights
+
         weights.save_adapter(self, model, save_directory)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
@@ -1304,6 +1318,8 @@ class Accelerator(Processes, ExtensionMethods):
             >>> accelerator = Accelerator(cpu=True)
             >>> accelerator.register_for_checkpointing(torch.nn.BatchNorm1d(2))
         """
+        from accelerate.training import saving
+
         saving.register_for_checkpointing(self, *objects)
 
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
@@ -1322,6 +1338,8 @@ class Accelerator(Processes, ExtensionMethods):
             >>> handle = accelerator.register_save_state_pre_hook(lambda models, weights, folder: print(len(models), "models"))
             >>> handle.remove()
         """
+        from accelerate.training import saving
+
         return saving.register_hook(self._save_model_state_pre_hook, hook)
 
     def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
@@ -1340,6 +1358,8 @@ class Accelerator(Processes, ExtensionMethods):
             >>> handle = accelerator.register_load_state_pre_hook(lambda models, folder: print(len(models), "models"))
             >>> handle.remove()
         """
+        from accelerate.training import saving
+
         return saving.register_hook(self._load_model_state_pre_hook, hook)
 
     def data_plan(self, loader: Any) -> DataPlan:
@@ -1445,7 +1465,7 @@ class Accelerator(Processes, ExtensionMethods):
         for hook in self.extensions.ended:
             hook()
         try:
-            self._background.finish()
+            self.wait_for_checkpoint()
         finally:
             metrics.finish(self)
             self.state.destroy_process_group()

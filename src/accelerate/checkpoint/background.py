@@ -5,7 +5,6 @@ Hashing, copying and writing release the interpreter lock. The thread rests betw
 priority is that of any other thread: a thread of a low priority that holds the interpreter lock would delay the training for longer.
 """
 
-import atexit
 import contextlib
 import copy
 import logging
@@ -23,6 +22,7 @@ from accelerate.checkpoint import formats
 from accelerate.checkpoint.save import SavePlan
 from accelerate.checkpoint.state import empty_on_host_like, is_distributed_tensor, local_part, local_tensor, quietly
 from accelerate.runtime import durable, torch_private
+from accelerate.runtime.exit import run_last
 
 logger = logging.getLogger(__name__)
 
@@ -154,6 +154,10 @@ class Background:
     def __reduce__(self) -> tuple[Any, ...]:
         return Background, ()
 
+    def renew_buffers(self) -> None:
+        """Release the memory of copies, once a save that is being written has ended."""
+        self.buffers = HostBuffers()
+
     def start(self, task: Callable[[], None], what: str) -> None:
         """Run a task in a thread, or here where the interpreter is about to exit; `finish` raises its error.
 
@@ -274,5 +278,4 @@ def _leave() -> None:
     os._exit(1)
 
 
-# Early, so that it runs late: after what the program wants to be done at its end.
-atexit.register(_leave)
+run_last(_leave)

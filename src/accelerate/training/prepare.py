@@ -546,8 +546,6 @@ def restore_registry(accelerator: TrainingRun) -> None:
 
 def release(accelerator: TrainingRun, objects: tuple[Any, ...]) -> list[Any]:
     """Release everything prepared, so that the next ``prepare`` is a first one, and the objects that were given."""
-    from accelerate.checkpoint.background import HostBuffers  # not for a run that writes no checkpoint
-
     accelerator._strategy.release(accelerator)
     for released in accelerator.extensions.released:
         released()
@@ -562,6 +560,7 @@ def release(accelerator: TrainingRun, objects: tuple[Any, ...]) -> list[Any]:
     accelerator.flag_tensor = None
     if accelerator.scaler is not None:
         scaling.forget(accelerator.scaler)
-    accelerator._background.buffers = HostBuffers()  # a save that is being written holds its own
+    if (background := vars(accelerator).get("_background")) is not None:
+        background.renew_buffers()
     torch_private.forget_named_models()
     return release_memory(*objects)

@@ -9,11 +9,6 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from accelerate.base._lazy import front
-from accelerate.checkpoint import layouts
-from accelerate.checkpoint.fsdp import _get_model_state_dict, _set_model_state_dict
-from accelerate.checkpoint.model_io import io_of
-from accelerate.checkpoint.state import run_on_all_ranks
-from accelerate.checkpoint.verify import with_manifest
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.logging import get_logger
 from accelerate.modules.unwrap import is_compiled_module
@@ -22,6 +17,7 @@ from accelerate.strategies.fsdp import (
     checkpoint_activations,
     fsdp2_prepare_auto_wrap_policy,
     get_parameters_from_modules,
+    public_module,
 )
 
 if TYPE_CHECKING:
@@ -37,7 +33,7 @@ _HOMES = {
     "accelerate.extensions.compat.fsdp": (
         "fsdp2_canonicalize_names fsdp2_load_full_state_dict fsdp2_switch_optimizer_parameters get_fsdp2_grad_scaler"
     ),
-    "accelerate.checkpoint.fsdp": "load_fsdp_optimizer save_fsdp_optimizer",
+    "accelerate.checkpoint.fsdp": "_get_model_state_dict _set_model_state_dict load_fsdp_optimizer save_fsdp_optimizer",
     "accelerate.base.constants": "SAFE_WEIGHTS_NAME WEIGHTS_NAME FSDP_MODEL_NAME OPTIMIZER_NAME",
 }
 __getattr__, __dir__, _ = front(__name__, _HOMES, [])
@@ -73,7 +69,10 @@ def save_fsdp_model(
         ValueError: `output_dir` is a checkpoint of `save_state`, whose manifest lists its files.
         RuntimeError: writing failed on some rank; raised on all of them.
     """
-    getter = partial(_get_model_state_dict, adapter_only=adapter_only)
+    from accelerate.checkpoint import layouts
+    from accelerate.checkpoint.model_io import io_of
+
+    getter = partial(public_module()._get_model_state_dict, adapter_only=adapter_only)
     layout = layouts.layout_of(fsdp_plugin, use_dcp)
     layouts.write(io_of(model).model_state(model, getter).values, output_dir, "model", model_index, layout)
 
@@ -110,9 +109,13 @@ def load_fsdp_model(
         RuntimeError: it is another model, or reading failed on some rank; the model is as it was.
         DamagedCheckpoint: a file is damaged; the model is as it was.
     """
+    from accelerate.checkpoint import layouts
+    from accelerate.checkpoint.model_io import io_of
+    from accelerate.checkpoint.state import run_on_all_ranks
+    from accelerate.checkpoint.verify import with_manifest
 
-    getter = partial(_get_model_state_dict, adapter_only=adapter_only)
-    setter = partial(_set_model_state_dict, adapter_only=adapter_only)
+    getter = partial(public_module()._get_model_state_dict, adapter_only=adapter_only)
+    setter = partial(public_module()._set_model_state_dict, adapter_only=adapter_only)
     prefer = layouts.layout_of(fsdp_plugin, use_dcp)
     folder = with_manifest(input_dir)
     state, own = run_on_all_ranks(lambda: layouts.read_for_model(model, folder, model_index, prefer, getter=getter))
@@ -164,6 +167,8 @@ def _prepare_sd_options(fsdp_plugin: FullyShardedDataParallelPlugin) -> "StateDi
     if fsdp_plugin.fsdp_version == 1:
         return None
     from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+    from accelerate.checkpoint import layouts
 
     full = layouts.layout_of(fsdp_plugin) == "full"
     offload = bool(getattr(fsdp_plugin.state_dict_config, "offload_to_cpu", True))

@@ -305,7 +305,7 @@ def _save(accelerator: TrainingRun) -> Any:
     Collective: call on every rank.
     """
     with contextlib.suppress(RuntimeError):  # one that failed has been logged, and is no reason not to save now
-        accelerator._background.finish()
+        accelerator.wait_for_checkpoint()
     project = accelerator.project_configuration
     storage = storage_of(project.project_dir).child(CHECKPOINTS_FOLDER)  # type: ignore[arg-type]  # `install` has looked
     used_numbers = [number for number, _ in storage.checkpoints()] if accelerator.is_main_process else []
