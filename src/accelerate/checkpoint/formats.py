@@ -14,7 +14,7 @@ import re
 import sys
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -209,10 +209,16 @@ _LARGE_INT = 1 << (_LONG_INT - 1)
 
 # Which no change concerns.
 _CONSTANTS = frozenset((str, float, bool, bytes, type(None)))
+_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
-def rebuilt(state: Any, change: Callable[[Any], Any], known: dict[int, Any] | None = None) -> Any:
-    """Return a state of the same nested containers, which may contain itself, with its values changed."""
+def rebuilt(
+    state: Any,
+    change: Callable[[Any], Any],
+    known: dict[int, Any] | None = None,
+    constants: Container[type] = _CONSTANTS,
+) -> Any:
+    """Return a state of the same nested containers, which may contain itself, with its values changed but those of `constants`."""
     known = {} if known is None else known
     if id(state) in known:
         return known[id(state)]
@@ -221,21 +227,24 @@ def rebuilt(state: Any, change: Callable[[Any], Any], known: dict[int, Any] | No
         made: Any = kind()
         known[id(state)] = made
         for key, value in state.items():
-            if type(value) not in _CONSTANTS:
-                value = rebuilt(value, change, known)
-            made[key if isinstance(key, (str, torch.Tensor)) else rebuilt(key, change, known)] = value
+            if type(value) not in constants:
+                value = rebuilt(value, change, known, constants)
+            made[key if isinstance(key, (str, torch.Tensor)) else rebuilt(key, change, known, constants)] = value
         if kind is OrderedDict and vars(state):  # a state dict has its version there
-            vars(made).update(rebuilt(vars(state), change, known))
+            vars(made).update(rebuilt(vars(state), change, known, constants))
         return made
+    # Python's random state has 625 integers, which no change concerns.
+    if kind in (list, tuple) and {*map(type, state)} == {int} and min(state) > -_LARGE_INT and max(state) < _LARGE_INT:
+        return known.setdefault(id(state), kind(state))
     if kind is list:
         made = known[id(state)] = []
-        made.extend([value if type(value) in _CONSTANTS else rebuilt(value, change, known) for value in state])
+        made.extend(
+            [value if type(value) in constants else rebuilt(value, change, known, constants) for value in state]
+        )
         return made
     if kind is not tuple:
         return change(state)
-    if {*map(type, state)} == {int} and min(state) > -_LARGE_INT and max(state) < _LARGE_INT:
-        return state  # Python's random state has 625 integers, which no change concerns
-    return tuple([value if type(value) in _CONSTANTS else rebuilt(value, change, known) for value in state])
+    return tuple([value if type(value) in constants else rebuilt(value, change, known, constants) for value in state])
 
 
 class _Call:
@@ -276,7 +285,7 @@ def plain(state: Any) -> Any:
             known[id(value)] = _Call(kind, rebuilt(_CALLS[kind](value), change))
         return known[id(value)]
 
-    return rebuilt(state, change)
+    return rebuilt(state, change, constants=_CONSTANTS | _TENSORS)
 
 
 def deep_copied(obj: Any) -> Any:

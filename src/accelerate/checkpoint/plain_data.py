@@ -42,7 +42,7 @@ def refuse_unreadable(states: Mapping[str, Any]) -> None:
 
 def unreadable(state: Any) -> tuple[str, str] | None:
     """Return the path and the type of the first value that `load_state` would refuse, None if it reads all of them."""
-    for path, value in _leaves(state, "state", set()):
+    for path, value in _leaves(state, "state"):
         try:
             memory = io.BytesIO()
             torch.save(formats.plain(value), memory)
@@ -55,30 +55,37 @@ def unreadable(state: Any) -> tuple[str, str] | None:
     return None
 
 
-def _leaves(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
-    """Yield the values inside containers, and keys, that may not load."""
-    kind = type(value)
-    if kind in _PLAIN or id(value) in seen or (kind in _TENSORS and not vars(value)):
-        return
-    seen.add(id(value))
-    inside: list[tuple[str, Any]] | None = None
-    if isinstance(value, np.generic) or kind is np.ndarray:
-        inside = [] if value.dtype.kind in formats.NUMPY_KINDS else None
-    elif kind in (datetime.datetime, datetime.time):
-        inside = [] if type(value.tzinfo) in (type(None), datetime.timezone) else None
-    elif kind in (list, tuple, collections.deque):
-        inside = [(f"{path}[{index}]", part) for index, part in enumerate(value) if type(part) not in _PLAIN]
-    elif kind in (set, frozenset):
-        inside = [(f"an item of {path}", part) for part in value if type(part) not in _PLAIN]
-    elif kind is slice:
-        inside = [(f"{path}.{name}", getattr(value, name)) for name in ("start", "stop", "step")]
-    elif kind in _MAPPINGS:
-        inside = [(f"the key {key!r:.80} of {path}", key) for key in value if type(key) not in _PLAIN]
-        inside += [(f"{path}[{key!r:.80}]", part) for key, part in value.items() if type(part) not in _PLAIN]
-        if kind is collections.defaultdict:
-            inside.append((f"{path}.default_factory", value.default_factory))
-    if inside is None:
-        yield path, value
-        return
-    for inner_path, part in inside:
-        yield from _leaves(part, inner_path, seen)
+def _leaves(state: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Yield the values inside containers, and keys, that may not load, each with its path below the name."""
+    waiting, seen = collections.deque([(name, state)]), set()
+    while waiting:
+        path, value = waiting.popleft()
+        kind = type(value)
+        if kind in _PLAIN or id(value) in seen or (kind in _TENSORS and not vars(value)):
+            continue
+        seen.add(id(value))
+        if kind in (list, tuple, collections.deque):
+            waiting += [(f"{path}[{index}]", part) for index, part in enumerate(value) if type(part) not in _PLAIN]
+        elif kind in (set, frozenset):
+            waiting += [(f"an item of {path}", part) for part in value if type(part) not in _PLAIN]
+        elif kind is slice:
+            waiting += [(f"{path}.{end}", getattr(value, end)) for end in ("start", "stop", "step")]
+        elif kind in _MAPPINGS:
+            for key, part in value.items():
+                if type(key) not in _PLAIN:
+                    waiting.append((f"the key {key!r:.80} of {path}", key))
+                if type(part) not in _PLAIN:
+                    waiting.append((f"{path}[{key!r:.80}]", part))
+            if kind is collections.defaultdict:
+                waiting.append((f"{path}.default_factory", value.default_factory))
+        elif not _loads(value):
+            yield path, value
+
+
+def _loads(value: Any) -> bool:
+    """Return whether a value of numpy, or a time, loads for certain."""
+    if isinstance(value, np.generic) or type(value) is np.ndarray:
+        return value.dtype.kind in formats.NUMPY_KINDS
+    if type(value) in (datetime.datetime, datetime.time):
+        return type(value.tzinfo) in (type(None), datetime.timezone)
+    return False

@@ -27,7 +27,7 @@ from accelerate.checkpoint.state import (
 from accelerate.checkpoint.storage import CheckpointStorage
 from accelerate.data import resume
 from accelerate.data.loader import PreparedLoader
-from accelerate.modules.unwrap import clean_state_dict_for_safetensors, same_tensors
+from accelerate.modules.unwrap import separate_tensors
 from accelerate.process import PartialState
 from accelerate.runtime import durable, generators
 
@@ -137,7 +137,8 @@ class SavePlan(os.PathLike[str]):
 
 def _bytes_of(obj: Any) -> int:
     """Return about how many bytes a file of an object has: those of the tensors directly in it."""
-    return sum(getattr(value, "nbytes", 0) for value in obj.values()) if isinstance(obj, Mapping) else 0
+    values = obj.values() if isinstance(obj, Mapping) else ()
+    return sum([value.nbytes for value in values if isinstance(value, torch.Tensor)])
 
 
 # -- what is put into it -----------------------------------------------------------------------------------------------
@@ -191,8 +192,8 @@ def write_model(
         if not plan.writes_shared:
             return
         if safe_serialization:
-            state = clean_state_dict_for_safetensors(state_dict)
-            plan.add_tensors(file, state, metadata={"format": "pt"}, aliases=same_tensors(state_dict))
+            tensors, aliases = separate_tensors(state_dict)
+            plan.add_tensors(file, tensors, metadata={"format": "pt"}, aliases=aliases)
         else:
             plain_data.refuse_unreadable({f"model {index} ({file})": state_dict})
             plan.add_object(file, state_dict)
@@ -215,7 +216,8 @@ def write_optimizer(state: Any, folder: durable.Path, index: int = 0, save_on_ea
 
 def write_common(common: Common, folder: durable.Path, step: int, save_on_each_node: bool = False) -> None:
     """Write what every strategy saves. All ranks call it: one writes what is shared, and each its own."""
-    shared = {file: obj.state_dict() for obj, file, _ in common.shared()}
+    objects = [(obj, file) for obj, file, _ in common.shared()]
+    shared = {file: obj.state_dict() for obj, file in objects}
     loaders = common.loaders()
     # Ranks stand at different places of their data.
     positions = [resume.capture(loader) if isinstance(loader, PreparedLoader) else None for loader in loaders]
@@ -224,7 +226,7 @@ def write_common(common: Common, folder: durable.Path, step: int, save_on_each_n
         for index, loader in enumerate(loaders)
         if keeps_state(loader)
     }
-    owners = {f"{type(obj).__name__} ({file})": shared[file] for obj, file, _ in common.shared()}
+    owners = {f"{type(obj).__name__} ({file})": shared[file] for obj, file in objects}
     of_data = {index: (position, states.get(index)) for index, position in enumerate(positions)}
     plain_data.refuse_unreadable(owners | {f"data loader {index}": data for index, data in of_data.items()})
     with planned(folder, save_on_each_node) as plan:

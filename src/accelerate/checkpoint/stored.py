@@ -27,7 +27,7 @@ from accelerate.checkpoint import formats, torch_files
 from accelerate.checkpoint.manifest import DamagedCheckpoint
 from accelerate.checkpoint.state import is_dtensor, is_sharded_tensor, mapped_leaves
 from accelerate.devices.memory import should_reduce_batch_size
-from accelerate.modules.unwrap import same_tensors
+from accelerate.modules.unwrap import same_tensors, shared_tensor_names
 from accelerate.runtime import durable, torch_private
 
 # Threads share the work of reading from this many bytes on.
@@ -321,7 +321,7 @@ def _naming(path: str) -> Iterator[None]:
 def _aliases(state: Mapping[str, Any]) -> dict[str, str]:
     """Return the names of tensors that a file has under an earlier name, to that name."""
     tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
-    aliases, first = same_tensors(tensors), dict[Any, str]()
+    aliases, first = same_tensors(tensors, shared_tensor_names(tensors)), dict[Any, str]()
     for name, value in state.items():
         if isinstance(value, FileSource) and first.setdefault(value.place, name) != name:
             aliases[name] = first[value.place]

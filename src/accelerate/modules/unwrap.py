@@ -443,10 +443,10 @@ def shared_tensor_names(state_dict: Mapping[str, Any]) -> list[list[str]]:
     return [names for names in groups.values() if len(names) > 1]
 
 
-def same_tensors(state: Mapping[str, Any]) -> dict[str, str]:
-    """Return names whose tensor is that of an earlier name, with that name; mere overlap makes different data."""
+def same_tensors(state: Mapping[str, Any], groups: Iterable[list[str]]) -> dict[str, str]:
+    """Return names whose tensor is that of an earlier name of their group, with that name; mere overlap makes different data."""
     duplicates = {}
-    for names in shared_tensor_names(state):
+    for names in groups:
         first: dict[Any, str] = {}
         for name in names:
             tensor = state[name]
@@ -477,20 +477,26 @@ def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str,
     Source:
         https://huggingface.co/docs/safetensors/torch_shared_tensors
     """
+    return separate_tensors(state_dict)[0]
+
+
+def separate_tensors(state_dict: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Return what `clean_state_dict_for_safetensors` returns, and each name that it lacks with the name of the same tensor."""
     for name, value in state_dict.items():
         if not isinstance(value, torch.Tensor):
             raise ValueError(
                 f"safetensors holds tensors only, but the entry {name!r} of the state dict is a {type(value).__name__}. "
                 "Save with safe_serialization=False to keep it."
             )
-    tied = same_tensors(state_dict)
+    groups = shared_tensor_names(state_dict)
+    tied = same_tensors(state_dict, groups)
     if tied:
         logger.debug("Tied tensors are saved under their first name only; skipped: %s.", ", ".join(tied))
-    cleaned = {name: value for name, value in state_dict.items() if name not in tied}
-    for names in shared_tensor_names(cleaned):
-        for name in names[1:]:
-            cleaned[name] = cleaned[name].clone()
-    return {name: value.contiguous() for name, value in cleaned.items()}
+    tensors = {name: value.contiguous() for name, value in state_dict.items() if name not in tied}
+    for names in groups:
+        for name in [name for name in names if name not in tied][1:]:  # it overlaps with the first one
+            tensors[name] = state_dict[name].clone().contiguous()
+    return tensors, tied
 
 
 def model_has_dtensor(model: nn.Module) -> bool:

@@ -191,14 +191,24 @@ class Sink(io.RawIOBase, ABC):
         for start in range(0, len(view), _BLOCK):
             part = view[start : start + _BLOCK]
             self.checksum.update(part)
-            with self.naming():
+            try:
                 self.store(part)
+            except Exception as error:
+                self.problem = self.named(error)
+                raise self.problem from error
         return len(view)
 
-    @contextlib.contextmanager
+    def end(self) -> None:
+        """Let the file be there in full."""
+        try:
+            self.finish()
+        except Exception as error:
+            self.problem = self.named(error)
+            raise self.problem from error
+
     @abstractmethod
-    def naming(self) -> Iterator[None]:
-        """Let an error name the file, and be the `problem`."""
+    def named(self, error: Exception) -> Exception:
+        """Return an error that names the file, for one of `store` or `finish`."""
 
     @abstractmethod
     def store(self, part: memoryview) -> None:
@@ -206,7 +216,7 @@ class Sink(io.RawIOBase, ABC):
 
     @abstractmethod
     def finish(self) -> None:
-        """Let the file be there in full."""
+        """Let the file be there in full; `end` calls it."""
 
     @abstractmethod
     def discard(self) -> None:
@@ -234,7 +244,7 @@ class HashedFile(io.BufferedWriter):
     def finish(self) -> None:
         """Let the file be there in full."""
         super().flush()
-        self.raw.finish()  # type: ignore[attr-defined]
+        self.raw.end()  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
@@ -278,12 +288,11 @@ class _DiskSink(Sink):
             self._since = time.monotonic()
 
     def finish(self) -> None:
-        with self.naming():
-            if self._aside != self._path:
-                os.fsync(self._descriptor)
-            self.status = os.fstat(self._descriptor)
-            if not os.path.samestat(self.status, os.lstat(self._aside)):
-                raise OSError(errno.EBUSY, "Another process writes this file at the same time")
+        if self._aside != self._path:
+            os.fsync(self._descriptor)
+        self.status = os.fstat(self._descriptor)
+        if not os.path.samestat(self.status, os.lstat(self._aside)):
+            raise OSError(errno.EBUSY, "Another process writes this file at the same time")
         self.close()
         if self._aside != self._path:
             os.replace(self._aside, self._path)
@@ -299,13 +308,11 @@ class _DiskSink(Sink):
         with contextlib.suppress(OSError):
             os.unlink(self._aside)
 
-    @contextlib.contextmanager
-    def naming(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:  # a descriptor does not know its file's name
-            self.problem = OSError(error.errno or errno.EIO, error.strerror or str(error), self._aside)
-            raise self.problem from None
+    def named(self, error: Exception) -> Exception:
+        if not isinstance(error, OSError):
+            return error
+        # A descriptor does not know its file's name.
+        return OSError(error.errno or errno.EIO, error.strerror or str(error), self._aside)
 
 
 def durable(path: Path, writer: int | None = None) -> contextlib.AbstractContextManager[HashedFile]:

@@ -12,7 +12,9 @@ def is_fsdp1(model: Any) -> bool:
     """Return whether a model is, or contains, a FullyShardedDataParallel. Not a collective."""
     # While the module is not imported there is no such model, and importing it is slow.
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and any(isinstance(part, fsdp.FullyShardedDataParallel) for part in model.modules())
+    return fsdp is not None and any(
+        issubclass(kind, fsdp.FullyShardedDataParallel) for kind in set(map(type, model.modules()))
+    )
 
 
 _HERE = "accelerate.extensions.fsdp1"

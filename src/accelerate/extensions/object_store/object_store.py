@@ -393,21 +393,19 @@ class _Objects:
         """Give the file system, without the listings that it remembers, and the path of an object or a folder in it."""
         system, root = self._system()
         system.invalidate_cache()
-        with self.naming(name, done):
-            yield system, f"{root.rstrip('/')}/{name}" if name else root
-
-    @contextlib.contextmanager
-    def naming(self, name: str, done: str) -> Iterator[None]:
-        """Let an error of the store name the object, and what could not be done with it."""
-        failure = f"{self.url(name)} could not be {done}"
         try:
-            yield
-        except FileNotFoundError as error:
-            raise FileNotFoundError(f"{failure}: {error}") from error
-        except PermissionError as error:
-            raise PermissionError(f"{failure}: {error}. Check the credentials and their rights.") from error
-        except Exception as error:  # the packages have errors of their own
-            raise OSError(f"{failure}: {type(error).__name__}: {error}") from error
+            yield system, f"{root.rstrip('/')}/{name}" if name else root
+        except Exception as error:
+            raise self.named(error, name, done) from error
+
+    def named(self, error: Exception, name: str, done: str) -> OSError:
+        """Return an error that names the object, and what could not be done with it, for an error of the store."""
+        failure = f"{self.url(name)} could not be {done}"
+        if isinstance(error, FileNotFoundError):
+            return FileNotFoundError(f"{failure}: {error}")
+        if isinstance(error, PermissionError):
+            return PermissionError(f"{failure}: {error}. Check the credentials and their rights.")
+        return OSError(f"{failure}: {type(error).__name__}: {error}")  # the packages have errors of their own
 
     def entries(self, folder: str = "") -> dict[str, FileStat | None]:
         """Return what lies directly in a folder: names of objects, and names of folders with None."""
@@ -468,21 +466,14 @@ class _Upload(Sink):
                 system.makedirs(posixpath.dirname(path), exist_ok=True)
                 self._stream = system.open(path, "wb")
 
-    @contextlib.contextmanager
-    def naming(self) -> Iterator[None]:
-        try:
-            with self._objects.naming(self._name, "uploaded"):
-                yield
-        except Exception as error:
-            self.problem = error
-            raise
+    def named(self, error: Exception) -> Exception:
+        return self._objects.named(error, self._name, "uploaded")
 
     def store(self, part: memoryview) -> None:
         self._stream.write(part)
 
     def finish(self) -> None:
-        with self.naming():
-            self._stream.close()
+        self._stream.close()
 
     def discard(self) -> None:
         # Parts that were sent are removed, as far as the store can.
