@@ -227,7 +227,8 @@ class Spec:
         commands: The subcommands of ``accelerate``, by name.
         runners: Ways of starting processes for the launcher, see `launch.runners`: ``"module"`` by name.
         schedulers: Modules that read what a scheduler says of a run, see `runtime.ranks.schedulers`: by each variable that it sets.
-        joined: ``"module:function"`` that each process calls with its state, once it has its rank and device: by the option that asks for it.
+        started: ``"module:function"`` that each process, a single one too, calls with its state, once it has its rank and device: by the
+            option that asks for it.
         trackers: ``"module:Class"`` of the trackers that ``log_with`` names, by name. Not in other packages.
         process: ``"module:Class"`` of a `runtime.peers.ProcessExtension`, for processes that work together with others.
         tensor_kinds: ``"module:Class"`` of each `modules.tensor_kinds.TensorKind`.
@@ -248,7 +249,7 @@ class Spec:
     commands: Mapping[str, Command] = field(default_factory=dict)
     runners: Mapping[str, str] = field(default_factory=dict)
     schedulers: Mapping[str, str] = field(default_factory=dict)
-    joined: Mapping[str, str] = field(default_factory=dict)
+    started: Mapping[str, str] = field(default_factory=dict)
     trackers: Mapping[str, str] = field(default_factory=dict)
     process: str = ""
     tensor_kinds: tuple[str, ...] = ()

@@ -213,7 +213,7 @@ class ParallelismConfig:
 
     @property
     def _sp_by_deepspeed(self) -> bool:
-        """Whether DeepSpeed splits sequences, in separate groups: there is no mesh, and each rank reads separate batches."""
+        """Whether DeepSpeed splits sequences, in separate groups: there is no mesh, and each rank reads its own batches."""
         return self.sp_enabled and self.sp_backend == "deepspeed"
 
     # -- mesh ----------------------------------------------------------------------------------------------------

@@ -315,7 +315,7 @@ class PartialState(ProcessView):
         self.local_process_index = ranks.local_rank
         self.fork_launched = parse_flag_from_env("FORK_LAUNCHED")
         for spec in all_specs():
-            for option, function in spec.joined.items():
+            for option, function in spec.started.items():
                 if env.value_of(option):
                     imported(function)(self)
 

@@ -14,7 +14,7 @@ from accelerate.state import AcceleratorState, GradientState
 class AcceleratedScheduler:
     """A torch scheduler that follows the optimizers it was prepared with.
 
-    A schedule is written for the batches of *one* process. If each of n data-parallel replicas takes a separate batch,
+    A schedule is written for the batches of *one* process. If each of n data-parallel replicas takes its own batch,
     one optimizer step uses n of them, so the scheduler advances n times. Tensor, context and sequence parallel ranks work on
     the same batch and do not count. With ``split_batches`` the ranks share one batch, and it advances once.
 

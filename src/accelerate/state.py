@@ -467,7 +467,7 @@ class GradientState:
         """Make a loader that is being iterated the active one again, as it yields a batch: loops may take turns."""
         if self._active and self._active[-1]() is dataloader:
             return
-        # torch_xla iterates loaders in separate threads, ahead of the training, which is then in another loop.
+        # torch_xla iterates loaders in its own threads, ahead of the training, which is then in another loop.
         if threading.current_thread() is not threading.main_thread():
             return
         for position, reference in enumerate(self._active):

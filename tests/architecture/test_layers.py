@@ -19,7 +19,7 @@ pytestmark = pytest.mark.xdist_group("syntax trees")
 LAYERS: list[str] = [
     "base extension runtime.torch_private",
     "config parallelism_config",
-    "runtime.storage runtime.durable devices",
+    "runtime.storage runtime.durable runtime.exit devices",
     "comm",
     "runtime.failure runtime.generators runtime.ranks runtime.ports runtime.random runtime.rendezvous "
     "runtime.run runtime.call_site runtime.peers runtime.permutation process state",

@@ -48,7 +48,7 @@ def test_what_cannot_be_prepared_is_refused(arguments):
     ({"gradient_accumulation_steps": 0}, ValueError, "0 is not a positive"),
     ({"rng_types": ["dice"]}, ValueError, "dice.*generator"),
     ({"kwargs_handlers": [3]}, TypeError, "got 3 .int.*GradScalerKwargs"),
-    ({"kwargs_handlers": [KwargsHandler()]}, TypeError, "KwargsHandler.*a plugin has a separate argument"),
+    ({"kwargs_handlers": [KwargsHandler()]}, TypeError, "KwargsHandler.*a plugin has its own argument"),
     ({"kwargs_handlers": [GradScalerKwargs(), GradScalerKwargs()]}, ValueError, "two GradScalerKwargs"),
     ({"dynamo_backend": "eager", "dynamo_plugin": TorchDynamoPlugin()}, ValueError, "not both"),
     ({"fsdp_plugin": 3}, TypeError, "fsdp_plugin=3"),

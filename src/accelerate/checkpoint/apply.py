@@ -3,8 +3,9 @@
 A `Change` gives one object its state. `begin` applies the changes that may be refused, and remembers what undoes them. The ranks agree that
 none was refused. Then `complete` applies the rest, or every rank calls `undo`.
 
-`complete` reads weights from the disk into the objects, and drops the undo steps first, because host memory has no second copy of the
-weights. So it may fail, with OSError as DamagedCheckpoint, and leave some objects with the checkpoint's state.
+Most states are in new memory by then. Shards in plain host memory are not, because it has no room for a second copy: `complete` reads them
+from the disk into the objects, and drops the undo steps first. So it may fail, with OSError as DamagedCheckpoint, and leave some objects
+with the checkpoint's state.
 """
 
 import contextlib
@@ -140,7 +141,7 @@ def _naming(owner: tuple[Any, str] | None, folder: CheckpointFolder) -> Iterator
     try:
         yield
     except (ValueError, TypeError, RuntimeError, LookupError, AttributeError) as error:
-        # A program may wait for a separate error.
+        # A program may catch the error class of its own object.
         if owner is None or type(error).__module__ != "builtins":
             raise
         kind = ValueError if type(error) is ValueError else RuntimeError

@@ -38,7 +38,7 @@ class TryNext:
 
 @dataclass(frozen=True)
 class Refuse:
-    """The load has failed, and changes nothing."""
+    """The load has failed. It has changed nothing, unless `Contents.complete` has failed: see `apply`."""
 
     error: BaseException
 

@@ -152,17 +152,6 @@ def lock(descriptor: int, path: str) -> bool | None:
         return None
 
 
-@contextlib.contextmanager
-def waiting_lock(path: str) -> Iterator[None]:
-    """Hold the lock of a file once the others have released it; without effect where the file system has no locks."""
-    with open(path, "ab") as file:
-        with contextlib.suppress(OSError, ImportError):
-            import fcntl
-
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 # -- making and moving -------------------------------------------------------------------------------------------------
 
 

@@ -208,8 +208,8 @@ _LARGE_INT = 1 << (_LONG_INT - 1)
 
 
 # Which no change concerns.
-_CONSTANTS = frozenset((str, float, bool, bytes, type(None)))
-_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
+_CONSTANTS: frozenset[type] = frozenset((str, float, bool, bytes, type(None)))
+_TENSORS: frozenset[type] = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
 def rebuilt(

@@ -528,9 +528,9 @@ def files_below(folder: Path) -> set[str]:
     return {os.path.relpath(path, folder).replace(os.sep, "/") for path in paths}
 
 
-def first_of(lines: Sequence[str], most: int = 10, count: int = 0) -> list[str]:
-    """Return the first lines of a list for a message, and how many more there are, or are of a `count` of which these are some."""
-    more = max(len(lines), count) - most
+def first_of(lines: Sequence[str], most: int = 10) -> list[str]:
+    """Return the first lines of a list for a message, and how many more there are."""
+    more = len(lines) - most
     return [*lines[:most], *([f"and {more} more"] if more > 0 else [])]
 
 

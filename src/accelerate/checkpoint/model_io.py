@@ -7,7 +7,6 @@ parallelism; other kinds name theirs in `config.strategies`.
 
 import contextlib
 import functools
-import importlib
 import itertools
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -19,6 +18,7 @@ from torch import nn
 
 from accelerate.checkpoint.state import Entries, mapped_leaves, quietly, rank_and_size
 from accelerate.config.strategies import specs
+from accelerate.extension import imported
 from accelerate.modules import tensor_kinds
 from accelerate.modules.unwrap import canonical_names, extract_model_from_parallel
 
@@ -172,14 +172,13 @@ def io_of(model: nn.Module) -> ModelIO:
     """Return what gives and takes the states of a model. Not a collective."""
     for spec in specs():
         if spec.has_model is not None and spec.has_model(model):
-            return _loaded(spec.model_io)
+            return _made(spec.model_io)
     return _PLAIN
 
 
 @functools.cache
-def _loaded(address: str) -> ModelIO:
-    module, _, name = address.partition(":")
-    model_io: ModelIO = getattr(importlib.import_module(module), name)()
+def _made(address: str) -> ModelIO:
+    model_io: ModelIO = imported(address)()
     return model_io
 
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from accelerate.checkpoint import manifest, model_io, state
 from accelerate.checkpoint.apply import uses_torch_load
-from accelerate.checkpoint.layouts import Found, Path, find, required, to_device
+from accelerate.checkpoint.layouts import Found, Path, required, to_device
 from accelerate.checkpoint.manifest import DamagedCheckpoint
 from accelerate.checkpoint.model_io import inner_optimizer, io_of
 from accelerate.checkpoint.state import Layout, is_distributed_tensor, mapped_leaves, run_on_all_ranks
@@ -354,16 +354,7 @@ def read_full_optimizer(
 
     Not a collective.
     """
-    file = manifest.optimizer_file(index)
-    if os.path.lexists(os.path.join(folder, file)):
-        found: Found | None = Found(folder, file, "full", index, "optimizer")
-    else:
-        found = find(folder, "optimizer", index)  # such as a Trainer's
-    if found is None:
-        raise FileNotFoundError(
-            f"{os.fspath(folder)!r} has no state for optimizer {index}: {file} is missing. Prepare what was saved, in the same "
-            "order, or load another folder."
-        )
+    found = required(folder, "optimizer", index, "full")
     model, groups = model_io.owner(optimizer, models)
     goal = None if model is None else target(optimizer, model, groups)
     fill = fill if str(map_location) == "cpu" and _keeps_tensors(optimizer) else None

@@ -128,7 +128,7 @@ class Ranks:
     """The ranks that make one call together: `agree`, then any of the other verbs in the same order on every rank, then `leave`.
 
     An error that one rank passes to a verb is raised on all: on that rank as it is, on the others as a RuntimeError that names
-    it. `agree` belongs into the thread of the call. The rest may run in another thread if `in_background`, as long as this
+    it. `agree` belongs into the thread of the call. The rest may run in another thread if `can_run_in_thread`, as long as this
     process makes no other such call. Without a store the ranks gather by collectives, which wait without limit.
 
     Attributes:
@@ -137,7 +137,7 @@ class Ranks:
 
     def __init__(self, group: Group, store: Any | None) -> None:
         self.group, self.name = group, ""
-        self.in_background = store is not None or group.world_size == 1
+        self.can_run_in_thread = store is not None or group.world_size == 1
         self._origin: Any = store if group.world_size > 1 else None
         self._store: Any = None  # the connection on which this rank waits
         self._keys: Any = None  # those of this meeting
@@ -388,7 +388,7 @@ class Ranks:
             if waited_s < after_s * slower:
                 continue
             everyone, limit_s = range(self.group.world_size), float("inf") if patient else _limit_s()
-            search = search or peers.search(self._origin, everyone, True, again_s * slower, limit_s)
+            search = search or peers.search(self._origin, everyone, again_s * slower, limit_s)
             if not search.news():
                 continue
             notes = self._notes()

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 # Large files that are written at a time. Two keep a disk busy while one of them waits for its hash or for the interpreter. For files
 # below a size, threads cost more than they gain.
-WRITERS, _LARGE = 2, 16 << 20
+THREADS, _LARGE = 2, 16 << 20
 
 # -- what one rank writes ----------------------------------------------------------------------------------------------
 
@@ -91,8 +91,8 @@ class SavePlan(os.PathLike[str]):
         self._jobs = {file: (write, change(obj), options) for file, (write, obj, options) in self._jobs.items()}
         self._shards = {name: change(state) for name, state in self._shards.items()}
 
-    def write(self, writers: int = WRITERS, group: Any = None) -> dict[str, FileEntry]:
-        """Write the files durably, `writers` at a time; return the entries. All ranks of `group` if any has shards.
+    def write(self, threads: int = THREADS, group: Any = None) -> dict[str, FileEntry]:
+        """Write the files durably, `threads` at a time; return the entries. All ranks of `group` if any has shards.
 
         A second call writes what was added since. An interpreter that is about to exit starts no more threads, so it takes one writer.
         """
@@ -106,7 +106,7 @@ class SavePlan(os.PathLike[str]):
 
         # In the order in which they were added: models and optimizers come first, so that the small ones fill the gaps.
         large = [file for file, (_, obj, _) in self._jobs.items() if _bytes_of(obj) > _LARGE]
-        durable.each(self.write_file, list(self._jobs), writers if large else 1)
+        durable.each(self.write_file, list(self._jobs), threads if large else 1)
         self.sync(self._unsynced)
         self._unsynced.clear()
         return self._written
@@ -269,8 +269,8 @@ class Save:
 
     The roles are::
 
-        stages               `leads`: rank 0, or the first rank of each machine where not all ranks see one folder
-        publishes            `_publishes`: rank 0, or with `each_node` the first rank of each machine
+        stages               `stages`: rank 0, or the first rank of each machine where not all ranks see one folder
+        publishes            `publishes`: rank 0, or with `each_node` the first rank of each machine
         writes common files  `plan.writes_shared`: the first rank of the run, or with `each_node` of the node
 
     Attributes:
@@ -278,10 +278,10 @@ class Save:
         check_target: Called with the storage by the leader before it stages; raises where the storage must not be taken.
         prune_old: Called with the storage by the rank that published, once all ranks know that the checkpoint is there.
         kind: The call, as errors name it.
-        shards: The process group of the ranks that write shards together; None for the default one.
+        shards_group: The process group of the ranks that write shards together; None for the default one.
         plan: Takes the files of this rank; from `begin` on.
         problem: Why this rank cannot continue.
-        leads: This rank stages; from `begin` on.
+        stages: This rank stages; from `begin` on.
     """
 
     storage: CheckpointStorage
@@ -290,11 +290,11 @@ class Save:
     check_target: Callable[[CheckpointStorage], Any] = lambda storage: None
     prune_old: Callable[[CheckpointStorage], Any] = lambda storage: None
     kind: str = "save_state"
-    shards: Any = field(default=None, init=False)
+    shards_group: Any = field(default=None, init=False)
     plan: SavePlan = field(init=False)
     problem: BaseException | None = field(default=None, init=False)
-    leads: bool = field(default=False, init=False)
-    _publishes: bool = field(default=False, init=False)
+    stages: bool = field(default=False, init=False)
+    publishes: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self.ranks = Ranks(self.group, default_store())
@@ -312,7 +312,7 @@ class Save:
         try:
             yield
         except BaseException:
-            if self._publishes:
+            if self.publishes:
                 self.storage.discard()
             raise
 
@@ -328,10 +328,10 @@ class Save:
         ranks, group, self.problem = self.ranks, self.group, former
         ranks.agree(self.kind, self.storage.unresolved)
         leader = ranks.leader()
-        self.leads = group.rank == leader
-        self._publishes = group.rank == (leader if group.each_node else 0)
+        self.stages = group.rank == leader
+        self.publishes = group.rank == (leader if group.each_node else 0)
         with self._discarding():
-            staged = self.attempt(self._stage) if self.leads else None
+            staged = self.attempt(self._stage) if self.stages else None
             folder = ranks.share(staged, leader, self.problem)
         first = (group.local_rank if group.each_node else group.rank) == 0
         self.plan = SavePlan(folder, group.rank, first, self.storage)
@@ -342,14 +342,14 @@ class Save:
         return self.storage.stage(self.ranks.name)
 
     def check_collected(self) -> None:
-        """Learn whether all ranks could collect their state, before the rest is done in the background.
+        """Learn whether all ranks could collect their state, before shards are written together or a thread does the rest.
 
         Collective: call on every rank.
         """
         with self._discarding():
             self.ranks.first_error(self.problem)
 
-    def finish(self, writers: int = WRITERS) -> None:
+    def finish(self, threads: int = THREADS) -> None:
         """Write this rank's files, and publish the checkpoint when every rank has. May run in a thread.
 
         Collective: call on every rank.
@@ -360,33 +360,33 @@ class Save:
         ranks, group, shared = self.ranks, self.group, self.storage.shared
         with self._discarding():
             # Write. A rank that does not publish lists its files in its part of the manifest.
-            files = {**(self.attempt(lambda: self.plan.write(writers, self.shards)) or {})}
+            files = {**(self.attempt(lambda: self.plan.write(threads, self.shards_group)) or {})}
             if not shared:
                 # Until here the hooks of other ranks may write into the folder of their machine.
                 ranks.first_error(self.problem)
-                if self.leads:
-                    files |= self.attempt(lambda: self._of_hooks(files, writers)) or {}
-            leaves_part = bool(files) and not self._publishes
+                if self.stages:
+                    files |= self.attempt(lambda: self._of_hooks(files, threads)) or {}
+            leaves_part = bool(files) and not self.publishes
             if leaves_part:
                 self.attempt(lambda: self._leave_part(files))
             parts = ranks.count(leaves_part, self.problem)  # every rank has written
 
             # List. The rank that publishes reads the parts, and hashes what hooks have written.
-            if self._publishes:
+            if self.publishes:
                 listed = self.attempt(lambda: self._listed(parts)) or {}
                 files |= listed
                 if shared:
-                    files |= self.attempt(lambda: self._of_hooks(files, writers)) or {}
+                    files |= self.attempt(lambda: self._of_hooks(files, threads)) or {}
             if group.each_node:
                 ranks.first_error(self.problem)  # several ranks publish, and none does so if another one has failed
 
             # Publish.
-            if self._publishes:
+            if self.publishes:
                 self.attempt(lambda: self._publish(files))
             ranks.first_error(self.problem)
         ranks.leave()
         # The checkpoint is saved on all ranks, whatever becomes of older ones: none waits for their removal, and none fails with it.
-        if self._publishes:
+        if self.publishes:
             self.storage.discard()
             self.prune_old(self.storage)
 

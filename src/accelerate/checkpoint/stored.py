@@ -136,28 +136,6 @@ class MemorySource(Source):
         """Return a view."""
         return self._tensor.flatten()[start:stop]
 
-    def read_into(self, target: torch.Tensor, offsets: Sequence[int]) -> None:
-        """Copy the part."""
-        part = self._tensor
-        for dim, (start, length) in enumerate(zip(offsets, target.shape, strict=True)):
-            part = part.narrow(dim, start, length)
-        target.copy_(part)
-
-
-class JoinedSource(Source):
-    """A tensor whose elements a function returns: of parts that ranks wrote, for one."""
-
-    def __init__(self, elements: Callable[[int, int], torch.Tensor], shape: Sequence[int], dtype: torch.dtype) -> None:
-        super().__init__(shape, dtype)
-        self._elements = elements
-
-    def elements(self, start: int, stop: int) -> torch.Tensor:
-        """Return what the function returns; DamagedCheckpoint if it opens a file that cannot be read."""
-        try:
-            return self._elements(start, stop)
-        except pickle.UnpicklingError as error:  # of a file that is opened now
-            raise DamagedCheckpoint(str(error)) from error
-
 
 class FileSource(Source):
     """A contiguous tensor in a file."""
@@ -211,7 +189,7 @@ class OpenFile:
 
 
 class _Stream(io.RawIOBase):
-    """Reads an open file from a separate position."""
+    """Reads an open file at its own position."""
 
     def __init__(self, file: OpenFile) -> None:
         self._file, self._position = file, 0
@@ -330,8 +308,6 @@ def _aliases(state: Mapping[str, Any]) -> dict[str, str]:
 
 def _parts_of(tensor: torch.Tensor) -> list[tuple[torch.Tensor, Sequence[int]]]:
     """Return what this rank has of a tensor: pieces of memory, and where each begins in the tensor."""
-    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
-        return [(tensor.detach(), (0,) * tensor.dim())]
     if is_sharded_tensor(tensor):
         shards: Any = tensor
         return [(shard.tensor.detach(), shard.metadata.shard_offsets) for shard in shards.local_shards()]

@@ -69,9 +69,7 @@ def group_of(ranks: Sequence[int]) -> Any:
 
 
 def _of_library(address: str) -> base.Communicator:
-    if address not in _live:
-        _live[address] = imported(address)()
-    return _live[address]
+    return _live.get(address) or _live.setdefault(address, imported(address)())
 
 
 def _torch() -> base.Communicator:

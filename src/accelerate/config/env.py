@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from accelerate.config.enums import DistributedType
-from accelerate.config.options import BY_NAME
+from accelerate.config.options import BY_NAME, add_third_parties
 from accelerate.config.options.schema import to_bool
 from accelerate.config.strategies import record_of
 
@@ -37,6 +37,8 @@ def without_variables() -> Iterator[None]:
 
 def value_of(name: str) -> Any:
     """Return the environment's value of an option, else the table's default; errors name the option."""
+    if name not in BY_NAME:  # of another package, which the launcher has read and this process has not
+        add_third_parties()
     option = BY_NAME[name]
     value = option.read(os.environ)
     return option.default if value is None else value

@@ -219,11 +219,19 @@ def engines() -> dict[str, StrategySpec]:
 
 
 def serving(state: Any) -> StrategySpec | None:
-    """Return the record of the strategy that serves a state now; None without one."""
-    for spec in specs():
-        if state.distributed_type in spec.kinds if spec.matches is None else spec.matches(state):
-            return spec
-    return None
+    """Return the record of the strategy that serves a state now; None without one. ValueError if the run asked for one behind it."""
+    able = [spec for spec in specs() if _serves(spec, state)]
+    for spec in able[1:]:
+        if spec.switch and spec.matches is not None:
+            raise ValueError(
+                f"--{spec.switch} asks for the strategy {spec.name!r}, but the run gets {able[0].name!r}, whose record comes first. Give the "
+                f"record of {spec.name!r} an `order` below {able[0].order}."
+            )
+    return able[0] if able else None
+
+
+def _serves(spec: StrategySpec, state: Any) -> bool:
+    return state.distributed_type in spec.kinds if spec.matches is None else spec.matches(state)
 
 
 @cache

@@ -31,14 +31,13 @@ _NOTHING = object()
 # How an iteration begins -----------------------------------------------------------------------------------------------
 
 
-def replacement_iterator(view: DataLoaderAdapter) -> Iterable[Any] | None:
-    """Return what a view of `skip_first_batches` yields after a load in place of its batches; None for its batches.
+def replacement_iterator(loader: DataLoaderAdapter, finished: int) -> Iterable[Any] | None:
+    """Return what a loader yields after a load in place of its batches; None for its batches, as always without `skip_first_batches`.
 
-    A view that skips all batches of an epoch that is over yields nothing: the loader is in the next epoch already. A stateful loader
-    continues at the position without the view.
+    A view that skips all batches of an epoch that is over, which had `finished` batches, yields nothing: the loader is in the next epoch
+    already. A stateful loader continues at the position without the view.
     """
-    progress = view._progress
-    finished, progress.finished = progress.finished, 0
+    view, progress = loader, loader._progress
     if view._origin is None:
         return None
     skipped, pending = view._steps_skipped(), progress.pending

@@ -124,7 +124,7 @@ def uncounted(batches: Iterator[Any], start: int, log: dict[int, tuple[int, ...]
 
 
 def is_datapipe(dataset: Any) -> bool:
-    """Whether a dataset is one of torch's iterable datapipes, which torch's loader treats in a separate way."""
+    """Whether a dataset is one of torch's iterable datapipes, which torch's loader treats in its own way."""
     return isinstance(dataset, _DATAPIPE)
 
 
@@ -184,7 +184,7 @@ def _splits_in_pipeline(dataset: Any) -> bool:
 
 
 def can_shard_itself(dataset: Any, num_shards: int) -> bool:
-    """Whether a stream is stored in enough pieces to give each process separate pieces."""
+    """Whether a stream is stored in enough pieces to give each process its own pieces."""
     count = getattr(dataset, "num_shards", getattr(dataset, "n_shards", None))
     return callable(getattr(dataset, "shard", None)) and isinstance(count, int) and count >= num_shards
 

@@ -64,7 +64,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         return max(0, super().__len__() - self.skip_batches)
 
     def __iter__(self) -> Iterator[Any]:
-        replacement = replacement_iterator(self)
+        finished, self._progress.finished = self._progress.finished, 0
+        replacement = replacement_iterator(self, finished)
         if replacement is not None:
             yield from replacement
             return
@@ -130,11 +131,11 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         return self.plan.filled_ends if self.plan is not None and self._progress.at_end else None
 
     def _ends_unevenly(self) -> bool:
-        return self.plan is not None and self.plan.uneven
+        return self.plan is not None and self.plan.ends_by_vote
 
     def _parts(self) -> int:
         """Return in how many parts the ranks read, where the wrapped loader knows only its part; 1 where its shard knows all."""
-        parts = 1 if self.plan is None else len(self.plan.shards) if self.plan.uneven else self.plan.parts
+        parts = 1 if self.plan is None else len(self.plan.shards) if self.plan.ends_by_vote else self.plan.parts
         return 1 if parts == 1 or isinstance(adapter.sharding(self.base_dataloader), Part) else parts
 
     def _batches_per_step(self) -> int:
@@ -174,29 +175,29 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             state = before_read.loader
         else:
             state = super().state_dict() if is_stateful(self.base_dataloader) else {}
-        position = resume.capture(self)
+        record = resume.capture(self)
         # The state of a dataset is not changed.
-        of_dataset = {"dataset_state": position.pop("dataset_state")} if "dataset_state" in position else {}
-        return {**state, resume.KEY: generators.plain_states(position) | of_dataset}
+        of_dataset = {"dataset_state": record.pop("dataset_state")} if "dataset_state" in record else {}
+        return {**state, resume.KEY: generators.plain_states(record) | of_dataset}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Let the next iteration yield the batches that were still to come in `state_dict`."""
         state = dict(state_dict)
-        position = state.pop(resume.KEY, None)
-        if position is None and not is_stateful(self.base_dataloader):
+        record = state.pop(resume.KEY, None)
+        if record is None and not is_stateful(self.base_dataloader):
             raise ValueError(
                 f"state_dict has no {resume.KEY!r} entry (its keys: {sorted(state)}), so it is the state of a stateful "
                 "loader. Prepare this loader with use_stateful_dataloader=True to load it."
             )
         continues = self._continues_by_itself(state)
-        if position is None and not continues:
-            position = self._position_of(state)
+        if record is None and not continues:
+            record = self._record_of(state)
         # A caller of this function wants to continue there, whether or not the loader was being iterated.
-        batches = 0 if position is None else resume.restore(self, {**position, "running": True})
-        # At the beginning of an epoch only a dataset with a separate state has something to restore; loading the
+        batches = 0 if record is None else resume.restore(self, {**record, "running": True})
+        # At the beginning of an epoch only a dataset that keeps state has something to restore; loading the
         # rest would make the wrapped loader run through the finished epoch's order once more.
         # Nor does the state fit that counts the batches of another number of processes, or of a loader without its first ones.
-        if position is not None:
+        if record is not None:
             has_place = batches > 0 or resume.holds_dataset_state(state)
             fits = resume.batches_read(state) in (None, batches * self._reads_per_step())
             continues = continues and has_place and fits
@@ -212,7 +213,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             return False
         return not is_stream(base) or resume.restores_stream(state)
 
-    def _position_of(self, state: dict[str, Any]) -> dict[str, Any] | None:
+    def _record_of(self, state: dict[str, Any]) -> dict[str, Any] | None:
         """Return the position in a stream that a state of torchdata's loader has; None at the beginning of an epoch."""
         steps = (resume.batches_read(state) or 0) // self._reads_per_step()
         return {**resume.capture(self), "batches": steps, "samples": None} if steps else None
@@ -371,7 +372,7 @@ class DataLoaderShard(PreparedLoader):
         if self._parts() > 1:
             return 0  # nothing is filled up; duplicates of the user's sampler are counted in the last batch
         if is_stream(self.base_dataloader) and self.base_dataloader.num_workers > 1:
-            return -1  # each worker ends with a separate batch, so the total tells nothing about the last one
+            return -1  # each worker ends with its own batch, so the total tells nothing about the last one
         size = self._samples_per_step()
         samples = adapter.samples_per_epoch(self.base_dataloader)
         # A run of another size may have consumed samples beyond whole steps.

@@ -75,7 +75,7 @@ class DataPlan:
         total_batch_size: samples that all processes together receive in a step.
         sampler: kind of the sampler that decides the order, or of the batch sampler if it has none; None for a stream.
         walked: each process goes through the batches of all to find its own, because the sampler is not one of torch's.
-        uneven: shards may end at different steps, so the processes vote in every step on whether all have a batch.
+        ends_by_vote: shards may end at different steps, so the processes vote in every step on whether all have a batch.
     """
 
     kind: str
@@ -93,7 +93,7 @@ class DataPlan:
     workers: int = 0
     sampler: str | None = None
     drop_last: bool = False
-    uneven: bool = False
+    ends_by_vote: bool = False
     walked: bool = False
 
     @property
@@ -135,7 +135,7 @@ class DataPlan:
         ]
         if self.walked:
             facts.append(("find", "each process goes through the batches of all, because the sampler is a custom one"))
-        if self.uneven:
+        if self.ends_by_vote:
             facts.append(("end", "all processes stop when the first shard ends"))
         return facts
 

@@ -29,12 +29,12 @@ class Reading:
 
     Attributes:
         name: what the plan calls it.
-        uneven: shards may end at different steps.
+        ends_by_vote: shards may end at different steps.
         sees_all: this process knows the data of all shards.
     """
 
     name: ClassVar[str]
-    uneven = False
+    ends_by_vote = False
     sees_all = True
 
     def __init__(
@@ -107,7 +107,7 @@ class Reading:
             workers=self.loader.num_workers,
             sampler=adapter.sampler_kind(self.loader),
             drop_last=self.drop_last,
-            uneven=self.shards > 1 and self.uneven,
+            ends_by_vote=self.shards > 1 and self.ends_by_vote,
             walked=self.shards > 1 and self.walked(),
         )
 
@@ -223,7 +223,7 @@ class ByPieces(Reading):
     """Each process reads pieces of a stream, which does not tell how many samples they have."""
 
     name = "by pieces"
-    uneven = True
+    ends_by_vote = True
 
     def sharded(self) -> dict[str, Any]:
         """Let the stream choose the pieces."""
@@ -240,7 +240,7 @@ class AlreadySplit(Reading):
         super().__init__(*args)
         # By torch's `DistributedSampler`, whose parts are equally large.
         self.sees_all = self._batches_plainly() and adapter.deals_out(self.loader, self.shards)
-        self.uneven = not self.sees_all
+        self.ends_by_vote = not self.sees_all
 
     def samples(self) -> int | None:
         """Return the samples of all parts if they are known, else those of this one."""

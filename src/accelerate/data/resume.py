@@ -58,7 +58,7 @@ def capture(loader: DataLoaderAdapter) -> dict[str, Any]:
     in_epoch = (yielded > 0 or progress.micro_batch > 0) and not at_end
     batches = yielded if in_epoch else 0
     size = loader._samples_per_step()
-    position = {
+    record = {
         "epoch": epoch if in_epoch or yielded == 0 else epoch + 1,
         "batches": batches,
         "samples": None if size is None else size * batches + (start.extra_samples if in_epoch else 0),
@@ -74,13 +74,13 @@ def capture(loader: DataLoaderAdapter) -> dict[str, Any]:
     }
     if in_epoch:
         generator, before_read = shuffling_generator(loader), progress.before_read or {}
-        position["anew"] = None if generator is None else generator.get_state()
-        position["at_start"] = start.generators
+        record["anew"] = None if generator is None else generator.get_state()
+        record["at_start"] = start.generators
         # The reads that went ahead of the batch yielded last: a run that continues makes them again.
         ahead = [before_read[step] for step in sorted(before_read) if step > batches]
-        position["before_read"] = [states.generators for states in ahead if states.generators is not None]
-        position["dataset_state"] = ahead[0].dataset if ahead else None
-    return position
+        record["before_read"] = [states.generators for states in ahead if states.generators is not None]
+        record["dataset_state"] = ahead[0].dataset if ahead else None
+    return record
 
 
 def _order(loader: DataLoaderAdapter, in_epoch: bool) -> dict[str, Any]:
@@ -114,13 +114,13 @@ def kept(loader: DataLoaderAdapter) -> Callable[[], None]:
     return put_back
 
 
-def check(loader: DataLoaderAdapter, position: dict[str, Any], name: str = "The loader") -> None:
+def check(loader: DataLoaderAdapter, record: dict[str, Any], name: str = "The loader") -> None:
     """Raise ValueError, before anything has changed, for a position within an epoch of other data.
 
     Not a collective.
     """
-    saved = position.get("data")
-    if saved is None or position["batches"] == 0:
+    saved = record.get("data")
+    if saved is None or record["batches"] == 0:
         return
     data = loader._data()
     for part, label in (("length", "a dataset of {} samples"), ("sampler", "the sampler {}")):
@@ -131,7 +131,7 @@ def check(loader: DataLoaderAdapter, position: dict[str, Any], name: str = "The 
             )
 
 
-def restore(loader: DataLoaderAdapter, position: dict[str, Any], continuing: bool = True) -> int:
+def restore(loader: DataLoaderAdapter, record: dict[str, Any], continuing: bool = True) -> int:
     """Put a loader into the epoch of a position, whose order it draws again; return the batches behind.
 
     The next iteration continues there if the loader was being iterated and `continuing` is true, or if it skips as many batches
@@ -140,21 +140,21 @@ def restore(loader: DataLoaderAdapter, position: dict[str, Any], continuing: boo
     Not a collective.
     """
     if continuing:
-        check(loader, position)
+        check(loader, record)
     progress = loader._progress
     drop_loaded_state(loader)
-    progress.epoch = position["epoch"]
+    progress.epoch = record["epoch"]
     progress.batches, progress.at_end = 0, False
-    progress.worker_seed = position.get("worker_seed")
-    progress.workers_kept = position.get("workers_kept", False)
-    progress.finished = position.get("finished", 0)
-    in_epoch = position["batches"] > 0 or position.get("part", 0) > 0
-    _restore_order(loader, position["order"], in_epoch=in_epoch)
-    batches, extra = _behind(loader, position)
-    if in_epoch and (batches, extra) != (position["batches"], 0):
+    progress.worker_seed = record.get("worker_seed")
+    progress.workers_kept = record.get("workers_kept", False)
+    progress.finished = record.get("finished", 0)
+    in_epoch = record["batches"] > 0 or record.get("part", 0) > 0
+    _restore_order(loader, record["order"], in_epoch=in_epoch)
+    batches, extra = _behind(loader, record)
+    if in_epoch and (batches, extra) != (record["batches"], 0):
         _warn_if_nothing_is_left(loader, batches, extra)
-    resume_without_skip = continuing and position.get("running", True)
-    progress.pending = Position(position, batches, extra, resume_without_skip) if in_epoch else None
+    resume_without_skip = continuing and record.get("running", True)
+    progress.pending = Position(record, batches, extra, resume_without_skip) if in_epoch else None
     return batches
 
 
@@ -185,21 +185,21 @@ def _restore_order(loader: DataLoaderAdapter, order: dict[str, Any], in_epoch: b
         )
 
 
-def _behind(loader: DataLoaderAdapter, position: dict[str, Any]) -> tuple[int, int]:
+def _behind(loader: DataLoaderAdapter, record: dict[str, Any]) -> tuple[int, int]:
     """Steps behind a position, and samples of all processes beyond them, as this loader counts."""
-    behind, size, unit = position["samples"], loader._samples_per_step(), "samples"
+    behind, size, unit = record["samples"], loader._samples_per_step(), "samples"
     if size is None or behind is None:  # nothing says how many samples a batch has
         size, unit = loader._batches_per_step(), "batches"
-        behind = position["batches"] * position.get("shards", size)
+        behind = record["batches"] * record.get("shards", size)
     steps, rest = divmod(behind, size)
-    if unit == "samples" and (steps, rest) != (position["batches"], 0):
+    if unit == "samples" and (steps, rest) != (record["batches"], 0):
         resume_point = f"{steps} steps" + (f" and {rest} samples" if rest else "")
         report(
             f"The interrupted epoch has {behind} samples behind it; with {size} a step it continues after {resume_point}."
         )
     base, plan = loader.base_dataloader, loader.plan
-    before, parts = position.get("shards"), loader._parts()
-    if parts > 1 and plan.uneven and before not in (None, loader._batches_per_step()):
+    before, parts = record.get("shards"), loader._parts()
+    if parts > 1 and plan.ends_by_vote and before not in (None, loader._batches_per_step()):
         warn_user(
             f"The interrupted epoch had steps of {before} batches, and its sampler divides the data among {parts} processes now: "
             "some samples will be seen again and others omitted, unless it deals them out in turn."

@@ -1,6 +1,6 @@
 """Ends what a launcher had started when the launcher itself was killed, and cannot do it any more.
 
-a separate small process reads lines from the launcher: the process groups to end. When the pipe ends, the launcher is gone; the
+A small process reads lines from the launcher: the process groups to end. When the pipe ends, the launcher is gone; the
 last groups are asked to end then, as by a scheduler, and killed some time later. An empty line dismisses the guard. This module is
 also that process's program, so it imports nothing of the package.
 """
@@ -72,7 +72,7 @@ class Guard:
         # The guard inherits what is blocked.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
         try:
-            # Outputs closed: a reader of the launcher's output must see its end when the launcher ends. a separate session: what
+            # Outputs closed: a reader of the launcher's output must see its end when the launcher ends. A session of its own: what
             # the terminal sends to the launcher is not for it.
             # The text of this module, as a zipped package has no file.
             source = __loader__.get_source(__name__)

@@ -17,14 +17,14 @@ class MissingRanks:
         latest: What is known of each rank; as text, it ends a sentence that begins with the rank.
     """
 
-    def __init__(self, ranks: Collection[int], leads: bool, again_s: float, limit_s: float) -> None:
+    def __init__(self, ranks: Collection[int], again_s: float, limit_s: float) -> None:
         self.began = self._next = time.monotonic()
-        self._leads, self._again_s, self._limit_s = leads, again_s, limit_s
+        self._again_s, self._limit_s = again_s, limit_s
         self.latest: dict[int, Any] = dict.fromkeys(ranks, f"has not come (the limit is {limit_s:.0f} s)")
 
     def news(self) -> bool:
         """Continue the search; return whether `latest` may have changed. Does not wait."""
-        if not self._leads or time.monotonic() < self._next:
+        if time.monotonic() < self._next:
             return False
         self._next = time.monotonic() + self._again_s
         return True
@@ -57,13 +57,12 @@ class ProcessExtension:
         Collective: call on every rank, in the thread that trains.
         """
 
-    def search(self, store: Any, ranks: Collection[int], leads: bool, again_s: float) -> MissingRanks | None:
+    def search(self, store: Any, ranks: Collection[int], again_s: float) -> MissingRanks | None:
         """Return what finds out about ranks that do not come, or None.
 
         Not a collective.
 
         Args:
-            leads: Whether this rank asks for all that wait.
             again_s: Seconds between two searches.
         """
         return None
@@ -89,7 +88,7 @@ def joined(store: Any | None, rank: int, world_size: int) -> None:
         extension.joined(store, rank, world_size)
 
 
-def search(store: Any, ranks: Collection[int], leads: bool, again_s: float, limit_s: float) -> MissingRanks:
+def search(store: Any, ranks: Collection[int], again_s: float, limit_s: float) -> MissingRanks:
     """Return what finds out about ranks that do not come: that of an extension, else one that gives them up after a limit."""
-    searches = (extension.search(store, ranks, leads, again_s) for extension in _extensions())
-    return next(filter(None, searches), None) or MissingRanks(ranks, leads, again_s, limit_s)
+    searches = (extension.search(store, ranks, again_s) for extension in _extensions())
+    return next(filter(None, searches), None) or MissingRanks(ranks, again_s, limit_s)

@@ -171,11 +171,9 @@ def mpi_port(environ: Mapping[str, str]) -> int | None:
     return port_of(run) if run else job_port(environ)
 
 
-def job_port(
-    environ: Mapping[str, str], names: tuple[str, ...] = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
-) -> int | None:
-    """Return a port that all processes of a job compute, from the first name set; None outside of a job."""
-    for name in names:
+def job_port(environ: Mapping[str, str]) -> int | None:
+    """Return a port that all processes of a job compute; None outside of a job."""
+    for name in ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID"):
         if number := environ.get(name, "").strip():
             return port_of(number + (environ.get("LSB_JOBINDEX", "") if name == "LSB_JOBID" else ""))
     return None

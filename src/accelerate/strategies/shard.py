@@ -71,7 +71,7 @@ def units(
     """Return the modules that are sharded separately, inner ones first, without the model itself.
 
     A module that shares a parameter with a module outside it is no unit: the parameter would be sharded twice, and the tie
-    lost. A module whose parameters are all in inner units is no unit either. Modules in `ruled` have a separate precision, and
+    lost. A module whose parameters are all in inner units is no unit either. Modules in `ruled` have their own precision, and
     are always units; ValueError if one shares a parameter.
     """
     if is_unit is None and not ruled:

@@ -6,11 +6,11 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from accelerate.checkpoint import layouts, manifest, model_io, optimizers, state
+from accelerate.checkpoint import layouts, manifest, model_io, optimizers
 from accelerate.checkpoint.apply import Change, kept_tensors, loads_by_name, optimizer_change
 from accelerate.checkpoint.model_io import io_of
 from accelerate.checkpoint.save import SavePlan
-from accelerate.checkpoint.state import Entries, Layout, Wanted
+from accelerate.checkpoint.state import Entries, Layout, Wanted, full
 from accelerate.checkpoint.stored import Plan
 from accelerate.checkpoint.verify import CheckpointFolder
 from accelerate.runtime.run import Run
@@ -36,7 +36,7 @@ class ShardedIO(StateIO):
         again = model_io.tied_again(model)
         for name, value in io_of(model).model_state(model).values.items():
             if is_selected(name) and name not in again:
-                yield name, state.full(value)
+                yield name, full(value)
 
     def model_state(self, accelerator: Run, model: nn.Module, unwrap: bool) -> dict[str, Any]:
         """Return the full state dict in host memory on rank 0, and an empty one elsewhere.

@@ -62,7 +62,7 @@ class StateIO:
     def save_model(self, accelerator: Run, state: dict[str, Any], plan: SavePlan, index: int, **options: Any) -> None:
         """Write a state from `model_state` (empty with `saves_shards`) into a plan.
 
-        `options` are `safe_serialization`, `save_on_each_node`, and those in `save_options` that the user gave.
+        `options` are `safe_serialization` and those in `save_options` that the user gave.
 
         Collective: call on every rank.
         """

@@ -45,9 +45,9 @@ def gather_for_metrics(accelerator: TrainingRun, data: Any, use_gather_object: b
         inner = layout.non_data_parallel_size // stages
     # A sampler of the user's own fills up each part at its own end.
     plan = getattr(state.active_dataloader, "plan", None)
-    uneven = counts is not None and bool(getattr(plan, "filled_ends", None))
-    if inner * stages > 1 or uneven:
-        limit = counts if uneven else None if whole or keep < 0 else keep
+    has_filled_ends = counts is not None and bool(getattr(plan, "filled_ends", None))
+    if inner * stages > 1 or has_filled_ends:
+        limit = counts if has_filled_ends else None if whole or keep < 0 else keep
         pick = partial(
             _of_distinct, inner=inner, copies=copies, stages=stages, ranks=accelerator.num_processes, keep=limit
         )

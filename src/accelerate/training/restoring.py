@@ -98,7 +98,7 @@ def _load_chosen(
     options: dict[str, Any],
     model_options: dict[str, Any],
 ) -> Outcome[Contents]:
-    """Verify, read and apply a checkpoint; unless that is `Ok`, all objects have what they had.
+    """Verify, read and apply a checkpoint; unless that is `Ok`, all objects have what they had, or `Contents.complete` has failed.
 
     Collective: call on every rank.
     """

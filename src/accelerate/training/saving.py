@@ -47,15 +47,15 @@ def save_state(
     storage = storage_of(path)
     save = Save(storage, Group.of(accelerator, storage), _facts(accelerator), *_automatic(accelerator))
     blocking = not project.async_save if blocking is None else blocking
-    if not blocking and not save.ranks.in_background:
+    if not blocking and not save.ranks.can_run_in_thread:
         warn_user("save_state(blocking=False) writes at once here: these ranks have no key-value store to meet in.")
         blocking = True
 
     with background.reporting("save_state()") as former:
         save.begin(former)
     if state_io.saves_shards and not blocking:
-        save.shards = comm.side_group(beside=True)
-    save.attempt(lambda: _collect(accelerator, save.plan, save.group.each_node, safe_serialization, model_options))
+        save.shards_group = comm.side_group(beside=True)
+    save.attempt(lambda: _collect(accelerator, save.plan, safe_serialization, model_options))
 
     if blocking:
         # A save that fails at its very end may have left a checkpoint, which the next one of this name replaces.
@@ -74,7 +74,7 @@ def save_state(
     except BaseException:
         background.buffers.release()
         raise
-    background.start(lambda: save.finish(writers=1), what=storage.location)
+    background.start(lambda: save.finish(threads=1), what=storage.location)
     return _as_given(storage, path)
 
 
@@ -156,7 +156,7 @@ def _path(accelerator: TrainingRun, output_dir: Folder | None) -> Folder:
 
 
 def _collect(
-    accelerator: TrainingRun, plan: SavePlan, each_node: bool, safe_serialization: bool, model_options: dict[str, Any]
+    accelerator: TrainingRun, plan: SavePlan, safe_serialization: bool, model_options: dict[str, Any]
 ) -> None:
     """Put everything that this rank saves into a plan."""
     for extension_saves in accelerator.extensions.saving:
@@ -176,19 +176,19 @@ def _collect(
     if unused := sorted(model_options.keys() - set(state_io.save_options)):
         warn_user(f"save_state got {unused}, which the strategy {strategy.name!r} does not use.")
     options = {name: value for name, value in model_options.items() if name in state_io.save_options}
-    options.update(safe_serialization=safe_serialization, save_on_each_node=each_node)
+    options.update(safe_serialization=safe_serialization)
     if state_io.saves_shards:
         states = [{} for _ in accelerator._models]
     for index, state in enumerate(states):
         state_io.save_model(accelerator, state, plan, index, **options)
     for index, optimizer in enumerate(accelerator._optimizers):
-        state_io.save_optimizer(accelerator, optimizer, plan, index, save_on_each_node=each_node)
+        state_io.save_optimizer(accelerator, optimizer, plan, index)
     names = names_file(accelerator._optimizers, accelerator._models)
     if names is not None and plan.writes_shared:
         plan.add_bytes(PARAMETER_NAMES, names)
     if accelerator.scaler is not None:
         scaling.flush_update(accelerator.scaler)
-    write_common(Common.of(accelerator, schedulers), plan, accelerator.step, each_node)
+    write_common(Common.of(accelerator, schedulers), plan, accelerator.step)
 
 
 def register_for_checkpointing(accelerator: TrainingRun, *objects: Any) -> None:

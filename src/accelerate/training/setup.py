@@ -67,7 +67,7 @@ def sort_handlers(handlers: Iterable[KwargsHandler] | None) -> dict[str, KwargsH
         if name is None:
             raise TypeError(
                 f"kwargs_handlers got {handler!r} ({type(handler).__name__}). Pass objects of these classes, or derived from them: "
-                f"{[kind.__name__ for kind in kinds]}; a plugin has a separate argument."
+                f"{[kind.__name__ for kind in kinds]}; a plugin has its own argument."
             )
         if found[name] is not None:
             raise ValueError(f"kwargs_handlers got two {type(handler).__name__}; pass one.")

@@ -33,7 +33,7 @@ def expect(trainer: Any, save: Save, remove_older: Callable[[], None], leave: Ca
     Collective: call on every rank.
     """
     folder, handler = save.storage.location, trainer.callback_handler
-    vars(trainer)[_PUBLISHED] = _Published(folder, save.ranks.name, save.group.rank, save.leads, remove_older)
+    vars(trainer)[_PUBLISHED] = _Published(folder, save.ranks.name, save.group.rank, save.stages, remove_older)
     if not trainer.control.should_save:
         settle(trainer)
         leave()

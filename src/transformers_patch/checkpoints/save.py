@@ -114,11 +114,11 @@ def save_checkpoint(trainer: Any, trial: Any, write: Callable[[], Any]) -> None:
         if goes_on and save.plan.has_shards and save.group.world_size > 1:
             save.shards = accelerate.comm.side_group(beside=True)
         # A subclass may save elsewhere, or nothing.
-        holds = save.plan.contents() or save.leads and os.listdir(staged)
+        holds = save.plan.contents() or save.stages and os.listdir(staged)
         exists = save.ranks.any(bool(holds), save.problem)
         if exists and goes_on:
             save.prune_old = lambda new: _rotate(trainer, run_dir, new)
-            flight.start(lambda: save.finish(writers=1), what=place)
+            flight.start(lambda: save.finish(threads=1), what=place)
             return
         if exists:
             save.finish()
@@ -133,7 +133,7 @@ def save_checkpoint(trainer: Any, trial: Any, write: Callable[[], Any]) -> None:
     flight.push(trainer)
 
     def remove_older() -> None:
-        if exists and save.leads:
+        if exists and save.stages:
             _rotate(trainer, run_dir, save.storage, limited=not rotations.calls)
         rotations.run(hidden, run_dir)
 
@@ -164,14 +164,14 @@ _FLIGHT, _IN_BACKGROUND = "_flight_of_checkpoints", "_saves_in_background"
 def _goes_on(trainer: Any, save: Save) -> bool:
     """Return whether the training continues while a checkpoint is hashed and published: not after its last step."""
     asked = vars(trainer).get(_IN_BACKGROUND, False) and not trainer.control.should_training_stop
-    if asked and not save.ranks.in_background:
+    if asked and not save.ranks.can_run_in_thread:
         capture.say_once("checkpoints='async' saves at once here: these ranks have no key-value store.")
     reader = capture.reader_among(trainer, TrainerCallback) if asked else None
     if reader is not None:
         capture.say_once(
             f"checkpoints='async' saves at once here: {reader!r} may read or change the files of a checkpoint."
         )
-    return bool(asked and save.ranks.in_background and reader is None)
+    return bool(asked and save.ranks.can_run_in_thread and reader is None)
 
 
 def _save_of(trainer: Any, run_dir: str, place: str) -> Save:

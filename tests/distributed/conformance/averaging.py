@@ -4,10 +4,10 @@ The suite installs it as a distribution with an entry point. Its record gives th
 """
 
 import contextlib
-import os
 
 import torch.distributed as dist
 
+from accelerate.config.env import value_of
 from accelerate.config.options.schema import ON, Option
 from accelerate.config.strategies import StrategySpec
 from accelerate.strategies.base import Strategy
@@ -17,6 +17,12 @@ class Averaging(Strategy):
     """Averages what gradients are there at the end of a window."""
 
     synchronises = True
+
+    def check(self, accelerator, objects):
+        if not dist.is_initialized():
+            raise ValueError(
+                "--use_averaging needs several processes. Start them with accelerate launch --num_processes 2."
+            )
 
     def wrap_model(self, accelerator, model):
         for tensor in (*model.parameters(), *model.buffers()):
@@ -46,7 +52,7 @@ class Averaging(Strategy):
 SPEC = StrategySpec(
     "averaging",
     f"{__name__}:{Averaging.__name__}",
-    matches=lambda state: "USE_AVERAGING" in os.environ,
+    matches=lambda state: value_of("use_averaging"),
     title="Averaging",
     switch="use_averaging",
     feature="averaging",

@@ -76,7 +76,7 @@ def stored_enough_pieces_are_divided():
 def stored_uneven_pieces_end_together():
     pieces = world() + 1
     _, loader, found = prepare(stored(pieces), SHARDED)
-    assert found.uneven
+    assert found.ends_by_vote
     with logged("accelerate.comm.in_step", logging.INFO) as lines:
         for _ in range(2):
             parts = everywhere(rows(loader))
@@ -88,7 +88,7 @@ def stored_uneven_pieces_end_together():
 def stored_too_few_pieces_are_read_by_all():
     with logged("accelerate.data.build", logging.INFO) as lines:
         _, loader, found = prepare(stored(1, each=4 * world()), SHARDED)
-    assert found.reading == reading.ReadsEverything.name and not found.uneven
+    assert found.reading == reading.ReadsEverything.name and not found.ends_by_vote
     assert all("reads everything, keeps its part" in line for line in lines)
     parts = everywhere(sum(rows(loader), []))
     assert sorted(sum(parts, [])) == list(range(4 * world()))
@@ -209,7 +209,7 @@ def stored_positions_do_not_count_what_was_read_ahead():
         if stateful and not is_torchdata_stateful_dataloader_available():
             continue
         _, loader, found = prepare(stored(world() + 1), config, batch_size=1)
-        assert found.uneven
+        assert found.ends_by_vote
         seen = []
         for batch in ended(loader):
             seen.append(batch["x"].tolist())

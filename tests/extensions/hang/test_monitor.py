@@ -163,7 +163,7 @@ def clock(monkeypatch):
 
 @pytest.fixture
 def diagnosis(clock):
-    return Diagnosis(dist.HashStore(), [0, 1, 2], 3, leads=True, again=1)
+    return Diagnosis(dist.HashStore(), [0, 1, 2], 3, again=1)
 
 
 def at(rank, still=100, waits=False, backend="gloo", inside="torch.distributed.distributed_c10d.barrier", **counters):

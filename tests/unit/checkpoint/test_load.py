@@ -185,7 +185,7 @@ def test_what_is_missing_or_unreadable_is_named(tmp_path):
         write_model({"weight": torch.ones(1), "_extra_state": {"a": 1}}, tmp_path)
     with pytest.raises(FileNotFoundError, match=r"has no model 1 \(Linear\): neither model_1.safetensors nor"):
         layouts.read_full_model(nn.Linear(1, 1), tmp_path, 1)
-    with pytest.raises(FileNotFoundError, match="optimizer 2: optimizer_2.bin"):
+    with pytest.raises(FileNotFoundError, match="no optimizer 2: neither optimizer_2 nor optimizer_2.bin"):
         optimizers.read_full_optimizer(optimizer, [], tmp_path, 2)
     with pytest.raises(FileNotFoundError, match="scheduler 0: scheduler.bin"):
         read_common(common([optimizer]), with_manifest(tmp_path))

@@ -142,7 +142,7 @@ def on_two_ranks(monkeypatch, play):
 def save_to(location, rank, content=b"x" * 1000):
     storage = storage_of(location)
     save = Save(storage, Group(rank, 2, rank, False, storage.shared), {"world_size": 2})
-    assert not save.ranks.in_background
+    assert not save.ranks.can_run_in_thread
     save.begin()
     save.plan.add_bytes(f"custom_checkpoint_{rank}.pkl", content)
     save.finish()

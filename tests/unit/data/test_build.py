@@ -39,10 +39,10 @@ def test_streams_that_can_divide_themselves_do(caplog):
     with caplog.at_level(logging.INFO):
         prepared = prepare_data_loader(DataLoader(Pieces(), 2), **TWO)
     assert values(prepared) == [[2, 3]] and "read: by pieces" in caplog.text
-    assert prepared.plan.reading == reading.ByPieces.name and prepared.plan.uneven
+    assert prepared.plan.reading == reading.ByPieces.name and prepared.plan.ends_by_vote
     with caplog.at_level(logging.INFO):
         prepared = prepare_data_loader(DataLoader(Pieces(), 2), num_processes=3, process_index=1)
-    assert prepared.plan.reading == reading.ReadsEverything.name and not prepared.plan.uneven
+    assert prepared.plan.reading == reading.ReadsEverything.name and not prepared.plan.ends_by_vote
     assert "reads everything, keeps its part" in caplog.text
 
 

@@ -74,7 +74,9 @@ def test_the_numbers_are_true(shards, drop_last, split_batches, stream, even_bat
         found = check(lambda: DataLoader(data(length), size, drop_last=drop_last), shards, length, length, **options)  # noqa: B023
         assert (found.batch_size, found.total_batch_size) == (share, share * shards)
         assert (
-            found.drop_last is drop_last and not found.uneven and found.kind == ("stream" if stream else "map-style")
+            found.drop_last is drop_last
+            and not found.ends_by_vote
+            and found.kind == ("stream" if stream else "map-style")
         )
         assert {shard.read for shard in found.shards} == {1.0 if stream else 1 / shards}
 
@@ -121,7 +123,9 @@ def test_of_a_stream_divided_by_the_user_only_the_own_part_is_known():
     )
     found = plan_of(loader)
     assert (
-        found.reading == reading.AlreadySplit.name and found.uneven and found.samples is found.dataset_length is None
+        found.reading == reading.AlreadySplit.name
+        and found.ends_by_vote
+        and found.samples is found.dataset_length is None
     )
     assert [shard.samples for shard in found.shards] == [None, 7] and found.own.batches == 4
     assert "stop when the first shard ends" in str(found) and "stop when the first shard ends" in found.summary

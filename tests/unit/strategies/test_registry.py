@@ -28,6 +28,13 @@ def test_a_state_finds_its_strategy(kind, settings, name):
     assert registry.resolve(SimpleNamespace(distributed_type=kind, **settings)).name == name
 
 
+def test_a_strategy_that_was_asked_for_and_comes_too_late_is_no_silent_ddp(monkeypatch):
+    late = strategies.StrategySpec("late", "m:Late", matches=lambda state: True, switch="use_late")
+    monkeypatch.setattr(strategies, "specs", lambda: [*strategies._CORE, late])
+    with pytest.raises(ValueError, match="--use_late asks for the strategy 'late', but the run gets 'ddp'.*below 50"):
+        registry.resolve(SimpleNamespace(distributed_type=DistributedType.MULTI_CPU))
+
+
 def test_an_unknown_name_lists_the_known_ones():
     with pytest.raises(ValueError, match="single.*ddp"):
         registry.load("horovod")

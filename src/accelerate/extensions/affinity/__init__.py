@@ -5,5 +5,5 @@ from accelerate.extension import Spec
 SPEC = Spec(
     "affinity",
     options="accelerate.extensions.affinity.options",
-    joined={"enable_cpu_affinity": "accelerate.extensions.affinity.binding:bind"},
+    started={"enable_cpu_affinity": "accelerate.extensions.affinity.binding:bind"},
 )

@@ -40,7 +40,7 @@ def _address(gpu: Any) -> str:
 
 
 def _threads() -> list[int]:
-    # Each thread has a separate mask: threads that torch has started already would keep the old one.
+    # Each thread has its own mask: threads that torch has started already would keep the old one.
     return [int(name) for name in os.listdir("/proc/self/task")]
 
 

@@ -52,7 +52,7 @@ class Residency:
         self._present: dict[str, tuple[_Place, torch.Tensor, torch.Tensor]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        # Copies bring in separate weights.
+        # Copies bring their own weights.
         return {**self.__dict__, "_stored": {}, "_present": {}}
 
     def enter(

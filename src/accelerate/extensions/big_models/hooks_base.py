@@ -107,7 +107,7 @@ def _hooked_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 def _set_forward(module: nn.Module, forward: Any) -> None:
     if isinstance(module, torch.fx.GraphModule):
-        # Each GraphModule has a separate class, on which its code lives; compiling it again must replace the hook.
+        # Each GraphModule has its own class, on which its code lives; compiling it again must replace the hook.
         # staticmethod, because Python is about to bind a partial found on a class to the instance.
         type(module).forward = staticmethod(forward)
     else:

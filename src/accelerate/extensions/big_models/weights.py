@@ -159,7 +159,7 @@ def name_tied_weights(weights: OffloadedWeightsLoader, tied: Sequence[Sequence[s
                 weights.state_dict[name] = weights.state_dict[known]
             else:
                 entry = weights.index[known]
-                # An entry without a separate key is found under its own name.
+                # An entry without a key is found under its own name.
                 own = {"weight_name": known} if entry.get("safetensors_file") is not None else {"dat_name": known}
                 weights.index[name] = {**own, **entry}
             weights.all_keys.append(name)

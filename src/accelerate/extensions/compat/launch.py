@@ -87,7 +87,7 @@ def prepare_multi_gpu_env(args: argparse.Namespace) -> dict[str, str]:
 
 
 def prepare_deepspeed_cmd_env(args: argparse.Namespace) -> tuple[list[str] | None, dict[str, str]]:
-    """Return the start of DeepSpeed's processes: a separate command launcher, or None for torchrun.
+    """Return the start of DeepSpeed's processes: its own command launcher, or None for torchrun.
 
     Args:
         args: as in `prepare_multi_gpu_env`.

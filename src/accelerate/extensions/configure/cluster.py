@@ -139,7 +139,7 @@ def _ask_processes(talk: Interview, kind: Kind) -> None:
         count = talk.ask("num_processes", offered)
         if not (device_count and machines == 1 and count > device_count and not talk.machine.shareable):
             break
-        has = f"This machine has {device_count} {kind.unit}{'' if device_count == 1 else 's'}, and each process needs a separate one"
+        has = f"This machine has {device_count} {kind.unit}{'' if device_count == 1 else 's'}, and each process needs its own"
         talk.asker.say(f"  {has}: `accelerate launch` will refuse {count} processes here.")
         # Sizes of the parallelism that ask for more were answered before: only another machine can have them.
         if device_count % share or talk.asker.yes("Is the file for another machine?"):

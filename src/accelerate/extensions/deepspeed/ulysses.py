@@ -135,7 +135,7 @@ def _any_batch(ulysses: Callable[..., Any], core: Any, state: Any) -> Callable[.
 class UlyssesSPDataLoaderAdapter:
     """Hands out this rank's parts of the batches of all ranks that share sequences, one batch after the other.
 
-    Each of `sp_world_size` ranks reads separate batches. As many steps work on them, all ranks together on one batch at a time.
+    Each of `sp_world_size` ranks reads its own batches. As many steps work on them, all ranks together on one batch at a time.
     A batch is a dict with "input_ids" and "position_ids"; "labels" become "shift_labels", each at the position that predicts
     it. Tensors are split along dimension 1, other values go to all ranks. Only the last part of the last batch has the
     loader's end.

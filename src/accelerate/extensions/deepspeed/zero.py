@@ -13,6 +13,7 @@ import functools
 import glob
 import itertools
 import os
+import pickle
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -21,8 +22,9 @@ import torch
 
 from accelerate.base.constants import MODEL_NAME
 from accelerate.checkpoint import manifest
+from accelerate.checkpoint.manifest import DamagedCheckpoint
 from accelerate.checkpoint.state import Kind
-from accelerate.checkpoint.stored import FullFiles, JoinedSource, Reader, StoredTensor
+from accelerate.checkpoint.stored import FullFiles, Reader, Source, StoredTensor
 from accelerate.checkpoint.verify import CheckpointFolder
 from accelerate.modules.unwrap import canonical_name
 
@@ -105,6 +107,21 @@ class ZeroLayout:
         """Return the model or the optimizer in an engine's folder, which is in that of a checkpoint. Not a collective."""
         engine = Folder(path, checkpoint=checkpoint)
         return engine.model() if kind == "model" else engine.optimizer()
+
+
+class _JoinedSource(Source):
+    """A tensor whose elements a function returns, from the parts that ranks wrote."""
+
+    def __init__(self, elements: Callable[[int, int], torch.Tensor], shape: Sequence[int], dtype: torch.dtype) -> None:
+        super().__init__(shape, dtype)
+        self._elements = elements
+
+    def elements(self, start: int, stop: int) -> torch.Tensor:
+        """Return what the function returns; DamagedCheckpoint if it opens a file that cannot be read."""
+        try:
+            return self._elements(start, stop)
+        except pickle.UnpicklingError as error:  # of a file that is opened now
+            raise DamagedCheckpoint(str(error)) from error
 
 
 class _Files(Sequence[dict[str, Any]]):
@@ -232,7 +249,7 @@ class Folder:
     def _join(
         self, elements: Callable[[int, int], torch.Tensor], shape: Sequence[int], dtype: torch.dtype
     ) -> StoredTensor:
-        stored: StoredTensor = self._files.add(JoinedSource(elements, shape, dtype))
+        stored: StoredTensor = self._files.add(_JoinedSource(elements, shape, dtype))
         return stored
 
     def _cut(self, flat: Callable[[int], StoredTensor], parts: Sequence[Part], start: int, stop: int) -> torch.Tensor:

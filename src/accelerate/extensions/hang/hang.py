@@ -163,7 +163,7 @@ class Watcher:
     def _answer(self, store: Any, answered: int) -> int:
         """Answer the latest question if there is a new one; return its number."""
         asked = store.add("asked", 0)
-        # Any process that reaches the store can write there: a rank ends only for a separate request user.
+        # Any process that reaches the store can write there: a rank ends only at its own user's request.
         if asked >= _ABORTING and self._monitor.abort_after < float("inf"):
             self._end_all(store)
         if asked % _ABORTING >= _CLOSING:
@@ -253,6 +253,6 @@ class HangDiagnosis(ProcessExtension):
         """Let this process answer."""
         watch(store, rank, world_size)
 
-    def search(self, store: Any, ranks: Collection[int], leads: bool, again_s: float) -> Diagnosis:
+    def search(self, store: Any, ranks: Collection[int], again_s: float) -> Diagnosis:
         """Return a diagnosis of all ranks."""
-        return Diagnosis(store, ranks, len(ranks), leads, again_s)
+        return Diagnosis(store, ranks, len(ranks), again_s)

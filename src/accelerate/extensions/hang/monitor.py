@@ -126,7 +126,7 @@ class Monitor:
             if not self._elected(keys):
                 return False
             again = min(self.report_after, 30.0)
-            self._diagnosis = Diagnosis(store, range(self.world_size), self.world_size, leads=True, again=again)
+            self._diagnosis = Diagnosis(store, range(self.world_size), self.world_size, again)
         if self._diagnosis.news():
             answers = self._diagnosis.latest
             # On a busy machine an answer may come late: once more, before a rank is said to give none.

@@ -153,10 +153,10 @@ _POINT_TO_POINT = ("send", "recv", "isend", "irecv", "batch_isend_irecv", "send_
 
 
 class Diagnosis(MissingRanks):
-    """Finds the positions of missing ranks. One of the waiting ranks (`leads`) asks all of them, again after `again` seconds."""
+    """Finds the positions of missing ranks. It asks all of them, again after `again` seconds."""
 
-    def __init__(self, origin: Any, ranks: Collection[int], world_size: int, leads: bool, again: float) -> None:
-        super().__init__(ranks, leads, again, float("inf"))
+    def __init__(self, origin: Any, ranks: Collection[int], world_size: int, again: float) -> None:
+        super().__init__(ranks, again, float("inf"))
         self._origin, self._ranks, self._world_size = origin, ranks, world_size
         self._question: Question | None = None
         self.latest = {rank: RankStatus(rank) for rank in ranks}
@@ -165,7 +165,7 @@ class Diagnosis(MissingRanks):
     def news(self) -> bool:
         """Continue the diagnosis; return whether there are new answers. Does not wait."""
         current_time = time.monotonic()
-        if current_time < self._next or not self._leads:
+        if current_time < self._next:
             return False
         if self._question is None:
             # All of them: to see who is ahead, one has to know where those are that wait here.

@@ -167,7 +167,7 @@ class MachineRendezvous(StaticTCPRendezvous):
     def begin(self, launchers: dict[int, State]) -> str:
         """Begin the next round with the launchers of all machines, by number; return its name. Only machine 0 calls it."""
         self.names = {machine: _named(state) for machine, state in launchers.items()}
-        # Torch keeps the addresses of the last round in a store, so each round but the first one has a separate store.
+        # Torch keeps the addresses of the last round in a store, so each round but the first one has its own store.
         self.round_server = serve(self.host, 0, _ANSWER_S) if self.members else self.server
         self.members = [launchers[machine]["identity"] for machine in sorted(launchers)]
         name = f"{self.record['identity']}/{self.round + 1}"
@@ -408,7 +408,7 @@ class Heartbeat(threading.Thread):
                 why = f"There are {home.machines} machines already (--num_machines); this is one too many."
                 if machine is not None:
                     asked = f"--machine_rank is {machine} on this machine and on {_named(launchers[machine])}"
-                    why = f"{asked}; each needs a separate number."
+                    why = f"{asked}; each needs its own number."
                 refused[state["identity"]] = why
             elif machine is not None:  # which may be the number of a launcher that has just ended
                 doubled.add(machine)

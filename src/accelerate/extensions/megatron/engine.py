@@ -345,7 +345,7 @@ class MegatronEngine(nn.Module):
 def _begin(optimizer: Any) -> bool:
     """Create the states of torch's optimizers in core's, as their first step would, because core requires them to load.
 
-    Return whether there are such optimizers. Each parameter gets a separate count of steps: core loads one for all, or none.
+    Return whether there are such optimizers. Each parameter gets its own count of steps: core loads one for all, or none.
     """
     begun = False
     for part in optimizer.chained_optimizers:

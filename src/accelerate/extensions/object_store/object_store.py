@@ -31,7 +31,7 @@ from datetime import datetime, timedelta, timezone
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-from accelerate.checkpoint import folders, manifest
+from accelerate.checkpoint import manifest
 from accelerate.checkpoint.folders import warned
 from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, Manifest, UnreadableManifest, damaged, files_below
 from accelerate.checkpoint.storage import ABANDONED_S, CheckpointStorage, FileStat, refuse_unfinished
@@ -207,7 +207,7 @@ class ObjectStore(CheckpointStorage):
         path, partial, lock = (os.path.join(root, name) for root in (folder, f"{folder}_partial", f"{folder}_locks"))
         for place in (path, partial, lock):
             os.makedirs(os.path.dirname(place), exist_ok=True)
-        with folders.waiting_lock(lock):
+        with _waiting_lock(lock):
             if os.path.exists(path) and os.path.getsize(path) == size:
                 return None
             try:
@@ -480,6 +480,17 @@ class _Upload(Sink):
         for give_up in (self._stream.discard, self._stream.close):
             with contextlib.suppress(Exception):
                 give_up()
+
+
+@contextlib.contextmanager
+def _waiting_lock(path: str) -> Iterator[None]:
+    """Hold the lock of a file once the others have released it; without effect where the file system has no locks."""
+    with open(path, "ab") as file:
+        with contextlib.suppress(OSError, ImportError):
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 # -- local folders -----------------------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ class Stage(nn.Module):
         self.train(next(iter(bodies)))
 
     def forward(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Compute the stage; each result has separate memory."""
+        """Compute the stage; each result has its own memory."""
         with self._context():
             results = self.bodies[str(self.training)](*values)
         argument_ids = {id(value) for value in values}

@@ -64,7 +64,7 @@ def attention_operators(ending: str) -> list[Any]:
 
 
 def grouped_products() -> list[Any]:
-    """Return the operator that multiplies each group of rows by a separate matrix, if this torch has it."""
+    """Return the operator that multiplies each group of rows by its own matrix, if this torch has it."""
     return [torch.ops.aten._grouped_mm] if hasattr(torch.ops.aten, "_grouped_mm") else []
 
 

@@ -10,7 +10,7 @@ import torch
 
 from accelerate.checkpoint import formats
 from accelerate.checkpoint.choose import Search, refused
-from accelerate.checkpoint.save import WRITERS, Save, SavePlan
+from accelerate.checkpoint.save import THREADS, Save, SavePlan
 from accelerate.checkpoint.storage import LocalStorage
 from accelerate.extensions.simulate import simulated
 from accelerate.runtime import torch_private
@@ -39,7 +39,7 @@ class MeasuredSave(Save):
             self._scratch.cleanup()
             raise self.problem
 
-    def finish(self, writers: int = WRITERS) -> None:
+    def finish(self, threads: int = THREADS) -> None:
         """Remember what would have been written."""
         self.check_collected()
         files = _sizes(self.plan)

@@ -83,7 +83,7 @@ def _slurm_alone(environ: Environ) -> Cluster | None:
     """A launch in a batch script, or in an interactive shell: it uses one node, perhaps of several."""
     tasks = integer_in(environ, "SLURM_STEP_NUM_TASKS") or 1
     nodes = integer_in(environ, "SLURM_JOB_NUM_NODES") or integer_in(environ, "SLURM_NNODES") or 1
-    # Many steps of one task share an allocation, each with a separate run.
+    # Many steps of one task share an allocation, each with its own run.
     if nodes == 1 or (variables.in_step(environ) and tasks == 1):
         return None
     start = "`srun --ntasks-per-node=1 accelerate launch ...`"
