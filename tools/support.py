@@ -60,6 +60,16 @@ def page(support: dict[str, Any]) -> str:
         raise ValueError(f"No row has the notes {sorted(unused)}.")
     lines += ["## Notes", ""]
     lines += [f"{number}. {support['notes'][note]}" for note, number in numbers.items()]
+    lines += [
+        "",
+        "## Last runs",
+        "",
+        "| target | date | versions | passed | skipped | failed |",
+        "|---|---|---|--:|--:|--:|",
+    ]
+    for run in support["runs"]:
+        counts = " | ".join(str(run[count]) for count in ("passed", "skipped", "failed"))
+        lines.append(f"| `make {run['target']}` | {run['date']} | {run['versions']} | {counts} |")
     return "\n".join(lines) + "\n\n"
 
 

@@ -66,6 +66,9 @@ def test_support_page_is_generated_and_every_proof_exists():
     assert subprocess.run([sys.executable, "tools/support.py", "--check"], cwd=ROOT).returncode == 0, (
         "run tools/support.py"
     )
+    targets = set(re.findall(r"^([\w-]+?)(?:-%)?:", text("Makefile"), re.M))
+    for run in support["runs"]:
+        assert any(run["target"] == target or run["target"].startswith(f"{target}-") for target in targets), run
     proofs = {row["proof"] for table in support["tables"] for row in [table, *table["rows"]] if "proof" in row}
     targets = set(re.findall(r"^([\w-]+):", text("Makefile"), re.M))
     missing = [proof for proof in proofs if not (proof.removeprefix("make ") in targets or (ROOT / proof).exists())]
