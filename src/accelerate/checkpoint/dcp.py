@@ -18,7 +18,7 @@ import os
 import pickle
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import IO, Any
 
@@ -60,7 +60,7 @@ class ShardedFolder(Reader):
         with _damage_named(self.origin):
             specs = self._metadata.state_dict_metadata
             values: dict[str, Any] = {
-                key: StoredTensor(key, torch.Size(spec.size), spec.properties.dtype)
+                key: _TensorInShards(key, spec.size, spec.properties.dtype)
                 for key, spec in specs.items()
                 if isinstance(spec, TensorStorageMetadata)
             }
@@ -75,6 +75,7 @@ class ShardedFolder(Reader):
         targets: dict[str, torch.Tensor] = {}
         copies = []
         for stored, target in pairs:
+            assert isinstance(stored, _TensorInShards)
             if targets.setdefault(stored.key, target) is not target:
                 copies.append((target, targets[stored.key]))
         read_data = self._plan(_LoadPlanner(), targets)
@@ -106,6 +107,14 @@ class ShardedFolder(Reader):
                 planner.load_objects()
 
         return read
+
+
+class _TensorInShards(StoredTensor):
+    """A tensor by its key in torch's metadata."""
+
+    def __init__(self, key: str, shape: Sequence[int], dtype: torch.dtype) -> None:
+        super().__init__(shape, dtype)
+        self.key = key
 
 
 class _OpenFiles(FileSystem):

@@ -36,13 +36,11 @@ _SHARED = 16 << 20
 _SMALL = 4 << 20
 
 
-@dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a stored state that has not been read; `key` is its name among the tensors of its reader."""
+    """A tensor of a stored state that has not been read."""
 
-    key: str
-    shape: torch.Size
-    dtype: torch.dtype
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype) -> None:
+        self.shape, self.dtype = torch.Size(shape), dtype
 
 
 @dataclass(frozen=True)
@@ -81,19 +79,17 @@ class Reader(ABC):
 
     def read(self, value: Any) -> Any:
         """Return a part of the state with its tensors in new host memory."""
-        memory: dict[str, torch.Tensor] = {}
+        memory: dict[int, torch.Tensor] = {}
         pairs: list[tuple[StoredTensor, torch.Tensor]] = []
 
         def allocate(leaf: Any) -> Any:
             if not isinstance(leaf, StoredTensor):
                 return leaf
-            if (
-                leaf.key in memory and leaf.shape
-            ):  # a step count that parameters shared would be incremented for each of them
-                return memory[leaf.key]
-            memory[leaf.key] = torch.empty(leaf.shape, dtype=leaf.dtype)
-            pairs.append((leaf, memory[leaf.key]))
-            return memory[leaf.key]
+            # A step count that parameters shared would be incremented for each of them.
+            if id(leaf) not in memory or not leaf.shape:
+                memory[id(leaf)] = torch.empty(leaf.shape, dtype=leaf.dtype)
+                pairs.append((leaf, memory[id(leaf)]))
+            return memory[id(leaf)]
 
         value = mapped_leaves(value, allocate)
         self.plan(pairs).read()
@@ -103,11 +99,8 @@ class Reader(ABC):
 # -- files of full tensors ---------------------------------------------------------------------------------------------
 
 
-class Source(ABC):
-    """Where the elements of a full tensor are."""
-
-    def __init__(self, shape: Sequence[int], dtype: torch.dtype) -> None:
-        self.shape, self.dtype = torch.Size(shape), dtype
+class FullTensor(StoredTensor, ABC):
+    """A full tensor, which can give its elements."""
 
     @abstractmethod
     def elements(self, start: int, stop: int) -> torch.Tensor:
@@ -125,7 +118,7 @@ class Source(ABC):
         target.copy_(part)
 
 
-class MemorySource(Source):
+class TensorInMemory(FullTensor):
     """A tensor in memory."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -137,7 +130,7 @@ class MemorySource(Source):
         return self._tensor.flatten()[start:stop]
 
 
-class FileSource(Source):
+class TensorInFile(FullTensor):
     """A contiguous tensor in a file."""
 
     def __init__(self, file: "OpenFile", offset: int, shape: Sequence[int], dtype: torch.dtype) -> None:
@@ -212,53 +205,34 @@ class _Stream(io.RawIOBase):
 
 
 class FullFiles(Reader):
-    """Full tensors by key, each with its source."""
+    """A state of full tensors."""
 
     def __init__(self, origin: str, state: Any = None, aliases: Mapping[str, str] | None = None) -> None:
         self.origin, self.aliases = origin, aliases or {}
-        self._sources: dict[str, Source] = {}
-        self.state = mapped_leaves(state, self.add)
-
-    def add(self, value: Any) -> Any:
-        """Return the `StoredTensor` of plain memory, or of a source, and any other value as it is."""
-        if (
-            type(value) in (torch.Tensor, torch.nn.Parameter)
-            and value.layout is torch.strided
-            and not value.is_quantized
-        ):
-            value = MemorySource(value)
-        if not isinstance(value, Source):
-            return value
-        stored = StoredTensor(str(len(self._sources)), value.shape, value.dtype)
-        self._sources[stored.key] = value
-        return stored
+        self.state = mapped_leaves(state, _stored)
 
     def elements(self, stored: StoredTensor, start: int, stop: int) -> torch.Tensor:
         """Return the elements of a tensor from one number to another, flat."""
-        return self._sources[stored.key].elements(start, stop)
+        assert isinstance(stored, FullTensor)
+        return stored.elements(start, stop)
 
     def plan(self, pairs: Pairs) -> Plan:
         """Return the plan that reads each tensor, or this rank's parts of it, into its target."""
-        parts = [
-            (self._sources[stored.key], memory, offsets)
-            for stored, target in pairs
-            for memory, offsets in _parts_of(target)
-        ]
+        parts = [(stored, memory, offsets) for stored, target in pairs for memory, offsets in _parts_of(target)]
         size = sum(memory.nbytes for _, memory, _ in parts)
         return Plan(partial(_read_parts, parts, durable.threads() if size >= _SHARED else 1))
 
     def open(self, path: str, load_kwargs: Mapping[str, Any] | None = None) -> Any:
         """Return the state in a file, whose tensors are read by plans of this reader. Errors are those of `read_whole`."""
         with _naming(path):
-            if path.endswith(".safetensors"):
-                sources: Any = _safetensors(path)
-            elif load_kwargs:
-                sources = torch_files.load(path, "cpu", **load_kwargs)
-            else:
-                sources = _torch_file(path)
-            if isinstance(sources, Mapping) and not path.endswith(".safetensors"):  # which has each tensor once
-                self.aliases = {**self.aliases, **_aliases(sources)}
-            return mapped_leaves(sources, self.add)
+            if path.endswith(".safetensors"):  # which has each tensor once
+                return _safetensors(path)
+            # Its tensors stay in the file where `outline` can read it.
+            outline = None if load_kwargs else torch_files.outline(path, partial(TensorInFile, OpenFile(path)))
+            state = torch_files.load(path, "cpu", **(load_kwargs or {})) if outline is None else outline
+            if isinstance(state, Mapping):
+                self.aliases = {**self.aliases, **_aliases(state)}
+            return mapped_leaves(state, _stored) if outline is None else outline
 
 
 def read_whole(path: str, map_location: Any = None, load_kwargs: Mapping[str, Any] | None = None) -> Any:
@@ -301,17 +275,23 @@ def _aliases(state: Mapping[str, Any]) -> dict[str, str]:
     tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
     aliases, first = same_tensors(tensors, shared_tensor_names(tensors)), dict[Any, str]()
     for name, value in state.items():
-        if isinstance(value, FileSource) and first.setdefault(value.place, name) != name:
+        if isinstance(value, TensorInFile) and first.setdefault(value.place, name) != name:
             aliases[name] = first[value.place]
     return aliases
 
 
+def _stored(value: Any) -> Any:
+    """Return the stored tensor of plain memory, and any other value as it is."""
+    is_plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
+    return TensorInMemory(value) if is_plain and not value.is_quantized else value
+
+
 def _parts_of(tensor: torch.Tensor) -> list[tuple[torch.Tensor, Sequence[int]]]:
     """Return what this rank has of a tensor: pieces of memory, and where each begins in the tensor."""
-    if is_sharded_tensor(tensor):
+    if type(tensor) is not torch.Tensor and is_sharded_tensor(tensor):
         shards: Any = tensor
         return [(shard.tensor.detach(), shard.metadata.shard_offsets) for shard in shards.local_shards()]
-    if is_dtensor(tensor):
+    if type(tensor) is not torch.Tensor and is_dtensor(tensor):
         shard: Any = tensor
         _, offsets = torch_private.compute_local_shape_and_global_offset(
             shard.shape, shard.device_mesh, shard.placements
@@ -321,11 +301,11 @@ def _parts_of(tensor: torch.Tensor) -> list[tuple[torch.Tensor, Sequence[int]]]:
 
 
 @torch.no_grad()
-def _read_parts(parts: Sequence[tuple[Source, torch.Tensor, Sequence[int]]], threads: int) -> None:
-    def read(part: tuple[Source, torch.Tensor, Sequence[int]]) -> None:
-        source, memory, offsets = part
+def _read_parts(parts: Sequence[tuple[Any, torch.Tensor, Sequence[int]]], threads: int) -> None:
+    def read(part: tuple[FullTensor, torch.Tensor, Sequence[int]]) -> None:
+        stored, memory, offsets = part
         with torch.no_grad():  # which is a thread's own
-            source.read_into(memory, offsets)
+            stored.read_into(memory, offsets)
 
     durable.each(read, [part for part in parts if part[1].numel()], threads)
 
@@ -333,7 +313,7 @@ def _read_parts(parts: Sequence[tuple[Source, torch.Tensor, Sequence[int]]], thr
 _DTYPES = {name: dtype for dtype, name in formats.DTYPE_NAMES.items()}
 
 
-def _safetensors(path: str) -> dict[str, Source]:
+def _safetensors(path: str) -> dict[str, StoredTensor]:
     """Return the tensors of a safetensors file by name."""
     from safetensors import safe_open
 
@@ -345,12 +325,6 @@ def _safetensors(path: str) -> dict[str, Source]:
         header = json.loads(header_file.read(length))
     header.pop("__metadata__", None)
     return {
-        name: FileSource(file, 8 + length + entry["data_offsets"][0], entry["shape"], _DTYPES[entry["dtype"]])
+        name: TensorInFile(file, 8 + length + entry["data_offsets"][0], entry["shape"], _DTYPES[entry["dtype"]])
         for name, entry in header.items()
     }
-
-
-def _torch_file(path: str) -> Any:
-    """Return the state in a file of torch's format; its tensors have sources in the file where `torch_files.outline` can read it."""
-    outline = torch_files.outline(path, partial(FileSource, OpenFile(path)))
-    return torch_files.load(path, "cpu") if outline is None else outline

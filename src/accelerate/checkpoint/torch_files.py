@@ -195,14 +195,13 @@ def outline(path: str, make_tensor: MakeTensor) -> Any:
     Torch's careful reader is written in Python, and takes half of the time of a small load. None for a file that only it can read:
     with other values, with a tensor in a container that `mapped_leaves` does not look into, or that is damaged.
     """
-    values: list[Any] = []
+    values: dict[int, Any] = {}
     try:
         reader = _Outline(*torch_private.pickle_and_offsets(path), make_tensor)
-        state = reader.load()
-        mapped_leaves(state, values.append)
+        state = mapped_leaves(reader.load(), lambda value: values.setdefault(id(value), value))
     except Exception:  # who reads the file then says what is wrong
         return None
-    return state if set(map(id, reader.tensors)) <= set(map(id, values)) else None
+    return state if values.keys() >= set(map(id, reader.tensors)) else None
 
 
 _CHANGED = (dict, list, collections.deque)

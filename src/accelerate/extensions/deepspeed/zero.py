@@ -24,7 +24,7 @@ from accelerate.base.constants import MODEL_NAME
 from accelerate.checkpoint import manifest
 from accelerate.checkpoint.manifest import DamagedCheckpoint
 from accelerate.checkpoint.state import Kind
-from accelerate.checkpoint.stored import FullFiles, Reader, Source, StoredTensor
+from accelerate.checkpoint.stored import FullFiles, FullTensor, Reader, StoredTensor
 from accelerate.checkpoint.verify import CheckpointFolder
 from accelerate.modules.unwrap import canonical_name
 
@@ -109,7 +109,7 @@ class ZeroLayout:
         return engine.model() if kind == "model" else engine.optimizer()
 
 
-class _JoinedSource(Source):
+class _JoinedTensor(FullTensor):
     """A tensor whose elements a function returns, from the parts that ranks wrote."""
 
     def __init__(self, elements: Callable[[int, int], torch.Tensor], shape: Sequence[int], dtype: torch.dtype) -> None:
@@ -249,8 +249,7 @@ class Folder:
     def _join(
         self, elements: Callable[[int, int], torch.Tensor], shape: Sequence[int], dtype: torch.dtype
     ) -> StoredTensor:
-        stored: StoredTensor = self._files.add(_JoinedSource(elements, shape, dtype))
-        return stored
+        return _JoinedTensor(elements, shape, dtype)
 
     def _cut(self, flat: Callable[[int], StoredTensor], parts: Sequence[Part], start: int, stop: int) -> torch.Tensor:
         """Return the elements from `start` to `stop` out of the parts that ranks have in flat tensors."""
