@@ -24,6 +24,8 @@ TRACKERS = [
 STORES = ["fsspec"]
 DOCS = ["mkdocs-material", "mkdocs-redirects", "mkdocstrings[python]"]
 MENUS = ["questionary>=2"]
+# Its wheels are for this platform only.
+TORCHFT = ["torchft>=0.2; sys_platform == 'linux' and platform_machine == 'x86_64'"]
 TESTING = [
     # pytest 9.2 hides from xdist 3.8 which tests belong together, and they share expensive fixtures.
     *[
@@ -62,10 +64,12 @@ EXTRAS = {
         "schedulefree",
         # The schemas of Kubernetes, offline.
         "kubernetes-validate",
+        *TORCHFT,
     ],
     "object-stores": STORES,
     "deepspeed": ["deepspeed>=0.18.2"],
     "ray": ["ray[train]"],
+    "torchft": TORCHFT,
     "benchmarks": ["matplotlib", "peft", "transformers>=4.46"],
     "sagemaker": ["sagemaker>=2,<3", "boto3"],
     "rich": ["rich"],

@@ -38,6 +38,8 @@ SECTIONS: dict[str, dict[str, str]] = {
         "accelerate": "DataLoaderConfiguration AutocastKwargs DistributedDataParallelKwargs DDPCommunicationHookType "
         "GradScalerKwargs InitProcessGroupKwargs ProfileKwargs",
         "accelerate.utils": "ProjectConfiguration GradientAccumulationPlugin AORecipeKwargs TERecipeKwargs",
+        "accelerate.extensions.replicas.settings": "FaultToleranceKwargs",
+        "accelerate.extensions.replicas.replicas": "Replicas",
     },
     "Collectives and tensors": {
         "accelerate.utils": "gather gather_object reduce broadcast broadcast_object_list pad_across_processes send_to_device "

@@ -21,6 +21,7 @@ CALLED: dict[str, str] = {
     **dict.fromkeys(["writable", "seekable"], "Python: io.BufferedWriter, io.BufferedReader"),
     **dict.fromkeys(["_missing_", "__dir__", "find_class", "__signature__"], "Python: enum, dir(), pickle, inspect"),
     **dict.fromkeys(["load_bytes", "create_stream", "fs"], "torch.distributed.checkpoint"),
+    "_load_from_address": "torchft: its transport of states over HTTP",
     "main_hook": "torch.distributed.algorithms.join",
     **dict.fromkeys(
         ["next_rendezvous", "num_nodes_waiting", "_assign_worker_ranks", "_exit_barrier"], "torch's elastic launcher"

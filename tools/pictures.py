@@ -6,12 +6,16 @@ It needs matplotlib, as the benchmarks do (`make .venv/.ready-bench`). The files
 """
 
 import argparse
+import json
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-IMAGES = pathlib.Path(__file__).resolve().parent.parent / "docs" / "img"
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+IMAGES = ROOT / "docs" / "img"
+# What benchmarks/restart.py has measured.
+RESTARTS = ROOT / "benchmarks" / "results" / "restart.json"
 
 
 @dataclass(frozen=True)
@@ -359,6 +363,56 @@ def precedence(palette: Palette) -> Any:
     return figure
 
 
+def measured_phases(file: pathlib.Path) -> list[tuple[str, list[tuple[str, float]]]]:
+    """Return rows of a file of measurements, each with its label and the seconds of its phases in their order.
+
+    Args:
+        file: JSON, a list of rows or an object with `rows`. A row has `label` and `phases`: pairs, objects with `phase` and
+            `seconds`, or one object with the seconds by phase.
+    """
+    content = json.loads(file.read_text("utf-8"))
+    rows = []
+    for row in content["rows"] if isinstance(content, Mapping) else content:
+        phases = row["phases"].items() if isinstance(row["phases"], Mapping) else row["phases"]
+        pairs = [(each["phase"], each["seconds"]) if isinstance(each, Mapping) else each for each in phases]
+        rows.append((str(row["label"]), [(str(phase), float(seconds)) for phase, seconds in pairs if seconds > 0]))
+    return rows
+
+
+def restarts(palette: Palette) -> Any:
+    """From a failure to the first new step, for each way of continuing, as it was measured."""
+    rows = measured_phases(RESTARTS)
+    figure, axes = canvas(7.6, 0.8 + 0.5 * len(rows))
+    names = list(dict.fromkeys(phase for _, phases in rows for phase, _ in phases))
+    colours = [palette.fourth, palette.second, palette.first, palette.third, palette.line, palette.box]
+    colour_of = {name: colours[number % len(colours)] for number, name in enumerate(names)}
+    left, width = 1.75, 5.0
+    scale = width / max(sum(seconds for _, seconds in phases) for _, phases in rows)
+    top = 0.5 + 0.5 * len(rows)
+    for number, (title, phases) in enumerate(rows):
+        x, y = left, top - 0.5 * (number + 1)
+        label(axes, 0.1, y + 0.17, title, palette, fontsize=8.5, fontweight="bold")
+        for phase, seconds in phases:
+            bar(axes, (x, y), (seconds * scale, 0.34), colour_of[phase], palette)
+            x += seconds * scale
+        label(axes, x + 0.08, y + 0.17, f"{sum(seconds for _, seconds in phases):.2f} s", palette, fontsize=8)
+    label(
+        axes, left, top + 0.12, "from the failure to the end of the next step", palette, fontsize=8, color=palette.line
+    )
+    for number, name in enumerate(names):
+        x, y = left + 1.45 * (number % 4), 0.3 - 0.2 * (number // 4)
+        bar(axes, (x, y - 0.05), (0.12, 0.12), colour_of[name], palette)
+        label(axes, x + 0.18, y + 0.01, name, palette, fontsize=7.5)
+    return figure
+
+
+def bar(axes: Any, at: tuple[float, float], size: tuple[float, float], fill: str, palette: Palette) -> None:
+    """Draw a rectangle with the exact length of a measurement."""
+    from matplotlib.patches import Rectangle
+
+    axes.add_patch(Rectangle(at, *size, facecolor=fill, edgecolor=palette.line, linewidth=0.5))
+
+
 PICTURES: dict[str, Callable[[Palette], Any]] = {
     "layers": layers,
     "step-timeline": timeline,
@@ -369,7 +423,10 @@ PICTURES: dict[str, Callable[[Palette], Any]] = {
     "machines": machines,
     "preemption": preemption,
     "precedence": precedence,
+    "restarts": restarts,
 }
+# Pictures that need a file of measurements.
+NEEDS = {"restarts": RESTARTS}
 
 
 def draw(folder: pathlib.Path) -> list[pathlib.Path]:
@@ -382,6 +439,8 @@ def draw(folder: pathlib.Path) -> list[pathlib.Path]:
 
     files = []
     for name, picture in PICTURES.items():
+        if name in NEEDS and not NEEDS[name].exists():
+            continue  # not measured yet
         for palette in (LIGHT, DARK):
             figure = picture(palette)
             file = folder / f"{name}-{palette.name}.svg"

@@ -1124,7 +1124,8 @@ class Accelerator(Processes, ExtensionMethods):
         """
         from accelerate.training import restoring
 
-        return restoring.load_state(self, input_dir, load_kwargs, latest, missing_ok, **load_model_func_kwargs)
+        with self.extensions.phase("load_state"):
+            return restoring.load_state(self, input_dir, load_kwargs, latest, missing_ok, **load_model_func_kwargs)
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
         """Save an object to disk, once per run (or per machine, where the project is set so). All ranks may call it.

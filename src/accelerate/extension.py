@@ -125,7 +125,7 @@ class Extension:
         Collective: call on every rank.
 
         Args:
-            phase: ``"backward"``, ``"save_state"``, ``"gather"`` or ``"reduce"``.
+            phase: ``"backward"``, ``"save_state"``, ``"load_state"``, ``"gather"`` or ``"reduce"``.
             loss: The loss of a backward pass, as the caller gave it; else None.
         """
 

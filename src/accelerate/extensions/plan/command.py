@@ -18,7 +18,7 @@ from accelerate.base.environment import patch_environment
 from accelerate.base.table import size_text, table
 from accelerate.commands.utils import brief, make_parser
 from accelerate.extensions.configure import config_utils
-from accelerate.extensions.plan import estimate
+from accelerate.extensions.plan import estimate, failures
 from accelerate.extensions.reports import device_specs
 from accelerate.extensions.reports.estimator import (
     WITHIN_LAYERS,
@@ -410,8 +410,18 @@ def plan_command(args: argparse.Namespace) -> None:
     for name in ("gpus", "nodes", "sequence", "global_batch", "micro_batch"):
         if (number := getattr(args, name)) is not None and number < 1:
             raise LaunchError(f"--{name} is {number}; it must be at least 1.")
+    if args.failures is not None:
+        if args.model or args.script:
+            what = args.model or args.script[0]
+            raise LaunchError(
+                f"--failures simulates a cluster, not a model: remove {what!r}, or put NAME=VALUE behind --failures."
+            )
+        failures.run(args.gpus, args.failures, args.json)
+        return
     if bool(args.model) == bool(args.script):
         raise LaunchError("Name one of MODEL and --script train.py: the model to plan for.")
+    if args.gpu is None:
+        raise LaunchError(f"--gpu is missing: the kind of the GPUs, one of {', '.join(device_specs.DEVICES)}.")
     if args.global_batch is None and args.model:
         raise LaunchError("--global_batch is missing: how many samples an optimizer step has, on all ranks together.")
     if not 0 < args.efficiency <= 1 or not 0 <= args.overlap <= 1:
@@ -499,7 +509,7 @@ def plan_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     model = "A config.json or a folder with one, a model of the Hugging Face Hub, or package.module:factory."
     add("model", nargs="?", help=model)
     add("--gpus", type=int, required=True, help="How many GPUs there are, on all machines together.")
-    add("--gpu", required=True, metavar="NAME", help=f"Their kind: {', '.join(device_specs.DEVICES)}.")
+    add("--gpu", metavar="NAME", help=f"Their kind: {', '.join(device_specs.DEVICES)}.")
     add("--nodes", type=int, default=1, help="How many machines they are in.")
     sequence = f"Tokens of a sequence; {_SEQUENCE}, or those of the script, by default. Without effect for pictures."
     add("--sequence", type=int, help=sequence)
@@ -516,6 +526,8 @@ def plan_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     add("--trust_remote_code", action="store_true", help="Let the model's own code run.")
     add("--write", metavar="FILE", help="Write the configuration file of the first layout.")
     add("--json", action="store_true", help="Print JSON, with all sizes in bytes.")
+    week = "Simulate a week on GPUs that fail, without a model; the output lists the names."
+    add("--failures", nargs="*", metavar="NAME=VALUE", help=week)
     script = "A program and its arguments, in place of the model: the one that it trains. The last option."
     add("--script", nargs=argparse.REMAINDER, metavar="train.py", help=script)
     return parser

@@ -100,11 +100,14 @@ def throughput_report(accelerator: Any, peak_flops: float | None = None) -> Repo
         peak_flops: Of a device, per second; None uses a known GPU's dense bfloat16 figure.
 
     Returns:
-        A report with a row per rank; its text is a table, `values()` a dict for `log`, `slowest` the rank or None.
+        A report with a row per rank; its text is a table, `values()` a dict for `log`, `slowest` the rank or None. Other
+        extensions add `sections`: the goodput of a run that measures it.
 
     Raises:
         RuntimeError: Some rank has measured no step; raised on all ranks.
     """
     meter = next(iter(accelerator.extensions.of_kind(Meter)), None)
     gather = accelerator._communicator.gather_object
-    return report(meter, gather, accelerator.process_index, peak_flops)
+    adding = [getattr(extension, "report_section", None) for extension in accelerator.extensions.attached]
+    sections = (section() for section in adding if section is not None)
+    return report(meter, gather, accelerator.process_index, peak_flops, sections)

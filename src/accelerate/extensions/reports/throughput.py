@@ -9,11 +9,11 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_flop_count, shape_wrapper
@@ -35,7 +35,13 @@ from accelerate.runtime.run import Run
 
 PARTS = ("data", "forward", "backward", "communication", "optimizer", "checkpoint", "rest")
 # The part of a step that each call of the Accelerator is.
-_PHASES = {"backward": "backward", "save_state": "checkpoint", "gather": "communication", "reduce": "communication"}
+_PHASES = {
+    "backward": "backward",
+    "save_state": "checkpoint",
+    "load_state": "checkpoint",
+    "gather": "communication",
+    "reduce": "communication",
+}
 # Parts in which a rank waits for the others; the remainder of a step is its own work.
 _WAITING = ("communication", "checkpoint")
 _RATES = ("tokens", "samples", "flops")
@@ -106,18 +112,30 @@ class ThroughputRow:
         return [str(self.rank), f"{1000 * self.step:.1f} ms", *texts]
 
 
+class Section(Protocol):
+    """What another extension adds to the report, by a method `report_section` that all ranks call; `str()` prints it."""
+
+    def values(self) -> dict[str, float]:
+        """Return numbers for trackers."""
+
+
 @dataclass(frozen=True)
 class ThroughputReport(Report):
     """The measurements of all ranks since the last report; printed as a table.
 
     Attributes:
         slowest: the rank that the others wait for; None if none stands out.
+        sections: of other extensions, such as the goodput of the run.
     """
 
     slowest: int | None = None
+    sections: tuple[Section, ...] = ()
+
+    def __str__(self) -> str:
+        return "\n\n".join([super().__str__(), *map(str, self.sections)])
 
     def values(self) -> dict[str, float]:
-        """Return numbers for trackers: rates of all ranks together, means of MFU and shares, the slowest rank (-1: none)."""
+        """Return numbers for trackers: rates of all ranks together, means of MFU and shares, the slowest rank (-1: none), and sections."""
         rates = {f"{name}_per_second": sum(getattr(row, name) for row in self.rows) for name in _RATES}
         shares = zip(*(row.shares for row in self.rows), strict=True)
         means = {f"share_{part}": statistics.mean(column) for part, column in zip(PARTS, shares, strict=True)}
@@ -126,7 +144,8 @@ class ThroughputReport(Report):
             "step_seconds": max(row.step for row in self.rows),
         }
         values = {**rates, **means, "slowest_rank": -1 if self.slowest is None else self.slowest}
-        return {f"throughput/{name}": number for name, number in values.items() if not math.isnan(number)}
+        added = {name: number for section in self.sections for name, number in section.values().items()}
+        return {f"throughput/{name}": number for name, number in values.items() if not math.isnan(number)} | added
 
 
 class Meter(Extension):
@@ -272,7 +291,11 @@ def _median_of_others(ordered: Sequence[float], number_left_out: float) -> float
 
 
 def report(
-    meter: Meter | None, gather: Callable[[Any], list[Any]], rank: int, peak_flops: float | None
+    meter: Meter | None,
+    gather: Callable[[Any], list[Any]],
+    rank: int,
+    peak_flops: float | None,
+    sections: Iterable[Section] = (),
 ) -> ThroughputReport:
     """Return all ranks' measurements since the last report; RuntimeError on all if one measured nothing.
 
@@ -300,4 +323,4 @@ def report(
     elif math.isnan(peak):
         notes.append("MFU: the peak FLOPS of this device are not known; pass peak_flops=.")
     title = f"Throughput, by {'CUDA events' if cuda else 'the clock of the host'}"
-    return ThroughputReport(title, _COLUMNS, tuple(rows), tuple(notes), slowest=slowest)
+    return ThroughputReport(title, _COLUMNS, tuple(rows), tuple(notes), slowest=slowest, sections=tuple(sections))
