@@ -31,7 +31,8 @@ ALLOWED = {
     "documented for what follows a backward pass": "_execution_engine",
     "Python": (
         "_exit _getframe _current_frames _current_exceptions _register_atexit _actions _SubParsersAction _ArgumentGroup "
-        "_ActionsContainer _action_groups _format_usage _format_action_invocation _fields _replace _get_value _option_string_actions _inheriting"
+        "_ActionsContainer _action_groups _format_usage _format_action_invocation _fields _replace _get_value _option_string_actions _inheriting "
+        "_run_code _run_module_as_main _run_exitfuncs _shutdown _registry"  # of runpy, atexit, threading and weakref.finalize
     ),
     "transformers, datasets, PEFT": "_no_split_modules _tie_weights _attn_implementation _tp_plan _pp_stage _resolve_parallel_plans _distributed _ex_iterable",
     "torchao": "_new_buffer",

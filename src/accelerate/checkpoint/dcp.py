@@ -20,7 +20,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -75,9 +75,9 @@ class ShardedFolder(Reader):
         targets: dict[str, torch.Tensor] = {}
         copies = []
         for stored, target in pairs:
-            assert isinstance(stored, _TensorInShards)
-            if targets.setdefault(stored.key, target) is not target:
-                copies.append((target, targets[stored.key]))
+            key = cast(_TensorInShards, stored).key
+            if targets.setdefault(key, target) is not target:
+                copies.append((target, targets[key]))
         read_data = self._plan(_LoadPlanner(), targets)
 
         def read() -> None:

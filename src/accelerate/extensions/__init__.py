@@ -25,6 +25,7 @@ TABLE = (
     "megatron",
     "notebook",
     "object_store",
+    "peer_memory",
     "pipeline",
     "plan",
     "preemption",
@@ -41,6 +42,7 @@ TABLE = (
     "to_fsdp2",
     "tpu",
     "trackers",
+    "warm_start",
     "xla",
     "mpi",
 )

@@ -149,7 +149,7 @@ def test_machines_must_agree(at, join, option, words):
 def test_two_machines_with_one_number(at, join, monkeypatch):
     monkeypatch.setattr(machine_rendezvous, "_STALE_S", 0.5)  # until then the first one may be about to end
     results = join(*[at(machine, machines=3, join_timeout=2.0) for machine in (0, 1, 1)])
-    assert sum(isinstance(error, LaunchError) and "separate number" in str(error) for error in results) == 1, results
+    assert sum(isinstance(error, LaunchError) and "its own number" in str(error) for error in results) == 1, results
 
 
 def test_the_port_is_taken(at, join):

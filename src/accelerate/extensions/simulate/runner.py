@@ -13,7 +13,7 @@ from accelerate.runtime.ranks import Ranks
 
 BY = "in place of the launcher, as one rank whose others are made up"
 # Features that start processes themselves, or communicate without torch's process groups.
-_REFUSED = ("deepspeed", "megatron", "tpu", "mpi", "sagemaker", "fp8")
+_REFUSED = ("deepspeed", "megatron", "fp8")
 # Settings that decide how processes of several machines are started and meet.
 _OF_A_LAUNCH = (
     *("machine_rank", "main_process_ip", "main_process_port", "rdzv_backend", "rdzv_conf", "max_restarts"),
@@ -26,7 +26,8 @@ def arrange(values: Mapping[str, Resolved]) -> tuple[Ranks, dict[str, Resolved],
     asked, rank = values["simulate"].value, values["simulate_rank"].value or 0
     if fault := BY_NAME["simulate"].check(asked):
         raise LaunchError(f"--simulate is {asked!r}; {fault}.")
-    for feature in sorted(features_on(values) & {*_REFUSED}):
+    with_runners = {name for name, feature in FEATURES.items() if feature.runners}
+    for feature in sorted(features_on(values) & (with_runners | {*_REFUSED})):
         title, origin = FEATURES[feature].title, values[FEATURES[feature].switch].origin
         hint = "It runs what torch's process groups do: DDP, FSDP and --use_parallelism_config"
         raise LaunchError(f"--simulate does not run {title} (from the {origin}). {hint}.")
