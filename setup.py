@@ -60,6 +60,7 @@ EXTRAS = {
         "bitsandbytes",
         "pytest-mock",
         "schedulefree",
+        "lightning-fabric",
         # The schemas of Kubernetes, offline.
         "kubernetes-validate",
     ],
