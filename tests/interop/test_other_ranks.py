@@ -7,7 +7,7 @@ from interop.launching import figures, need_peer
 pytestmark = pytest.mark.interop
 SCRIPT = "other_ranks.py"
 SLOW = pytest.mark.slow
-ROWS, SAVED_AFTER, GLOBAL_BATCH = 40, 3, 8
+ROWS, GLOBAL_BATCH = 40, 8
 QUICK = ["ddp+schedule", "fsdp2+sharded"]
 ALL = [
     "ddp",
@@ -21,6 +21,16 @@ ALL = [
     "fsdp1+sharded",
 ]
 HALVED = ["ddp+half", "fsdp2+half"]
+LOADERS = [
+    "ddp+workers",
+    "ddp+dispatch",
+    "ddp+stateful",
+    "ddp+stateful+dispatch",
+    "fsdp2+stateful",
+    "fsdp2+dispatch+workers",
+]
+# Saved after the last step of the first epoch.
+ENDS = ["ddp+end", "fsdp2+end", "ddp+stateful+end"]
 
 
 def runs_of(folder, cases):
@@ -31,23 +41,28 @@ def check_rows(rest, whole):
     """Check that both runs together read each row of the interrupted epoch once, and the next epoch in the same order."""
     for report in (rest, whole):
         assert "error" not in report, report["error"]
-    begun, after = whole["rows"][0][: SAVED_AFTER * GLOBAL_BATCH], rest["rows"][0]
-    assert sorted(begun + after) == list(range(ROWS))
-    assert begun + after == whole["rows"][0] and rest["rows"][1] == whole["rows"][1]
+    read = whole["rows"][0][: whole["saved_after"] * GLOBAL_BATCH]
+    epochs = rest["rows"] if len(rest["rows"]) == 2 else [[], *rest["rows"]]
+    assert sorted(read + epochs[0]) == list(range(ROWS))
+    assert [read + epochs[0], epochs[1]] == whole["rows"]
 
 
 def check_continues(rest, whole):
     check_rows(rest, whole)
-    assert rest["rates"] == whole["rates"][SAVED_AFTER:]
+    begin = whole["saved_after"]
+    assert rest["rates"] == whole["rates"][begin:]
     for name in ("losses", "norms"):
-        assert rest[name] == pytest.approx(whole[name][SAVED_AFTER:], rel=0, abs=1e-6), name
+        assert rest[name] == pytest.approx(whole[name][begin:], rel=0, abs=1e-6), name
 
 
 @pytest.mark.parametrize(
     "writers, readers, cases",
     [
         (2, 1, QUICK),
-        *(pytest.param(*numbers, [*ALL, *HALVED], marks=SLOW) for numbers in [(2, 1), (1, 2), (4, 2), (2, 4)]),
+        *(
+            pytest.param(*numbers, [*ALL, *HALVED, *LOADERS, *ENDS], marks=SLOW)
+            for numbers in [(2, 1), (1, 2), (4, 2), (2, 4)]
+        ),
     ],
 )
 def test_a_loop_resumes_on_another_number_of_processes(writers, readers, cases, tmp_path):
@@ -56,7 +71,7 @@ def test_a_loop_resumes_on_another_number_of_processes(writers, readers, cases, 
     for case in cases:
         if case in HALVED:
             check_rows(rest[case], whole[case])
-            assert len(rest[case]["losses"]) == 2 * (len(whole[case]["losses"]) - SAVED_AFTER)
+            assert len(rest[case]["losses"]) == 2 * (len(whole[case]["losses"]) - whole[case]["saved_after"])
         else:
             check_continues(rest[case], whole[case])
         assert len(set(whole[case]["rates"])) > 1 or "schedule" not in case

@@ -10,6 +10,17 @@ SLOW = pytest.mark.slow
 STEPS, SAVED_AT, ROWS = 6, 4, 40
 FSDP = ["fsdp2", "fsdp2+sharded", "fsdp1", "fsdp1+sharded"]
 MORE_FSDP = ["fsdp2+recompute", "fsdp1+recompute", "fsdp2+offload", "fsdp1+offload"]
+# The arguments as transformers 5.24 documents them.
+MODERN = [
+    "fsdp",
+    "fsdp+sharded",
+    "fsdp+unsharded",
+    "fsdp+recompute+offload",
+    "fsdp+efficient",
+    "fsdp+sized",
+    "fsdp+whole",
+]
+LOADERS = ["ddp", "ddp+dispatch", "ddp+split", "ddp+workers", "ddp+dispatch+workers+split"]
 ZERO = ["zero1", "zero2", "zero3", "zero2+offload", "zero3+offload"]
 # The Trainer's log rounds nothing; sums of ranks differ in their last bits.
 NEAR = {"abs": 2e-6, "rel": 0}
@@ -41,7 +52,9 @@ def check_strategies(folder, cases, kind):
         assert rest[case]["exact"] == [losses[-2:] for losses in reports[case]["exact"]]
 
 
-@pytest.mark.parametrize("cases", [["fsdp2+sharded"], pytest.param([*FSDP, *MORE_FSDP], marks=SLOW)])
+@pytest.mark.parametrize(
+    "cases", [["fsdp2+sharded"], pytest.param([*FSDP, *MORE_FSDP], marks=SLOW), pytest.param(MODERN, marks=SLOW)]
+)
 def test_fsdp_arguments_train_as_ddp_and_resume(cases, tmp_path):
     need("transformers")
     check_strategies(tmp_path, cases, "FSDP")
@@ -58,13 +71,22 @@ def test_losses_equal_the_peers(tmp_path):
     """On the CPU the peer trains by DDP whatever `fsdp` says, and refuses version 1."""
     need("transformers")
     need_peer()
-    cases = ["ddp", "ddp+accumulate", "ddp+bf16", "fsdp2", "fsdp2+sharded", "fsdp2+recompute", "fsdp2+offload"]
+    cases = [
+        *LOADERS,
+        "ddp+accumulate",
+        "ddp+bf16",
+        "fsdp",
+        "fsdp2",
+        "fsdp2+sharded",
+        "fsdp2+recompute",
+        "fsdp2+offload",
+    ]
     ours = figures(SCRIPT, tmp_path / "ours", 2, True, *cases, "fsdp1")
     peers = figures(SCRIPT, tmp_path / "peer", 2, False, *cases, "fsdp1")
     for case in cases:
         check_equal(ours[case], peers[case])
         assert ours[case]["exact"] == peers[case]["exact"], case
-    assert {peers[case]["strategy"] for case in cases} == {"MULTI_CPU"}
+    assert {peers[case]["strategy"] for case in cases} == {"MULTI_CPU"} and ours["fsdp2"]["strategy"] == "FSDP"
     assert peers["fsdp1"]["error"].startswith("RuntimeError: There are currently no available devices")
 
 
@@ -74,9 +96,11 @@ def test_losses_equal_the_peers(tmp_path):
 def test_ddp_resumes_on_another_number_of_processes(writers, readers, writer_is_ours, reader_is_ours, tmp_path):
     need("transformers")
     need_peer()
-    whole = figures(SCRIPT, tmp_path / "run", writers, writer_is_ours, "ddp")["ddp"]
-    rest = figures(SCRIPT, tmp_path / "resumed", readers, reader_is_ours, f"ddp={tmp_path / 'run' / 'ddp'}")["ddp"]
-    check_equal(rest, whole, SAVED_AT)
+    whole = figures(SCRIPT, tmp_path / "run", writers, writer_is_ours, *LOADERS)
+    runs = [f"{case}={tmp_path / 'run' / case}" for case in LOADERS]
+    rest = figures(SCRIPT, tmp_path / "resumed", readers, reader_is_ours, *runs)
+    for case in LOADERS:
+        check_equal(rest[case], whole[case], SAVED_AT)
 
 
 @SLOW

@@ -2,7 +2,8 @@
 
 `other_ranks.py FOLDER CASE ...` trains each case for two epochs, with a checkpoint after three steps. `CASE=RUN` resumes from the checkpoint
 of the run in that folder. A case is a strategy with words: `fsdp2+sharded`, `ddp+skip` (which skips batches itself, as programs for
-upstream do), `ddp+half` (which resumes with half of the global batch), `ddp+schedule` (with a learning rate schedule).
+upstream do), `ddp+half` (which resumes with half of the global batch), `ddp+schedule` (with a learning rate schedule), `ddp+end` (saved after the last
+step of the first epoch), or a kind of loader: `workers`, `dispatch`, `stateful`.
 """
 
 import sys
@@ -38,19 +39,27 @@ def parts():
 
 def train(folder, words, checkpoint):
     batch = GLOBAL_BATCH // tiny.ranks() // (2 if checkpoint and "half" in words else 1)
-    order = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=7)
+    order = DataLoaderConfiguration(
+        use_seedable_sampler=True,
+        data_seed=7,
+        dispatch_batches="dispatch" in words,
+        use_stateful_dataloader="stateful" in words,
+    )
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin(words), dataloader_config=order)
     model, rows = parts()
     model = accelerator.prepare(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=24 * accelerator.num_processes)
-    optimizer, loader = accelerator.prepare(optimizer, DataLoader(rows, batch, shuffle=True))
+    optimizer, loader = accelerator.prepare(
+        optimizer, DataLoader(rows, batch, shuffle=True, num_workers=2 * ("workers" in words))
+    )
     if "schedule" in words:
         schedule = accelerator.prepare(schedule)
     if checkpoint:
         accelerator.load_state(checkpoint)
-    report = {"strategy": accelerator.distributed_type.value, "losses": [], "norms": [], "rates": [], "rows": []}
-    for epoch in range(EPOCHS):
+    saved_after = ROWS // GLOBAL_BATCH if "end" in words else SAVED_AFTER
+    report = {"saved_after": saved_after, "losses": [], "norms": [], "rates": [], "rows": []}
+    for epoch in range(loader.iteration if "end" in words else 0, EPOCHS):
         skips = checkpoint and epoch == 0 and "skip" in words
         loader.set_epoch(epoch)
         report["rows"].append([])
@@ -65,7 +74,7 @@ def train(folder, words, checkpoint):
             optimizer.zero_grad()
             report["losses"].append(accelerator.reduce(loss.detach(), "mean").item())
             report["rows"][-1] += accelerator.gather_for_metrics(numbers).tolist()
-            if not checkpoint and (epoch, step + 1) == (0, SAVED_AFTER):
+            if not checkpoint and (epoch, step + 1) == (0, saved_after):
                 accelerator.save_state(folder)
                 accelerator.wait_for_everyone()
     return report

@@ -29,6 +29,19 @@ def fsdp(version, words):
     return {"fsdp": "full_shard auto_wrap" + " offload" * ("offload" in words), "fsdp_config": config}
 
 
+def modern(words):
+    """The arguments as transformers 5.24 documents them; the classes to wrap are those that the model names."""
+    config = {"reshard_after_forward": "unsharded" not in words, "cpu_offload": "offload" in words}
+    config |= {"activation_checkpointing": "recompute" in words, "cpu_ram_efficient_loading": "efficient" in words}
+    if "sized" in words:
+        config |= {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 2000}
+    if "whole" in words:
+        config["auto_wrap_policy"] = "NO_WRAP"
+    if "sharded" in words:
+        config["state_dict_type"] = "SHARDED_STATE_DICT"
+    return {"fsdp": True, "fsdp_config": config}
+
+
 def zero(stage, words):
     config = {"stage": stage}
     if stage == 3:
@@ -44,6 +57,8 @@ def zero(stage, words):
 
 
 def strategy(words):
+    if words[0] == "fsdp":
+        return modern(words)
     name, version = words[0][:-1], words[0][-1]
     return {"fsdp": fsdp, "zero": zero}[name](int(version), words) if version.isdigit() else {}
 
@@ -73,8 +88,10 @@ class RecordingTrainer(tiny.Exact, Trainer):
 def train(folder, words, checkpoint):
     accumulation = 2 if "accumulate" in words else 1
     batch = GLOBAL_BATCH // tiny.ranks() // accumulation
+    loaders = {"dispatch_batches": "dispatch" in words, "split_batches": "split" in words}
+    batch *= tiny.ranks() if "split" in words else 1
     arguments = TrainingArguments(
-        folder, per_device_train_batch_size=batch, gradient_accumulation_steps=accumulation, max_steps=STEPS, save_steps=2,
+        folder, accelerator_config=loaders, dataloader_num_workers=2 if "workers" in words else 0, per_device_train_batch_size=batch, gradient_accumulation_steps=accumulation, max_steps=STEPS, save_steps=2,
         learning_rate=1e-2, adam_epsilon=1e-4, max_grad_norm=0.5, bf16="bf16" in words, seed=3, logging_steps=1, report_to=[],
         use_cpu=True, disable_tqdm=True, remove_unused_columns=False, **strategy(words),
     )  # fmt: skip
