@@ -186,7 +186,7 @@ coverage: $(VENV)/.ready-interop $(PEER)/.ready ## the same tests as `make test`
 test-deepspeed: .venv-deepspeed/.ready ## DeepSpeed's tests, in an environment of its own: importing it changes torch
 	PATH="$(CURDIR)/.venv-deepspeed/bin:$$PATH" .venv-deepspeed/bin/python -m pytest \
 		-k deepspeed $(addprefix tests/distributed/test_,deepspeed.py conformance.py self_check.py) \
-		$(addprefix tests/interop/test_,deepspeed.py trainer_strategies.py examples.py) $(ARGS)
+		$(addprefix tests/interop/test_,deepspeed.py trainer_arguments.py trainer_strategies.py examples.py) $(ARGS)
 
 test-trackers: .venv-trackers/.ready ## a real run of each tracker, offline, in an environment of its own: their libraries patch what they meet
 	.venv-trackers/bin/python -m pytest tests/interop/test_trackers.py $(ARGS)

@@ -62,6 +62,7 @@ EXTRAS = {
         "bitsandbytes",
         "pytest-mock",
         "schedulefree",
+        "lightning-fabric",
         # The schemas of Kubernetes, offline.
         "kubernetes-validate",
         *TORCHFT,

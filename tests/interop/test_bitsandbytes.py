@@ -7,7 +7,7 @@ from interop.launching import figures, need, need_peer
 pytestmark = pytest.mark.interop
 # Tests of one process; each runs the script once.
 SHARED = ["checks"]
-SCRIPT = "bnb_models.py"
+SCRIPT, TRAINERS = "bnb_models.py", "qlora_trainers.py"
 QUICK = ["tokens", "same 8", "same 4", "offloaded 8", "offloaded 4"]
 
 
@@ -63,3 +63,34 @@ def test_tokens_equal_the_peers(checks, tmp_path):
     need_peer()
     theirs = figures(SCRIPT, tmp_path, 1, False, "tokens")["checks"]
     assert theirs["tokens"] == checks["tokens"]
+
+
+def check_adapters(reports, cases):
+    """Check that adapters trained on packed weights, equally on all ranks."""
+    for case in cases:
+        report = reports[case]
+        assert "error" not in report, report["error"]
+        assert report["packed"] > 10 and len(set(report["weights"])) == 1 and len(set(report["losses"][0])) == 4, case
+
+
+def test_adapters_train_on_a_base_that_this_package_quantises_as_on_transformers(tmp_path):
+    need("bitsandbytes", "transformers", "peft")
+    cases = ["loop", "loop+quantised"]
+    reports = figures(TRAINERS, tmp_path, 1, True, *cases)
+    check_adapters(reports, cases)
+    assert reports["loop+quantised"] == reports["loop"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_trainers_of_adapters_have_the_peers_losses(processes, tmp_path):
+    need("bitsandbytes", "transformers", "peft", "trl", "datasets")
+    need_peer()
+    cases = ["trainer", "trainer+double", "trainer+checkpointing", "sft", "sft+checkpointing"]
+    cases += ["loop", "loop+checkpointing", "loop+bf16"]
+    ours = figures(TRAINERS, tmp_path / "ours", processes, True, *cases, "trainer+quantised")
+    peers = figures(TRAINERS, tmp_path / "peer", processes, False, *cases)
+    check_adapters(ours, [*cases, "trainer+quantised"])
+    for case in cases:
+        assert ours[case] == peers[case], case
+    assert ours["trainer+quantised"] == ours["trainer"]

@@ -86,6 +86,10 @@ def losses(trainer):
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
+def ranks():
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def everywhere(value):
     """Return the values of all ranks."""
     if not dist.is_initialized():
