@@ -161,9 +161,9 @@ class OpenFile:
         durable.require_file(path)
         self._path, self.descriptor = path, os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
 
-    def __del__(self) -> None:
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # modules may be gone
         if self.descriptor >= 0:
-            os.close(self.descriptor)
+            close(self.descriptor)
 
     def stream(self) -> BinaryIO:
         """Return a stream of the file; several streams may be read at a time. A small file is read at once."""
