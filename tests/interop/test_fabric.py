@@ -16,7 +16,7 @@ SHARED = ("launch",)
 FABRICS = {"PL_GLOBAL_SEED", "PL_SEED_WORKERS"}
 
 
-@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[pytest.param(count, marks=pytest.mark.slow) for count in (1, 2)])
 def launch(request, tmp_path_factory):
     """Run all cases on this package; return the number of processes and the reports."""
     need("lightning_fabric")

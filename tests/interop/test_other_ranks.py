@@ -58,7 +58,7 @@ def check_continues(rest, whole):
 @pytest.mark.parametrize(
     "writers, readers, cases",
     [
-        (2, 1, QUICK),
+        pytest.param(2, 1, QUICK, marks=SLOW),
         *(
             pytest.param(*numbers, [*ALL, *HALVED, *LOADERS, *ENDS], marks=SLOW)
             for numbers in [(2, 1), (1, 2), (4, 2), (2, 4)]

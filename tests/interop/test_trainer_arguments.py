@@ -53,7 +53,12 @@ def check_strategies(folder, cases, kind):
 
 
 @pytest.mark.parametrize(
-    "cases", [["fsdp2+sharded"], pytest.param([*FSDP, *MORE_FSDP], marks=SLOW), pytest.param(MODERN, marks=SLOW)]
+    "cases",
+    [
+        pytest.param(["fsdp2+sharded"], marks=SLOW),
+        pytest.param([*FSDP, *MORE_FSDP], marks=SLOW),
+        pytest.param(MODERN, marks=SLOW),
+    ],
 )
 def test_fsdp_arguments_train_as_ddp_and_resume(cases, tmp_path):
     need("transformers")

@@ -112,7 +112,8 @@ def test_checkpoints_and_the_end(trained, tmp_path):
     accelerator.free_memory()
     saved = [("begins", "save_state", None), ("saving",), ("ends", "save_state")]
     gathered = [("begins", "gather", None), ("ends", "gather")]
-    assert calls == [*saved, ("loading",), *gathered, ("ended",), ("released",)]
+    loaded = [("begins", "load_state", None), ("loading",), ("ends", "load_state")]
+    assert calls == [*saved, *loaded, *gathered, ("ended",), ("released",)]
     assert accelerator.extensions.of_kind(Recorder) == []
 
 

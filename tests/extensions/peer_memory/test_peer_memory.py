@@ -35,7 +35,7 @@ def run(folder: Path, strategy: str, fault: str) -> dict:
     return json.loads(ended.stdout) | {"errors": ended.stderr}
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp2"])
 def test_killed_rank_resumes_from_memory(tmp_path, strategy):
     report = run(tmp_path, strategy, "rank")
     assert (report["source"], report["steps"], report["iteration"]) == ("memory", 6, 1)
@@ -56,7 +56,8 @@ def test_damaged_copies_are_refused(tmp_path):
     assert report["errors"].count("random_states_1.pkl has changed") >= 2
 
 
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_lost_machine_resumes_from_its_peer(tmp_path, strategy):
     meet = ["--num_machines", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", str(get_free_port())]
     meet += ["--rdzv_conf", "join_timeout=60,heartbeat_timeout=20"]

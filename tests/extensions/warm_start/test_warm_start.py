@@ -148,14 +148,17 @@ class Job:
         return self.launch.returncode, errors
 
 
+SLOW = pytest.mark.slow
+
+
 @pytest.mark.usefixtures("interruptible")
 @cases(
     ("receiver", "number", "status"),
-    ("launcher", signal.SIGTERM, 143),
-    ("launcher", signal.SIGINT, 130),
-    ("launcher", signal.SIGUSR1, 7),
+    pytest.param("launcher", signal.SIGTERM, 143, marks=SLOW),
+    pytest.param("launcher", signal.SIGINT, 130, marks=SLOW),
+    pytest.param("launcher", signal.SIGUSR1, 7, marks=SLOW),
     ("launcher", signal.SIGKILL, -signal.SIGKILL),
-    ("client", signal.SIGKILL, 137),
+    pytest.param("client", signal.SIGKILL, 137, marks=SLOW),
     ("server", signal.SIGKILL, 70),
     ids=["TERM", "INT", "USR1", "launcher-KILL", "client-KILL", "server-KILL"],
 )
@@ -166,6 +169,7 @@ def test_a_signal_reaches_the_ranks_and_leaves_no_orphans(start, tmp_path, recei
     assert ended == status, errors
 
 
+@SLOW
 def test_stacks_of_warm_ranks_are_printed(start, tmp_path):
     job = Job(tmp_path, start(WAITS))
     try:

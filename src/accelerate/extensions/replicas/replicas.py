@@ -92,7 +92,10 @@ class Replicas(Extension):
         return cls(run)
 
     def registered(self, kind: str, prepared: Any, evaluation: bool) -> None:
-        """Let a prepared optimizer step only if the step is committed."""
+        """Let a prepared optimizer step only if the step is committed.
+
+        Collective: call on every rank.
+        """
         if kind == "optimizer":
             if prepared._steps_in_backward:
                 raise NotImplementedError(
@@ -104,7 +107,10 @@ class Replicas(Extension):
     # The data.
 
     def batches(self, loader: Any, epoch: int) -> Iterator[Any]:
-        """Yield this group's batches of an epoch; see `replica_batches`."""
+        """Yield this group's batches of an epoch; see `replica_batches`.
+
+        Collective: call on every rank.
+        """
         check_loader(loader)
         if self._is_reading:
             raise RuntimeError(
@@ -253,7 +259,10 @@ class Replicas(Extension):
     # The gradients.
 
     def phase_begins(self, phase: str, loss: Any) -> None:
-        """Weigh the loss of a micro-batch that some groups repeat."""
+        """Weigh the loss of a micro-batch that some groups repeat.
+
+        Not a collective.
+        """
         if phase != "backward":
             return
         self._error_before = sys.exc_info()[1]
@@ -267,7 +276,10 @@ class Replicas(Extension):
             self._weighing = loss.register_hook(lambda gradient: gradient * weight)
 
     def phase_ends(self, phase: str) -> None:
-        """Average the gradients over the groups after a backward pass that has synchronised them within the group."""
+        """Average the gradients over the groups after a backward pass that has synchronised them within the group.
+
+        Collective: call on every rank.
+        """
         failed = sys.exc_info()[1] is not self._error_before
         if self._weighing is not None:
             self._weighing.remove()
@@ -346,12 +358,18 @@ class Replicas(Extension):
     # Checkpoints and the end.
 
     def saving(self, plan: Any) -> None:
-        """Save how far the groups are."""
+        """Save how far the groups are.
+
+        Not a collective.
+        """
         if plan.writes_shared:
             plan.add_bytes(_FILE, json.dumps({"step": self.step, **self.position.plain()}).encode())
 
     def loading(self, folder: str) -> None:
-        """Load how far the groups were; RuntimeError once they train, ValueError for a checkpoint of a run without groups."""
+        """Load how far the groups were; RuntimeError once they train, ValueError for a checkpoint of a run without groups.
+
+        Not a collective.
+        """
         if self._manager is not None:
             raise RuntimeError(
                 "load_state() was called while the replica groups train. Call it before replica_batches()."
@@ -367,13 +385,19 @@ class Replicas(Extension):
         self.step, self.position = saved["step"], Position(saved["epoch"], saved["batches"])
 
     def released(self) -> None:
-        """Leave the groups."""
+        """Leave the groups.
+
+        Collective: call on every rank.
+        """
         if self._manager is not None:
             self._manager.shutdown()
         self._manager, self._store, self._is_open = None, None, False
 
     def ended(self) -> None:
-        """Leave the groups."""
+        """Leave the groups.
+
+        Collective: call on every rank.
+        """
         self.released()
 
 

@@ -55,7 +55,10 @@ class FaultToleranceKwargs(KwargsHandler):
                 )
 
     def address(self) -> str:
-        """Return the lighthouse's address; ValueError if there is none."""
+        """Return the lighthouse's address; ValueError if there is none.
+
+        Not a collective.
+        """
         address = self.lighthouse or os.environ.get(LIGHTHOUSE)
         if not address:
             raise ValueError(
