@@ -42,6 +42,9 @@ class StoredTensor:
     def __init__(self, shape: Sequence[int], dtype: torch.dtype) -> None:
         self.shape, self.dtype = torch.Size(shape), dtype
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "StoredTensor":
+        return self  # a copy of an open file would close it a second time
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -157,12 +160,13 @@ class OpenFile:
     """A file that is open until this object is released."""
 
     def __init__(self, path: str) -> None:
-        self.descriptor = -1
+        self.descriptor, self._pid = -1, os.getpid()
         durable.require_file(path)
         self._path, self.descriptor = path, os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
 
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # modules may be gone
-        if self.descriptor >= 0:
+    # The functions are arguments, since modules may be gone by then. In a fork the number may be that of another file.
+    def __del__(self, close: Callable[[int], None] = os.close, pid: Callable[[], int] = os.getpid) -> None:
+        if self.descriptor >= 0 and pid() == self._pid:
             close(self.descriptor)
 
     def stream(self) -> BinaryIO:

@@ -168,6 +168,11 @@ class _Outline(pickle.Unpickler):
             **{("torch", name): name for name in _STORAGES},
         }
 
+    def release(self) -> None:
+        """Release what was read: this object refers to itself, and would keep the file open until garbage is collected."""
+        self.memo = {}
+        self.tensors, self._names = [], {}
+
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in self._names:
             raise pickle.UnpicklingError(f"it names {module}.{name}")
@@ -196,12 +201,16 @@ def outline(path: str, make_tensor: MakeTensor) -> Any:
     with other values, with a tensor in a container that `mapped_leaves` does not look into, or that is damaged.
     """
     values: dict[int, Any] = {}
+    reader = None
     try:
         reader = _Outline(*torch_private.pickle_and_offsets(path), make_tensor)
         state = mapped_leaves(reader.load(), lambda value: values.setdefault(id(value), value))
+        return state if values.keys() >= set(map(id, reader.tensors)) else None
     except Exception:  # who reads the file then says what is wrong
         return None
-    return state if values.keys() >= set(map(id, reader.tensors)) else None
+    finally:
+        if reader is not None:
+            reader.release()
 
 
 _CHANGED = (dict, list, collections.deque)

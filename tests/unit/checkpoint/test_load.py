@@ -1,7 +1,10 @@
 """Files of single objects, and giving objects their state back: from the files' memory into theirs, all or nothing."""
 
+import copy
+import gc
 import os
 import pickle
+import sys
 
 import numpy
 import pytest
@@ -418,3 +421,34 @@ def test_memory_that_runs_out_is_not_damage(tmp_path, monkeypatch, error):
     with pytest.raises(type(error)) as raised:
         read_whole(str(tmp_path / "state.bin"))
     assert raised.value is error
+
+
+def open_files(path):
+    return sum(os.path.realpath(f"/proc/self/fd/{number}") == path for number in os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_files_are_closed_with_the_last_reference_and_never_in_a_fork(tmp_path):
+    """A fork that closed its files, and opened a socket under the same number, lost the socket when garbage was collected."""
+    path = os.path.realpath(tmp_path / "state.bin")
+    torch.save({"weight": torch.ones(3), "groups": [{"step": torch.ones(())}]}, path)
+    gc.disable()
+    try:
+        state = FullFiles(path).open(path)
+        copied = copy.deepcopy(state)
+        assert open_files(path) == 1 and copied["weight"] is state["weight"]
+        del copied
+        child = os.fork()
+        if child == 0:
+            number = next(
+                n for n in map(int, os.listdir("/proc/self/fd")) if os.path.realpath(f"/proc/self/fd/{n}") == path
+            )
+            os.dup2(os.open(os.devnull, os.O_RDONLY), number)
+            del state
+            gc.collect()
+            os._exit(0 if os.path.realpath(f"/proc/self/fd/{number}") == os.devnull else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        del state
+        assert open_files(path) == 0
+    finally:
+        gc.enable()
