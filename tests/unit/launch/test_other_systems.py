@@ -56,7 +56,7 @@ packages = ["accelerate.launch", "accelerate.commands"]
 packages += [f"accelerate.extensions.{name}" for name in ("configure", "env")]
 packages = [importlib.import_module(name) for name in packages if importlib.util.find_spec(name)]
 names = [m.name for p in packages for m in pkgutil.walk_packages(p.__path__, p.__name__ + ".")]
-assert len(names) > 30
+assert len(names) > 20
 for name in names:
     if not name.endswith("__main__"):
         importlib.import_module(name)
