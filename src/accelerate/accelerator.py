@@ -1215,7 +1215,7 @@ class Accelerator(Processes, ExtensionMethods):
         Args:
             model: A prepared model, under any strategy.
             dtype: What floating tensors are cast to; packed 4-bit weights and their scales stay. None keeps what they are trained in.
-            bucket_bytes: Largest size of a bucket, in bytes; a larger tensor has a bucket of its own.
+            bucket_bytes: Largest size of a bucket, in bytes; a larger tensor fills one bucket.
 
         Returns:
             An iterator over dicts: names of the model's own state dict, without wrappers, and copies of the full tensors on the device.

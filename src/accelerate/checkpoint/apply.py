@@ -141,7 +141,7 @@ def _naming(owner: tuple[Any, str] | None, folder: CheckpointFolder) -> Iterator
     try:
         yield
     except (ValueError, TypeError, RuntimeError, LookupError, AttributeError) as error:
-        # A program may catch the error class of its own object.
+        # A program may catch the error class that its object raises.
         if owner is None or type(error).__module__ != "builtins":
             raise
         kind = ValueError if type(error) is ValueError else RuntimeError

@@ -284,7 +284,7 @@ def _aliases(state: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _stored(value: Any) -> Any:
-    """Return the stored tensor of plain memory, and any other value as it is."""
+    """Return a plain tensor as a stored one, and other values unchanged."""
     is_plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
     return TensorInMemory(value) if is_plain and not value.is_quantized else value
 

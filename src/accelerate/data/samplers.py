@@ -517,7 +517,7 @@ class EndAhead:
         self.source, self.ended, self._items = source, False, None
 
     def __iter__(self) -> EndAhead:
-        # Nothing is drawn yet: torch draws a seed of its own between opening a loader and asking for the first item.
+        # Nothing is drawn yet: torch draws another seed between opening a loader and asking for the first item.
         self._items = None
         return self
 

@@ -52,7 +52,7 @@ _LINGERING_S = 5.0
 _CAUSE_S = 2.0
 # How long the descendants of failed processes have to end.
 _ORPHANS_S = 3.0
-# A longer pause between two looks would outlast any patience, and a sleep has a limit of its own.
+# A longer pause between two looks would outlast any patience, and the length of a sleep is limited, too.
 _LONGEST_S = 3600.0
 # Torch wants a signal to handle, and the agent handles the others. No user sends these two by accident.
 _SIGNAL_OF_TORCH = "SIGQUIT" if hasattr(signal, "SIGQUIT") else "SIGBREAK"

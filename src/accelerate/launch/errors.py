@@ -59,7 +59,7 @@ class WorkerFailure:
         record: what it left in its error file, see `accelerate.runtime.failure.record`; empty if it left nothing.
         time: when, in seconds since 1970, as well as that is known.
         stopped: it was alive when the launcher began to stop all ranks.
-        fault: where its threads stood when the system killed it for a fault of its own.
+        fault: where its threads stood when the system killed it, as after a segmentation fault.
     """
 
     rank: int

@@ -72,7 +72,7 @@ class Guard:
         # The guard inherits what is blocked.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
         try:
-            # Outputs closed: a reader of the launcher's output must see its end when the launcher ends. A session of its own: what
+            # Outputs closed: a reader of the launcher's output must see its end when the launcher ends. A new session: what
             # the terminal sends to the launcher is not for it.
             # The text of this module, as a zipped package has no file.
             source = __loader__.get_source(__name__)

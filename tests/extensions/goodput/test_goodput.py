@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from accelerate import Accelerator
+from accelerate.extension import Extension
 from accelerate.extensions.goodput.goodput import Goodput, Ledger
 from accelerate.extensions.goodput.record import CAUSES, Heartbeat, Record, read_lines, report_of
 from distributed.conftest import done, launch_command, plain_environment
@@ -255,6 +256,23 @@ def test_a_refused_checkpoint_leaves_the_step_and_one_without_a_step_begins_at_z
     other.save_state(str(tmp_path / "plain"))
     accelerator.load_state(str(tmp_path / "plain"))
     assert part.ledger.attempt.step == 0 and accelerator.goodput().seconds["load"] > 0
+
+
+def test_a_load_that_an_extension_refuses_leaves_the_step(measured, tmp_path):
+    class Refusing(Extension):
+        order = 90
+
+        def loading(self, folder):
+            raise ValueError("refused")
+
+    accelerator = measured()
+    _, optimizer = train(accelerator, 2)
+    accelerator.save_state(str(tmp_path / "saved"))
+    optimizer.step()
+    accelerator.extensions.add(Refusing(accelerator))
+    with pytest.raises(ValueError, match="refused"):
+        accelerator.load_state(str(tmp_path / "saved"))
+    assert accelerator.extensions.of_kind(Goodput)[0].ledger.attempt.step == 3
 
 
 def test_a_run_that_does_not_ask_has_nothing_of_it(monkeypatch):

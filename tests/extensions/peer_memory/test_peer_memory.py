@@ -123,7 +123,15 @@ def test_cadence_follows_what_copies_cost(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"every": 0}, {"every": "often"}, {"max_overhead": 1.0}, {"mean_time_between_failures_s": 0}]
+    "wrong",
+    [
+        {"every": 0},
+        {"every": "often"},
+        {"max_overhead": 1.0},
+        {"mean_time_between_failures_s": 0},
+        {"mean_time_between_failures_s": 3600.0, "every": 50},
+        {"max_overhead": 0.01, "every": 50},
+    ],
 )
 def test_options_out_of_range(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):

@@ -133,3 +133,5 @@ def test_a_model_and_a_week_are_two_questions(refused):
     assert "remove 'x'" in refused("plan", "x", "--gpus", 8, "--failures")
     assert "--gpus is 0" in refused("plan", "--gpus", 0, "--failures")
     assert "--gpu is missing" in refused("plan", "x", "--gpus", 8)
+    assert "--nodes has no meaning with --failures" in refused("plan", "--gpus", 8, "--nodes", 2, "--failures")
+    assert "--write has no meaning with --failures" in refused("plan", "--gpus", 8, "--write", "x.yaml", "--failures")

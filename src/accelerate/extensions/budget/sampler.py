@@ -121,7 +121,7 @@ def _cut(lengths: Any, max_tokens: int, ranks: int, steps: int) -> tuple[Any, li
         least = rising.dtype.type(-math.ceil(0.9 * lengths[start]))  # of the same type: numpy would cast all of them
         similar = int(np.searchsorted(rising, least, side="right")) - start
         end = min(start + fits * min(-(-similar // fits), steps), len(lengths))
-        if len(lengths) - end < ranks:  # too few for a step of their own: they join this one
+        if len(lengths) - end < ranks:  # too few for another step: they join this one
             end = len(lengths)
         count = -(-(end - start) // fits) * ranks
         cuts = start + np.arange(count + 1) * (end - start) // count

@@ -5,6 +5,7 @@ Rank 0 divides its time among `CAUSES`. Within a process it uses a monotonic clo
 
 import json
 import os
+import sys
 import time
 import weakref
 from collections import deque
@@ -162,6 +163,7 @@ class Goodput(Extension):
         self.ledger, self._path = ledger, path
         self._counted: Any = lambda: None  # a reference to the optimizer whose steps count
         self._loaded_step: int | None = None
+        self._error_before: BaseException | None = None
 
     @classmethod
     def attach(cls, run: Any) -> "Goodput | None":
@@ -198,13 +200,14 @@ class Goodput(Extension):
     def phase_begins(self, phase: str, loss: Any) -> None:
         """Note that a save or a load begins."""
         if phase in _PHASES:
-            self._loaded_step = None
+            self._loaded_step, self._error_before = None, sys.exc_info()[1]
             self.ledger.interrupt()
 
     def phase_ends(self, phase: str) -> None:
         """Note that a save or a load has ended; what is written in the background is no part of it."""
         if phase in _PHASES:
-            if self._loaded_step is not None:
+            failed = sys.exc_info()[1] is not self._error_before
+            if self._loaded_step is not None and not failed:
                 self.ledger.restored(self._loaded_step)
             self.ledger.resume(_PHASES[phase])
 

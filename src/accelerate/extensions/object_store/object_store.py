@@ -405,7 +405,7 @@ class _Objects:
             return FileNotFoundError(f"{failure}: {error}")
         if isinstance(error, PermissionError):
             return PermissionError(f"{failure}: {error}. Check the credentials and their rights.")
-        return OSError(f"{failure}: {type(error).__name__}: {error}")  # the packages have errors of their own
+        return OSError(f"{failure}: {type(error).__name__}: {error}")  # each package raises different errors
 
     def entries(self, folder: str = "") -> dict[str, FileStat | None]:
         """Return what lies directly in a folder: names of objects, and names of folders with None."""

@@ -40,6 +40,10 @@ class PeerMemoryKwargs(KwargsHandler):
     def __post_init__(self) -> None:
         if self.every != "auto" and (type(self.every) is not int or self.every < 1):
             raise ValueError(f"every is {self.every!r}; give optimizer steps, at least 1, or 'auto'.")
+        if self.every != "auto" and (self.max_overhead != 0.035 or self.mean_time_between_failures_s is not None):
+            raise ValueError(
+                f"every is {self.every!r}, so max_overhead and mean_time_between_failures_s would be ignored. Omit them, or pass every='auto'."
+            )
         if not 0 < self.max_overhead < 1:
             raise ValueError(f"max_overhead is {self.max_overhead!r}; give a share of the time, such as 0.035.")
         if self.mean_time_between_failures_s is not None and self.mean_time_between_failures_s <= 0:

@@ -401,6 +401,10 @@ def in_the_program(layout: Layout) -> str:
     return "In the program: " + "\n  ".join(lines)
 
 
+# What a simulated week reads, or has refused already.
+_OF_FAILURES = ("gpus", "failures", "json", "model", "script")
+
+
 def plan_command(args: argparse.Namespace) -> None:
     """Print the layouts of what `plan_command_parser` parsed, and write a file if it is requested.
 
@@ -416,6 +420,8 @@ def plan_command(args: argparse.Namespace) -> None:
             raise LaunchError(
                 f"--failures simulates a cluster, not a model: remove {what!r}, or put NAME=VALUE behind --failures."
             )
+        if ignored := sorted(args.nondefault - {*_OF_FAILURES}):
+            raise LaunchError(f"--{ignored[0]} has no meaning with --failures. Remove it.")
         failures.run(args.gpus, args.failures, args.json)
         return
     if bool(args.model) == bool(args.script):

@@ -37,7 +37,7 @@ class Assumption:
 ASSUMPTIONS = {
     "days": Assumption(7, "d", "length of the run", "a week", 1e-3),
     "mtbf": Assumption(54 * 24 * 16384 / 419, "h", "between failures of one GPU", f"{_LLAMA}: 419 in 54 days", 1e-3),
-    "detect": Assumption(600, "s", "until a failure is noticed and its GPU replaced", "MegaScale (arXiv:2402.15627)"),
+    "detect": Assumption(600, "s", "until a failure is noticed and its GPU replaced", "assumed"),
     "cold": Assumption(1.8, "s", "start of new processes, until they load", _BENCHMARKS),
     "warm": Assumption(0.9, "s", "the same without imports", f"{_BENCHMARKS}: less 0.87 s of imports"),
     "load": Assumption(33, "s", "load from disk", f"{_LLAMA}: 4 GB a GPU, 2 TB/s of storage"),

@@ -200,6 +200,25 @@ class Replicas(Extension):
             time.sleep(0.1)
         self.step = manager.current_step()
         self._is_open, self._is_averaged, self._is_committed = True, False, None
+        if self.step == 0 and self.count > 1:
+            self._take_over_first_weights()
+
+    @torch.no_grad()
+    def _take_over_first_weights(self) -> None:
+        """Give all groups the weights of the first one, bit for bit, before their first step.
+
+        torchft could do so itself. But it spreads the load: the ranks of one group would take over the weights of different groups.
+        """
+        from accelerate.extensions.replicas import state as peer_state
+
+        for part in peer_state.weights(self.run):
+            data = part.contiguous().reshape(-1).view(torch.uint8).clone()
+            if self.rank > 0:
+                data.zero_()  # a sum with zeros is exact
+            self._manager.allreduce(data, reduce_op=dist.ReduceOp.SUM).wait()
+            # After an error the step is not committed, and the weights are sent again.
+            if self.rank > 0 and self._manager.errored() is None:
+                part.copy_(data.view(part.dtype).view(part.shape))
 
     def _unreachable(self, limit: str, error: Exception) -> str:
         return (
@@ -229,6 +248,7 @@ class Replicas(Extension):
                 state_dict=self._capture,
                 min_replica_size=settings.min_replicas,
                 use_async_quorum=False,  # which batches are read depends on the quorum
+                init_sync=False,  # see `_take_over_first_weights`
                 timeout=timeout,
                 quorum_timeout=timedelta(seconds=settings.quorum_timeout_s),
                 connect_timeout=timeout,

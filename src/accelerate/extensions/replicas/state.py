@@ -34,6 +34,12 @@ def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
+def weights(run: Any) -> list[torch.Tensor]:
+    """Return the local parts of all parameters and buffers that are not empty. Not a collective."""
+    parts = (local_part(tensor.detach()) for model in run._models for tensor in _tensors(model).values())
+    return [part for part in parts if part.numel()]
+
+
 def capture(run: Any) -> dict[str, Any]:
     """Return the state of all prepared and registered objects, as local parts of tensors and plain data.
 

@@ -44,7 +44,7 @@ class Documents:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, causal: bool, **options: Any) -> Tensor:
         """Return attention in which a query sees only the keys of its document.
 
-        A document costs as much as in a row of its own. A mask of rows and columns is only made for a document within which the
+        A document costs as much as in a row without others. A mask of rows and columns is only made for a document within which the
         queries begin. Tensors are [batch, heads, queries or length, width]; `options` are those of
         `scaled_dot_product_attention` except masks.
 
