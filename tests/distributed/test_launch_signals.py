@@ -86,8 +86,12 @@ def test_a_killed_launcher_leaves_no_orphans(tmp_path):
 
 
 def test_what_a_failed_rank_has_started_ends_too(tmp_path):
-    fails = RANK + "if os.environ['RANK'] == '1':\n    raise ValueError('x')\ntime.sleep(300)"
-    status, errors = Job(tmp_path, fails).end()
+    go = tmp_path / "go"
+    os.mkfifo(go)
+    fails = f"if os.environ['RANK'] == '1':\n    open({str(go)!r}).close()\n    raise ValueError('x')\ntime.sleep(300)"
+    job = Job(tmp_path, RANK + fails)
+    go.write_text("")  # once the job knows all processes, since those that have ended cannot be looked up
+    status, errors = job.end()
     assert status == 1 and errors.count("ValueError: x") == 1
 
 
