@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from itertools import islice
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
-
-from accelerate.modules.unwrap import references
 
 # Limits of the search, which datasets with many files or a tokenizer would make expensive.
 _DEEPEST, _MOST_ITEMS, _MOST_OBJECTS = 5, 64, 2000
@@ -48,6 +46,24 @@ def _inside(value: Any) -> list[Any]:
         return []
     slots = (getattr(value, name, None) for name in getattr(type(value), "__slots__", ()) if isinstance(name, str))
     return [*getattr(value, "__dict__", {}).values(), *slots]
+
+
+def references(value: Any) -> Iterable[Any]:
+    """Return the objects that a container or a callable refers to directly."""
+    if isinstance(value, Mapping):
+        return value.values()
+    if isinstance(value, (list, tuple, Set)):
+        return value
+    if isinstance(value, MethodType):
+        return value.__self__, value.__func__
+    if isinstance(value, functools.partial):
+        return value.func, *value.args, *value.keywords.values()
+    if isinstance(value, FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
+        return *cells, *(value.__defaults__ or ())
+    if callable(value) and not isinstance(value, (type, torch.nn.Module)):
+        return getattr(value, "__dict__", {}).values()
+    return ()
 
 
 def calls(value: Any, names: frozenset[str]) -> bool:

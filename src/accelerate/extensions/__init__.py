@@ -30,6 +30,7 @@ TABLE = (
     "plan",
     "preemption",
     "quantize",
+    "regional_compilation",
     "replicas",
     "reports",
     "sagemaker",

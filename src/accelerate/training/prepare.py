@@ -15,14 +15,7 @@ from accelerate.config.strategies import traits_of
 from accelerate.data.loader import PreparedLoader, SkipDataLoader
 from accelerate.devices.memory import release_memory
 from accelerate.modules.optimizer_remap import remap_optimizer, remapping
-from accelerate.modules.unwrap import (
-    ORIGINAL,
-    compile_regions,
-    compile_regions_fsdp2,
-    is_compiled_module,
-    loaded_wrappers,
-    model_has_dtensor,
-)
+from accelerate.modules.unwrap import ORIGINAL, is_compiled_module, loaded_wrappers, model_has_dtensor
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.precision import amp, scaling
 from accelerate.precision.amp import precision
@@ -380,9 +373,22 @@ def compile_model(accelerator: TrainingRun, model: nn.Module) -> nn.Module:
     options = plugin.to_kwargs()
     if options.pop("use_regional_compilation", plugin.use_regional_compilation):
         # What shards finds its state by the modules themselves, so there they are compiled in place.
-        in_place = traits_of(accelerator.distributed_type).sharded
-        return compile_regions_fsdp2(model, **options) if in_place else compile_regions(model, **options)
+        return compile_by_regions(accelerator, model, traits_of(accelerator.distributed_type).sharded, options)
     return torch.compile(model, **options)  # type: ignore[return-value]  # a module
+
+
+def compile_by_regions(
+    accelerator: TrainingRun, model: nn.Module, in_place: bool, options: dict[str, Any]
+) -> nn.Module:
+    """Let the method of an extension compile the repeated blocks of a model; ValueError if it is not installed."""
+    compile_regions = getattr(accelerator, "_compile_regions", None)
+    if compile_regions is None:
+        raise ValueError(
+            "use_regional_compilation=True needs an extension that is not in this installation of accelerate. Set it to False to "
+            "compile the full model, or install the complete package."
+        )
+    compiled: nn.Module = compile_regions(model, in_place, options)
+    return compiled
 
 
 def _check_device_map(accelerator: TrainingRun, model: nn.Module) -> bool:

@@ -13,11 +13,13 @@ from accelerate.runtime.ports import is_port_in_use as is_port_in_use
 
 # Names of other modules that this module also gives.
 _HOMES = {
-    "accelerate.extensions.compat.other": "check_os_kernel logger merge_dicts recursive_getattr",
+    "accelerate.extensions.compat.other": "check_os_kernel get_model_tp_size logger merge_dicts recursive_getattr",
+    "accelerate.extensions.regional_compilation.regions": (
+        "compile_regions compile_regions_deepspeed compile_regions_fsdp2 has_compiled_regions has_repeated_blocks is_repeated_blocks"
+    ),
     "accelerate.modules.unwrap": (
-        "clean_state_dict_for_safetensors compile_regions compile_regions_deepspeed compile_regions_fsdp2 extract_model_from_parallel "
-        "get_model_tp_size get_module_children_bottom_up has_compiled_regions has_repeated_blocks is_compiled_module "
-        "is_repeated_blocks model_has_dtensor"
+        "clean_state_dict_for_safetensors extract_model_from_parallel get_module_children_bottom_up is_compiled_module "
+        "model_has_dtensor"
     ),
     "accelerate.base.constants": "FSDP_PYTORCH_VERSION",
 }

@@ -7,16 +7,15 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accelerate.modules import unwrap
-from accelerate.modules.unwrap import compile_regions, extract_model_from_parallel, is_compiled_module
+from accelerate.modules.unwrap import extract_model_from_parallel, is_compiled_module
 from cases import cases
 
 
 def test_compilation_is_kept_or_taken_off(process_group):
     net = nn.ModuleDict({"blocks": nn.ModuleList([nn.ReLU(), nn.ReLU()]), "head": nn.Linear(1, 1)})
-    regions, whole = compile_regions(net, backend="eager"), torch.compile(net, backend="eager")
+    whole = torch.compile(net, backend="eager")
     again = torch.compile(DistributedDataParallel(whole), backend="eager")
-    wrappers = [(DistributedDataParallel(regions), regions), (DistributedDataParallel(whole), whole), (again, whole)]
-    for wrapped, compiled in [(regions, regions), (whole, whole), *wrappers]:
+    for wrapped, compiled in [(whole, whole), (DistributedDataParallel(whole), whole), (again, whole)]:
         assert extract_model_from_parallel(wrapped) is compiled
         assert extract_model_from_parallel(wrapped, keep_torch_compile=False) is net
 

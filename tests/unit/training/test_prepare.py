@@ -97,30 +97,12 @@ def test_prepared_objects_come_back_without_warning_after_free_memory():
     assert len(accelerator._dataloaders) == 1
 
 
-def test_regions_are_compiled_under_mixed_precision():
-    seen = []
-
-    class Block(nn.Module):
-        def forward(self, x):
-            return x
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(1, 1)
-            self.blocks = nn.ModuleList([Block(), Block()])
-
-        def forward(self, x):
-            seen.extend(type(block).__name__ for block in self.blocks)
-            return self.linear(x)
-
+def test_regional_compilation_without_its_extension_is_refused(monkeypatch):
+    monkeypatch.delattr(Accelerator, "_compile_regions", raising=False)
     plugin = TorchDynamoPlugin(backend="eager", use_regional_compilation=True)
-    accelerator = Accelerator(cpu=True, mixed_precision="bf16", dynamo_plugin=plugin)
-    model = Model()
-    compiled = accelerator.prepare(model)
-    assert compiled(torch.ones(1, 1)).dtype == torch.float32
-    assert seen == ["OptimizedModule"] * 2
-    assert accelerator.unwrap_model(compiled, keep_torch_compile=False) is model
+    accelerator = Accelerator(cpu=True, dynamo_plugin=plugin)
+    with pytest.raises(ValueError, match="use_regional_compilation=True needs an extension.*Set it to False"):
+        accelerator.prepare(nn.Linear(1, 1))
 
 
 @cases(

@@ -6,9 +6,11 @@ import importlib
 import logging
 import platform
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from accelerate.config.enums import DistributedType
 from accelerate.config.handlers import AutocastKwargs
@@ -111,3 +113,16 @@ def check_os_kernel() -> None:
             "The Linux kernel %s is older than 5.5; on such kernels processes can hang. Use a newer kernel if they do.",
             platform.release(),
         )
+
+
+def get_model_tp_size(model: nn.Module) -> int | None:
+    """Return over how many devices a model's tensors were split when it was loaded, or None when they were not.
+
+    Args:
+        model: A model; transformers sets ``tp_size`` on those loaded with ``tp_plan``, or in the ``distributed_config``
+            of their configuration, which may be a dict.
+    """
+    if hasattr(model, "tp_size"):
+        return model.tp_size
+    split = getattr(getattr(model, "config", None), "distributed_config", None)
+    return split.get("tp_size") if isinstance(split, Mapping) else getattr(split, "tp_size", None)

@@ -26,11 +26,11 @@ from accelerate.extensions.deepspeed.wrappers import (
     is_engine,
     map_pytorch_optim_to_deepspeed,
 )
-from accelerate.modules.unwrap import compile_regions_deepspeed
 from accelerate.precision import amp
 from accelerate.runtime import torch_private
 from accelerate.runtime.run import Run
 from accelerate.strategies.base import Strategy
+from accelerate.training.prepare import compile_by_regions
 
 logger = logging.getLogger(__name__)
 
@@ -302,7 +302,7 @@ class DeepSpeed(Strategy):
         if engine.bfloat16_enabled():
             # fp16 engines do it themselves.
             engine.register_forward_pre_hook(_cast_to_bf16, with_kwargs=True)
-        _compile(engine, accelerator.state.dynamo_plugin)
+        _compile(accelerator, engine)
         if optimizer is None:
             return engine, None, None
         if scheduler is not None:
@@ -465,13 +465,14 @@ def _undo_first_step(engine: Any) -> None:
             weight.data.copy_(source.data)
 
 
-def _compile(engine: Any, plugin: Any) -> None:
+def _compile(accelerator: Any, engine: Any) -> None:
     """Compile the engine's module in place, fully or by its repeated blocks, if the Accelerator's plugin asks for it."""
+    plugin = accelerator.state.dynamo_plugin
     if plugin.backend.value == "NO":
         return
     options = plugin.to_kwargs()
     if options.pop("use_regional_compilation", plugin.use_regional_compilation):
-        compile_regions_deepspeed(engine.module, **options)
+        compile_by_regions(accelerator, engine.module, in_place=True, options=options)
     else:
         engine.compile(backend=options.pop("backend"), compile_kwargs=options)
 

@@ -8,9 +8,13 @@ import types
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
+from accelerate import Accelerator
+from accelerate.extensions.regional_compilation import regions
 from accelerate.hooks import ModelHook, add_hook_to_module
-from accelerate.modules import unwrap as regions
+from accelerate.modules.unwrap import extract_model_from_parallel, get_module_children_bottom_up, is_compiled_module
+from accelerate.utils import TorchDynamoPlugin
 
 
 class Block(nn.Module):
@@ -44,7 +48,7 @@ def test_regions_are_compiled_around_uncompiled_parents():
     assert regions.has_compiled_regions(compiled) and not regions.has_compiled_regions(net)
     assert compiled.shift is net.shift and compiled.forward.__self__ is compiled
     assert torch.equal(compiled(x), net(x))
-    names = [name for name, _ in regions.get_module_children_bottom_up(net.layers, return_fqns=True)]
+    names = [name for name, _ in get_module_children_bottom_up(net.layers, return_fqns=True)]
     assert names == ["0.linear", "0", "1.linear", "1", ""]
 
 
@@ -120,7 +124,7 @@ def test_containers_without_forward_are_not_compiled():
     net["weights"] = nn.ParameterList([nn.Parameter(torch.ones(1))])
     compiled = regions.compile_regions(net, backend="eager")
     assert isinstance(compiled["mixed"], nn.ModuleList)
-    assert regions.is_compiled_module(compiled["mixed"][1]) and compiled["mixed"][0] is compiled["blocks"][0]
+    assert is_compiled_module(compiled["mixed"][1]) and compiled["mixed"][0] is compiled["blocks"][0]
     assert compiled["weights"][0] is net["weights"][0]
 
 
@@ -135,10 +139,44 @@ def test_regions_compile_in_place(compile_in_place):
     assert compiled == ["embed", "layers.0", "layers.1"]
 
 
+def test_compilation_is_kept_or_taken_off(process_group):
+    net = nn.ModuleDict({"blocks": nn.ModuleList([nn.ReLU(), nn.ReLU()]), "head": nn.Linear(1, 1)})
+    compiled = regions.compile_regions(net, backend="eager")
+    for wrapped in (compiled, DistributedDataParallel(compiled)):
+        assert extract_model_from_parallel(wrapped) is compiled
+        assert extract_model_from_parallel(wrapped, keep_torch_compile=False) is net
+
+
+def test_regions_are_compiled_under_mixed_precision():
+    seen = []
+
+    class Block(nn.Module):
+        def forward(self, x):
+            return x
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(1, 1)
+            self.blocks = nn.ModuleList([Block(), Block()])
+
+        def forward(self, x):
+            seen.extend(type(block).__name__ for block in self.blocks)
+            return self.linear(x)
+
+    plugin = TorchDynamoPlugin(backend="eager", use_regional_compilation=True)
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16", dynamo_plugin=plugin)
+    model = Model()
+    compiled = accelerator.prepare(model)
+    assert compiled(torch.ones(1, 1)).dtype == torch.float32
+    assert seen == ["OptimizedModule"] * 2
+    assert accelerator.unwrap_model(compiled, keep_torch_compile=False) is model
+
+
 @pytest.mark.cold
 def test_asking_does_not_import_the_compiler():
     code = (
-        "import sys, torch; from accelerate.modules.unwrap import is_compiled_module, has_compiled_regions; "
+        "import sys, torch; from accelerate.utils import is_compiled_module, has_compiled_regions; "
         "m = torch.nn.Linear(1, 1); assert not is_compiled_module(m) and not has_compiled_regions(m); "
         "assert 'torch._dynamo.eval_frame' not in sys.modules"
     )
