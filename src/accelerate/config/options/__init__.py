@@ -25,7 +25,6 @@ _SWITCHED = list({spec.switch: spec for spec in strategies.specs() if spec.switc
 FEATURES: dict[str, Feature] = {
     **{spec.feature: Feature(spec.title, spec.switch) for spec in _SWITCHED},
     "parallelism": Feature("Parallelism along several dimensions", "use_parallelism_config"),
-    "fp8": Feature("FP8 training", "mixed_precision", wanted="fp8"),
     "machines": Feature("Launching on several machines", "num_machines", wanted=1),
 }
 
@@ -45,7 +44,6 @@ CHAPTERS: list[Chapter] = [
     ),
     Chapter("processes"),
     Chapter("precision"),
-    Chapter("fp8", when={"mixed_precision": ("fp8",)}),
     Chapter("other"),
 ]
 
@@ -103,7 +101,6 @@ NEEDS_DEVICES = {
 SECTIONS: dict[str, str | None] = {
     "dynamo_config": None,
     **{spec.section: spec.feature for spec in _SWITCHED if spec.section},
-    "fp8_config": "fp8",
     **{feature.section: name for name, feature in FEATURES.items() if feature.section},
     "parallelism_config": "parallelism",
 }

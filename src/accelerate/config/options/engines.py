@@ -1,4 +1,4 @@
-"""Options of some runs: the engines, FP8, several kinds of parallelism."""
+"""Options of some runs: FSDP, several kinds of parallelism, and one that DeepSpeed shares."""
 
 from functools import partial
 
@@ -10,7 +10,6 @@ from accelerate.base.constants import (
     FSDP_STATE_DICT_TYPE,
 )
 from accelerate.config.options.schema import (
-    BIT,
     LOWER,
     NOT_GIVEN,
     SEVERAL,
@@ -107,39 +106,6 @@ FSDP_OPTIONS = (
     ),
 )
 
-
-_fp8 = rows("FP8 Arguments", "fp8_", section="fp8_config", feature="fp8", env="ACCELERATE_FP8_*", key="*")
-_AO = {"fp8_backend": ("ao",)}
-_ao = partial(_fp8, default=True, style=BIT, when=_AO)
-_te = partial(_fp8, when={"fp8_backend": ("te",)})
-
-FP8_OPTIONS = (
-    _fp8("backend", "Library: torchao or Transformer Engine.", choices="ao te msamp", words="ao te"),
-    _te("use_autocast_during_eval", "Evaluate in FP8 too (te).", default=False, switch=True),
-    _te("margin", "Margin of the scaling factor, as a power of two (te).", default=0, check=at_least(0)),
-    _te("interval", "Steps between two computations of the scaling factor (te).", default=1, check=at_least(1)),
-    _te("format", "Number format of FP8 (te).", choices="HYBRID E4M3 E5M2", default="HYBRID", key="fp8_format"),
-    _te("amax_history_len", "How many past maxima the scaling looks at (te).", default=1024, check=at_least(1)),
-    _te("amax_compute_algo", "Which past maximum counts (te).", choices="max most_recent", default="most_recent"),
-    _te(
-        "override_linear_precision",
-        "Use higher precision in the forward pass, the input gradient, the weight gradient (te).",
-        type="bools",
-        default=(False, False, False),
-        env=None,
-        env_names=("ACCELERATE_FP8_OVERRIDE_FPROP", "ACCELERATE_FP8_OVERRIDE_DGRAD", "ACCELERATE_FP8_OVERRIDE_WGRAD"),
-    ),
-    _fp8(
-        "opt_level",
-        "Level of MS-AMP, which is not supported (msamp).",
-        choices="O1 O2",
-        default="O2",
-        when={"fp8_backend": ("msamp",)},
-    ),
-    _ao("enable_fsdp_float8_all_gather", "Let FSDP2 gather the weights in FP8 (ao).", when={**_AO, **_FSDP_2}),
-    _ao("pad_inner_dim", "Pad matrices to sizes FP8 can do (ao)."),
-)
-
 # Extensions add further values in their features.
 ENVIRONMENT_OPTION = rows("options")("compute_environment", "Where the run is.", flags=(), choices="LOCAL_MACHINE")
 
@@ -209,5 +175,6 @@ PARALLELISM_OPTIONS = (
 OPTIONS: tuple[Option, ...] = (
     GRADIENT_ACCUMULATION,
     *FSDP_OPTIONS,
-    *(*FP8_OPTIONS, ENVIRONMENT_OPTION, *PARALLELISM_OPTIONS),
+    ENVIRONMENT_OPTION,
+    *PARALLELISM_OPTIONS,
 )

@@ -68,7 +68,7 @@ class Option:
         offer: the value that Enter takes in the interview; None means `default`.
         optional: Enter leaves the option out of the file.
         check: returns the fault of an answer.
-        before: a row of the core, in front of which a row of an extension is listed; without it, at the end.
+        before: the row in front of which a row of an extension is listed; without it, at the end.
         spellings, file_key, variables: derived: the flags with underscores, then with hyphens; the key or None; all variables.
     """
 

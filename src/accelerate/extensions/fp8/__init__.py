@@ -17,6 +17,7 @@ SPEC = Spec(
     extension=f"{_FP8}:Fp8",
     attaches=_attaches,
     late=False,
+    options="accelerate.extensions.fp8.options",
     methods={name: f"{_FP8}:{name}" for name in ("_prepare_te", "_prepare_ao", "_prepare_msamp")},
     attributes={"fp8_backend": f"{_FP8}:fp8_backend"},
     handlers={
