@@ -29,16 +29,8 @@ class LaunchError(ValueError):
     """The request cannot be run as written; the command line answers it with one line and exit status 2."""
 
 
-class NotAvailableError(LaunchError, NotImplementedError):
-    """The request is understood, and nothing that is installed here can run it."""
-
-
 class MissingPackageError(LaunchError, ModuleNotFoundError):
     """A package that the request needs is not installed."""
-
-
-class MissingAccountError(LaunchError, OSError):
-    """The request needs an account of a provider, and names none."""
 
 
 class RunError(RuntimeError):

@@ -5,9 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from accelerate.extensions.machines import addresses
 from accelerate.extensions.machines import rendezvous as machine_rendezvous
 from accelerate.extensions.machines.rendezvous import MachineRendezvous
-from accelerate.launch import hardware
 from accelerate.launch.errors import LaunchError, RunError
 from accelerate.launch.plan import Rendezvous
 from accelerate.utils.other import get_free_port
@@ -104,7 +104,7 @@ def test_the_number_of_a_launcher_that_ended_while_it_waited_is_free(at, join):
 
 def test_launchers_without_a_number_get_one_each_and_keep_it(at, join, monkeypatch):
     first = at(0, machines=4)
-    monkeypatch.setattr(hardware, "is_this_machine", lambda host: False)
+    monkeypatch.setattr(addresses, "is_this_machine", lambda host: False)
     others = [at(None, machines=4), at(2, machines=4), at(None, machines=4)]
     all_well(join(first, *others))
     numbers = [other.machine for other in others]

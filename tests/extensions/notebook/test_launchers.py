@@ -10,9 +10,8 @@ import torch
 from accelerate.devices import table
 from accelerate.extensions.notebook import launchers
 from accelerate.extensions.notebook import processes as notebook
-from accelerate.extensions.notebook.launchers import debug_launcher, notebook_launcher
+from accelerate.extensions.notebook.launchers import NotAvailableError, debug_launcher, notebook_launcher
 from accelerate.extensions.notebook.launchers import test_launch as join_only
-from accelerate.launch.errors import NotAvailableError
 from accelerate.state import PartialState
 
 

@@ -10,7 +10,7 @@ from accelerate.base import _lazy
 from accelerate.base.constants import DEEPSPEED_MULTINODE_LAUNCHERS as DEEPSPEED_MULTINODE_LAUNCHERS
 from accelerate.config.enums import DistributedType
 from accelerate.config.options import BY_NAME
-from accelerate.launch.errors import LaunchError, MissingAccountError
+from accelerate.launch.errors import LaunchError
 from accelerate.launch.plan import Resolved, exports
 from accelerate.launch.resolve import merge
 from accelerate.launch.runners import module_of
@@ -18,6 +18,10 @@ from accelerate.runtime.ports import get_free_port, is_port_in_use
 from accelerate.runtime.ranks import DEFAULT_PORT
 
 __getattr__ = _lazy.aliases("accelerate.utils.launch")
+
+
+class MissingAccountError(LaunchError, OSError):
+    """The request needs an account of a provider, and names none."""
 
 
 def prepare_simple_launcher_cmd_env(args: argparse.Namespace) -> tuple[list[str], dict[str, str]]:

@@ -35,7 +35,8 @@ from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStore
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from accelerate.base._warn import printable
-from accelerate.launch import elastic, hardware
+from accelerate.extensions.machines import addresses
+from accelerate.launch import elastic
 from accelerate.launch.errors import LaunchError, RunError, endings_of, follows
 from accelerate.launch.plan import Rendezvous
 from accelerate.runtime.failure import MACHINES, PREEMPTED
@@ -101,9 +102,9 @@ class MachineRendezvous(StaticTCPRendezvous):
         self.heartbeat_timeout = float(meet.settings.get("heartbeat_timeout", 30))
         rank = meet.machine or 0
         super().__init__(self.host, self.port, rank, self.machines, "accelerate_machines", self.join_timeout)
-        address = hardware.local_address(self.host, self.port)
-        self.variables = hardware.gloo_variables(address)
-        self.may_host = meet.machine is None and hardware.is_this_machine(self.host)
+        address = addresses.local_address(self.host, self.port)
+        self.variables = addresses.gloo_variables(address)
+        self.may_host = meet.machine is None and addresses.is_this_machine(self.host)
         self.is_host = meet.machine == 0 or self.may_host
         self.machine = 0 if self.is_host else meet.machine
         self.record: State = {"machines": self.machines, "processes": processes, "restarts": restarts, "beat": 0}

@@ -3,7 +3,8 @@
 import contextlib
 from collections.abc import Mapping
 
-from accelerate.launch import hardware, runners
+from accelerate.extensions.machines import addresses
+from accelerate.launch import runners
 from accelerate.launch.errors import RunError
 from accelerate.launch.plan import LaunchPlan
 from accelerate.launch.runners import Process, local
@@ -14,8 +15,8 @@ BY = "by torch's elastic launcher on each machine"
 def process(plan: LaunchPlan, environment: Mapping[str, str]) -> Process:
     """Return what `run` starts on this machine."""
     with contextlib.suppress(RunError):  # the address may still be unknown on this machine; the run reports it
-        address = hardware.local_address(plan.rendezvous.host, plan.rendezvous.port)
-        environment = {**hardware.gloo_variables(address), **environment}
+        address = addresses.local_address(plan.rendezvous.host, plan.rendezvous.port)
+        environment = {**addresses.gloo_variables(address), **environment}
     return local.process(plan, environment)
 
 

@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Mapping
 from typing import Any
 
+from accelerate.extensions.machines.addresses import is_this_machine
 from accelerate.extensions.mpi.host_files import read_hosts
 from accelerate.launch import hardware, runners
 from accelerate.launch.errors import LaunchError
@@ -96,7 +97,7 @@ def _variables(plan: LaunchPlan, environment: Mapping[str, str], shares: Mapping
     if first == "localhost":  # which means nothing to other machines
         first = "127.0.0.1" if len(shares) == 1 else socket.gethostname()
     port = plan["main_process_port"] or DEFAULT_PORT
-    if not plan["main_process_port"] and (first == socket.gethostname() or hardware.is_this_machine(first)):
+    if not plan["main_process_port"] and (first == socket.gethostname() or is_this_machine(first)):
         with socket.create_server(("", 0)) as free:
             port = free.getsockname()[1]
     return {**variables, "MASTER_ADDR": str(plan["main_process_ip"] or first), "MASTER_PORT": str(port)}

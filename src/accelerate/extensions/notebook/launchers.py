@@ -14,7 +14,7 @@ from accelerate.base.constants import ELASTIC_LOG_LINE_PREFIX_TEMPLATE_PYTORCH_V
 from accelerate.base.environment import is_colab, patch_environment
 from accelerate.extensions.notebook import processes as notebook
 from accelerate.extensions.notebook.processes import MeetingError, Request, WorkerError, check
-from accelerate.launch.errors import NotAvailableError, WorkerFailure
+from accelerate.launch.errors import LaunchError, WorkerFailure
 
 __all__ = [
     "ELASTIC_LOG_LINE_PREFIX_TEMPLATE_PYTORCH_VERSION",
@@ -25,6 +25,10 @@ __all__ = [
     "notebook_launcher",
     "test_launch",
 ]
+
+
+class NotAvailableError(LaunchError, NotImplementedError):
+    """The request is understood, and nothing that is installed here can run it."""
 
 
 def test_launch() -> None:
