@@ -25,10 +25,11 @@ IMPORT = re.compile(r"^\s*from accelerate\.extensions(?:\.| import )(\w+)", re.M
 
 def signature_of(function: Callable[..., Any]) -> str:
     """Return the signature of a method whose function takes the Accelerator first, with `self` in its place."""
-    _, *parameters = inspect.signature(function).parameters.values()
+    signature = inspect.signature(inspect.unwrap(function))
+    _, *parameters = signature.parameters.values()
     receiver = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
     plain = [each.replace(default=...) if each.default is not each.empty else each for each in parameters]
-    return str(inspect.signature(function).replace(parameters=[receiver, *plain])).replace("Ellipsis", "...")
+    return str(signature.replace(parameters=[receiver, *plain])).replace("Ellipsis", "...")
 
 
 def methods() -> str:

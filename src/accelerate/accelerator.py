@@ -10,7 +10,6 @@ with the name of a method.
 import contextlib
 import copy
 import functools
-import inspect
 import operator
 import os
 import sys
@@ -29,7 +28,7 @@ from accelerate.base._lazy import front
 from accelerate.base.constants import PROFILE_PATTERN_NAME
 from accelerate.comm import operations
 from accelerate.comm.base import Communicator
-from accelerate.config.enums import DistributedType, DynamoBackend, LoggerType, RNGType
+from accelerate.config.enums import DistributedType, DynamoBackend, RNGType
 from accelerate.config.handlers import (
     AutocastKwargs,
     DistributedDataParallelKwargs,
@@ -54,8 +53,6 @@ from accelerate.process import Processes
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.strategies import mesh, registry
 from accelerate.strategies.base import Strategy
-from accelerate.trackers.base import GeneralTracker
-from accelerate.trackers.registry import filter_trackers
 from accelerate.training import gradients, metrics, setup
 from accelerate.training import prepare as preparation
 from accelerate.training.prepared import PreparedObjects
@@ -64,10 +61,11 @@ from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
 # What this module gives and does not hold itself.
 _HOMES = {
-    "accelerate.config.enums": "FP8BackendType",
+    "accelerate.config.enums": "FP8BackendType LoggerType",
     "accelerate.modules.unwrap": "model_has_dtensor",
     "accelerate.extensions.big_models.weights": "get_state_dict_offloaded_model",
-    "accelerate.trackers.registry": "LOGGER_TYPE_TO_CLASS",
+    "accelerate.trackers.base": "GeneralTracker",
+    "accelerate.trackers.registry": "LOGGER_TYPE_TO_CLASS filter_trackers",
     "accelerate.base.constants": (
         "DTENSOR_PYTORCH_VERSION FSDP2_PYTORCH_VERSION FSDP_PYTORCH_VERSION MODEL_NAME SAFE_WEIGHTS_INDEX_NAME "
         "SAFE_WEIGHTS_NAME SAFE_WEIGHTS_PATTERN_NAME SCALER_NAME WEIGHTS_INDEX_NAME WEIGHTS_NAME WEIGHTS_PATTERN_NAME"
@@ -108,22 +106,6 @@ def _replaceable(name: str) -> Callable[..., Any]:
     """Return a function of this module that libraries replace here, and that has the name of a method."""
     function: Callable[..., Any] = getattr(sys.modules[__name__], name)
     return function
-
-
-def _from_main_process(method: Callable[..., None]) -> Callable[..., None]:
-    """Make a method run on the main process alone, unless one of the trackers works on every rank."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        accelerator = args[0]
-        if accelerator.is_main_process or metrics.needs_every_rank(accelerator):
-            return method(*args, **kwargs)
-        return None
-
-    # The recorded signature is (*args, **kwargs); the source is that of the method.
-    signature = inspect.signature(run)
-    functools.update_wrapper(run, method)
-    run.__signature__ = signature  # type: ignore[attr-defined]  # for `inspect`
-    return run
 
 
 class Accelerator(Processes, ExtensionMethods):
@@ -234,7 +216,6 @@ class Accelerator(Processes, ExtensionMethods):
     _scales_loss = _derived(lambda self: traits_of(self.state.distributed_type).scales_loss)
     _window = _derived(lambda self: Window())
     _background = _derived(lambda self: imported("accelerate.checkpoint.background:Background")())
-    _finished_trackers = _derived(lambda self: [])
     _exact_accumulation = _derived(lambda self: self.gradient_state.plugin_kwargs.get("exact", False))
     _sync_each_batch = _derived(lambda self: self.gradient_state.plugin_kwargs.get("sync_each_batch", False))
     _cp_context = None
@@ -255,7 +236,7 @@ class Accelerator(Processes, ExtensionMethods):
         torch_tp_plugin: Any = None,
         megatron_lm_plugin: Any = None,
         rng_types: list[str | RNGType] | None = None,
-        log_with: str | LoggerType | GeneralTracker | list[str | LoggerType | GeneralTracker] | None = None,
+        log_with: Any = None,
         project_dir: str | os.PathLike[str] | None = None,
         project_config: ProjectConfiguration | None = None,
         gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
@@ -267,7 +248,8 @@ class Accelerator(Processes, ExtensionMethods):
         parallelism_config: ParallelismConfig | None = None,
     ) -> None:
         # 1. Arguments and environment become settings.
-        self.trackers: list[GeneralTracker] = []
+        self.trackers: list[Any] = []
+        self.log_with: list[Any] = [] if log_with is None else log_with
         self.project_configuration = setup.project(project_config, project_dir)
         if deepspeed_plugin is not None and deepspeed_plugins is not None:
             raise ValueError("Pass either deepspeed_plugin or deepspeed_plugins, not both.")
@@ -278,7 +260,6 @@ class Accelerator(Processes, ExtensionMethods):
         split = None if split_batches is _split_batches else split_batches
         self.dataloader_config = setup.loaders(dataloader_config, split)
         self.rng_types = setup.rng_types(rng_types)
-        self.log_with = filter_trackers(log_with, self.logging_dir)
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         # 2. Process, device, strategy and precision are decided in the shared state.
@@ -303,6 +284,8 @@ class Accelerator(Processes, ExtensionMethods):
             self.extensions = Extensions.of(self)
             if self.fp8_enabled:
                 self.extensions.require(["mixed_precision='fp8'"])
+            if self.log_with:
+                self.extensions.require(["log_with"])
 
     def _begin(self, accumulation: GradientAccumulationPlugin) -> None:
         """Set what belongs to gradients, to prepared and registered objects, and to checkpoints: none yet."""
@@ -1414,52 +1397,10 @@ class Accelerator(Processes, ExtensionMethods):
         """
         return _replaceable("skip_first_batches")(dataloader, num_batches=num_batches)
 
-    # -- tracking ------------------------------------------------------------------------------------------------
-
-    @_from_main_process
-    def init_trackers(
-        self,
-        project_name: str,
-        config: dict[str, Any] | None = None,
-        init_kwargs: dict[str, dict[str, Any]] | None = None,
-    ) -> None:
-        """Start the trackers that ``log_with`` named.
-
-        Not a collective.
-
-        Args:
-            project_name: The project, or run, under which they log.
-            config: Hyperparameters to store.
-            init_kwargs: For each tracker's name the arguments of its constructor.
-        """
-        metrics.init_trackers(self, project_name, config, init_kwargs)
-
-    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """Return a tracker that was started, after ``end_training()`` too.
-
-        Not a collective.
-
-        Args:
-            name: Its name, such as ``"tensorboard"``.
-            unwrap: Whether to return the library's own object.
-        """
-        return metrics.get_tracker(self, name, unwrap)
-
-    @_from_main_process
-    def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
-        """Log values to every running tracker.
-
-        Not a collective.
-
-        Args:
-            values: The values by name.
-            step: The step they belong to.
-            log_kwargs: For each tracker's name the arguments of its ``log``.
-        """
-        metrics.log(self, values, step, log_kwargs)
+    # -- the end -------------------------------------------------------------------------------------------------
 
     def end_training(self) -> None:
-        """Finish checkpoints and trackers, give signals back to their handlers, leave the process group.
+        """Finish extensions such as trackers, and checkpoints, and leave the process group.
 
         Collective: call on every rank, at the end.
         """
@@ -1468,7 +1409,6 @@ class Accelerator(Processes, ExtensionMethods):
         try:
             self.wait_for_checkpoint()
         finally:
-            metrics.finish(self)
             self.state.destroy_process_group()
 
 

@@ -16,14 +16,13 @@ if TYPE_CHECKING:
 
     from accelerate.checkpoint.background import Background
     from accelerate.comm.base import Communicator
-    from accelerate.config.enums import LoggerType, RNGType
+    from accelerate.config.enums import RNGType
     from accelerate.config.handlers import AutocastKwargs
     from accelerate.config.project import DataLoaderConfiguration
     from accelerate.extension import Extensions
     from accelerate.state import AcceleratorState, GradientState
     from accelerate.strategies.base import Strategy
     from accelerate.strategies.state_io import StateIO
-    from accelerate.trackers.base import GeneralTracker
     from accelerate.training.prepared import PreparedObjects
     from accelerate.training.window import Window
 
@@ -37,7 +36,6 @@ class TrainingRun(Run, Protocol):
         deepspeed_config: The configuration that the engine of DeepSpeed has; only there once an engine is prepared.
         _background: The checkpoint that is written in the background.
         _exact_accumulation: Whether a short accumulation step is divided by its real length.
-        _finished_trackers: Trackers that `end_training` has finished; they stay in `trackers`.
         _loaded_checkpoint: Location of the checkpoint that was loaded last, which automatic naming keeps.
         _scales_loss: Whether losses are divided by the length of an accumulation step here, and not by an engine.
         _sync_each_batch: Whether gradients are exchanged after every micro-batch.
@@ -54,16 +52,13 @@ class TrainingRun(Run, Protocol):
     deepspeed_engine_wrapped: Any
     flag_tensor: torch.Tensor | None
     has_lomo_optimizer: bool
-    log_with: list[str | LoggerType | GeneralTracker]
     native_amp: bool
     rng_types: list[str | RNGType]
     extensions: Extensions
     step: int
     step_scheduler_with_optimizer: bool
-    trackers: list[GeneralTracker]
     _background: Background
     _exact_accumulation: bool
-    _finished_trackers: list[GeneralTracker]
     _loaded_checkpoint: str | None
     _save_model_state_pre_hook: OrderedDict[int, Callable[..., None]]
     _scales_loss: bool
@@ -89,10 +84,6 @@ class TrainingRun(Run, Protocol):
     @property
     def is_main_process(self) -> bool:
         """Whether this is rank 0."""
-
-    @property
-    def logging_dir(self) -> str | None:
-        """The folder of the trackers."""
 
     @property
     def non_blocking(self) -> bool:

@@ -6,9 +6,8 @@ import pytest
 
 from accelerate import Accelerator, tracking
 from accelerate.config.enums import LoggerType
-from accelerate.extensions.trackers import libraries
+from accelerate.extensions.trackers import libraries, run
 from accelerate.trackers import base
-from accelerate.training import metrics
 
 
 def test_an_aim_run(library, tmp_path):
@@ -178,7 +177,7 @@ def test_some_trackers_need_every_rank():
     accelerator = Accelerator(cpu=True)
     for choice, needed in ((LoggerType.MLFLOW, False), (LoggerType.WANDB, True)):
         accelerator.log_with = [choice]
-        assert metrics.needs_every_rank(accelerator) is needed
+        assert run.needs_every_rank(accelerator) is needed
 
 
 @pytest.fixture

@@ -13,7 +13,11 @@ _CLASSES = {
     "swanlab": "SwanLabTracker",
     "trackio": "TrackioTracker",
 }
+_RUN = "accelerate.extensions.trackers.run"
 SPEC = Spec(
     "trackers",
+    extension=f"{_RUN}:Trackers",
+    attaches=lambda run: run.log_with != [],
+    methods={name: f"{_RUN}:{name}" for name in ("init_trackers", "get_tracker", "log")},
     trackers={name: f"accelerate.extensions.trackers.libraries:{tracker}" for name, tracker in _CLASSES.items()},
 )

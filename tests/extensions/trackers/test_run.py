@@ -1,12 +1,12 @@
-"""The trackers of an Accelerator, and gather_for_metrics at the end of a loader, whatever it is given."""
+"""The trackers of an Accelerator."""
 
 import pytest
 import torch
 
 from accelerate import Accelerator
+from accelerate.extensions.trackers import run
 from accelerate.trackers import registry
 from accelerate.trackers.base import GeneralTracker
-from accelerate.training import metrics
 
 
 def test_a_tracker_that_has_started_is_finished_where_the_next_one_fails():
@@ -71,7 +71,7 @@ class Failing(Recording):
 @pytest.fixture(autouse=True)
 def known(monkeypatch):
     known = {tracker.name: tracker for tracker in (Recording, Local, Failing)}
-    monkeypatch.setattr(metrics, "LOGGER_TYPE_TO_CLASS", {**registry.LOGGER_TYPE_TO_CLASS, **known})
+    monkeypatch.setattr(run, "LOGGER_TYPE_TO_CLASS", {**registry.LOGGER_TYPE_TO_CLASS, **known})
 
 
 @pytest.fixture
@@ -141,15 +141,6 @@ def test_whether_every_rank_is_needed(make):
     class Everywhere(Recording):
         main_process_only = False
 
-    assert not metrics.needs_every_rank(make())
-    assert not metrics.needs_every_rank(make("recording"))
-    assert metrics.needs_every_rank(make("recording", Everywhere()))
-
-
-@pytest.mark.parametrize("as_objects", [False, True])
-@pytest.mark.parametrize("value", [torch.arange(5), [1, 2, 3, 4, 5], (1, 2, 3, 4, 5)])
-def test_a_filled_up_last_batch_is_cut_on_one_process_too(value, as_objects):
-    # Evaluation loops repeat a loss to the full batch size, and count on this.
-    accelerator = Accelerator(cpu=True)
-    loader = accelerator.prepare(torch.utils.data.DataLoader(torch.arange(13), batch_size=5))
-    assert [len(accelerator.gather_for_metrics(value, use_gather_object=as_objects)) for _ in loader] == [5, 5, 3]
+    assert not run.needs_every_rank(make())
+    assert not run.needs_every_rank(make("recording"))
+    assert run.needs_every_rank(make("recording", Everywhere()))
