@@ -61,11 +61,9 @@ from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
 # What this module gives and does not hold itself.
 _HOMES = {
-    "accelerate.config.enums": "FP8BackendType LoggerType",
+    "accelerate.config.enums": "FP8BackendType",
     "accelerate.modules.unwrap": "model_has_dtensor",
     "accelerate.extensions.big_models.weights": "get_state_dict_offloaded_model",
-    "accelerate.trackers.base": "GeneralTracker",
-    "accelerate.trackers.registry": "LOGGER_TYPE_TO_CLASS filter_trackers",
     "accelerate.base.constants": (
         "DTENSOR_PYTORCH_VERSION FSDP2_PYTORCH_VERSION FSDP_PYTORCH_VERSION MODEL_NAME SAFE_WEIGHTS_INDEX_NAME "
         "SAFE_WEIGHTS_NAME SAFE_WEIGHTS_PATTERN_NAME SCALER_NAME WEIGHTS_INDEX_NAME WEIGHTS_NAME WEIGHTS_PATTERN_NAME"
@@ -1400,7 +1398,7 @@ class Accelerator(Processes, ExtensionMethods):
     # -- the end -------------------------------------------------------------------------------------------------
 
     def end_training(self) -> None:
-        """Finish extensions such as trackers, and checkpoints, and leave the process group.
+        """Finish checkpoints and extensions (trackers, say), and leave the process group.
 
         Collective: call on every rank, at the end.
         """

@@ -229,7 +229,6 @@ class Spec:
         schedulers: Modules that read what a scheduler says of a run, see `runtime.ranks.schedulers`: by each variable that it sets.
         started: ``"module:function"`` that each process, a single one too, calls with its state, once it has its rank and device: by the
             option that asks for it.
-        trackers: ``"module:Class"`` of the trackers that ``log_with`` names, by name. Not in other packages.
         process: ``"module:Class"`` of a `runtime.peers.ProcessExtension`, for processes that work together with others.
         tensor_kinds: ``"module:Class"`` of each `modules.tensor_kinds.TensorKind`.
         storage: ``"module:Class"`` of a `checkpoint.storage.CheckpointStorage` for locations that are URLs.
@@ -250,7 +249,6 @@ class Spec:
     runners: Mapping[str, str] = field(default_factory=dict)
     schedulers: Mapping[str, str] = field(default_factory=dict)
     started: Mapping[str, str] = field(default_factory=dict)
-    trackers: Mapping[str, str] = field(default_factory=dict)
     process: str = ""
     tensor_kinds: tuple[str, ...] = ()
     storage: str = ""
@@ -308,11 +306,11 @@ def third_parties() -> tuple[Spec, ...]:
     """Return the specs of other packages, the entry points of the group `GROUP`; ImportError names one that cannot be imported."""
     added: tuple[Spec, ...] = of_other_packages(GROUP, "extension")
     for spec in added:
-        for field_name in ("strategies", "options", "trackers"):
+        for field_name in ("strategies", "options"):
             if getattr(spec, field_name):
                 raise ValueError(
                     f"The extension {spec.name!r} of another package has {field_name}, which only folders of accelerate.extensions may have. "
-                    "Register a strategy and its options under the entry points 'accelerate.backends', a tracker with register_tracker_class."
+                    "Register a strategy and its options under the entry points 'accelerate.backends'."
                 )
     return added
 

@@ -25,7 +25,7 @@ LAYERS: list[str] = [
     "runtime.run runtime.call_site runtime.peers runtime.permutation process state",
     "logging modules precision optimizer scheduler",
     "strategies.mesh strategies.consistency strategies.shard strategies.fsdp",
-    "data trackers",
+    "data",
     "checkpoint checkpointing utils.fsdp_utils",
     "strategies",
     "training accelerator",

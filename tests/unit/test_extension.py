@@ -210,7 +210,7 @@ def test_a_spec_that_cannot_be_imported_is_named(monkeypatch):
         extension.third_parties.__wrapped__()
 
 
-@pytest.mark.parametrize("fields", [{"strategies": (1,)}, {"options": "m"}, {"trackers": {"x": "m:X"}}])
+@pytest.mark.parametrize("fields", [{"strategies": (1,)}, {"options": "m"}])
 def test_what_another_package_cannot_add_is_refused(monkeypatch, fields):
     point = SimpleNamespace(name="other", value="other:SPEC", load=lambda: Spec("other", **fields))
     monkeypatch.setattr(extension, "_entry_points", lambda: SimpleNamespace(select=lambda group: [point]))

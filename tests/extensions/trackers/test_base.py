@@ -2,7 +2,7 @@
 
 import pytest
 
-from accelerate.trackers.base import GeneralTracker
+from accelerate.extensions.trackers.base import GeneralTracker
 
 
 def test_missing_definitions_are_listed():

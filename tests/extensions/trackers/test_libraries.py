@@ -6,8 +6,7 @@ import pytest
 
 from accelerate import Accelerator, tracking
 from accelerate.config.enums import LoggerType
-from accelerate.extensions.trackers import libraries, run
-from accelerate.trackers import base
+from accelerate.extensions.trackers import base, libraries, run
 
 
 def test_an_aim_run(library, tmp_path):

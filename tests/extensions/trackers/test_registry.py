@@ -3,8 +3,8 @@
 import pytest
 
 from accelerate.config.enums import LoggerType
-from accelerate.trackers import registry
-from accelerate.trackers.base import GeneralTracker
+from accelerate.extensions.trackers import registry
+from accelerate.extensions.trackers.base import GeneralTracker
 
 
 class Own(GeneralTracker):

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from accelerate import Accelerator
-from accelerate.extensions.trackers import run
-from accelerate.trackers import registry
-from accelerate.trackers.base import GeneralTracker
+from accelerate.extensions.trackers import registry, run
+from accelerate.extensions.trackers.base import GeneralTracker
 
 
 def test_a_tracker_that_has_started_is_finished_where_the_next_one_fails():

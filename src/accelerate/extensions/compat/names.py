@@ -45,7 +45,8 @@ HOMES: dict[str, str] = {
     "accelerate.scheduler": "AcceleratedScheduler",
     "accelerate.state": "AcceleratorState GradientState PartialState",
     "accelerate.test_utils.testing": "execute_subprocess_async path_in_accelerate_package",
-    "accelerate.trackers.registry": "_available_trackers logger",
+    "accelerate.extensions.trackers.registry": "_available_trackers logger",
+    "accelerate.tracking": "GeneralTracker LOGGER_TYPE_TO_CLASS filter_trackers",
     "accelerate.utils.dataclasses": (
         "AORecipeKwargs AutocastKwargs BnbQuantizationConfig ComputeEnvironment CustomDtype DeepSpeedPlugin "
         "DistributedDataParallelKwargs DistributedType DynamoBackend FP8BackendType FP8RecipeKwargs "
@@ -116,12 +117,12 @@ NAMES: dict[str, str] = {
     "accelerate.accelerator": (
         "AORecipeKwargs AcceleratedOptimizer AcceleratedScheduler DataLoaderDispatcher DeepSpeedPlugin "
         "DistributedDataParallelKwargs FP8RecipeKwargs FullyShardedDataParallelPlugin GradScalerKwargs "
-        "InitProcessGroupKwargs MSAMPRecipeKwargs MegatronLMPlugin PartialState PrecisionType TERecipeKwargs "
-        "TorchTensorParallelPlugin _attach_context_parallel_hooks "
+        "GeneralTracker InitProcessGroupKwargs LOGGER_TYPE_TO_CLASS LoggerType MSAMPRecipeKwargs MegatronLMPlugin PartialState "
+        "PrecisionType TERecipeKwargs TorchTensorParallelPlugin _attach_context_parallel_hooks "
         "_refuse_recurrent_layers_under_sequence_parallelism apply_fp8_autowrap check_os_kernel "
         "clean_state_dict_for_safetensors compare_versions compile_regions compile_regions_deepspeed "
         "compile_regions_fsdp2 convert_model convert_outputs_to_fp32 ensure_weights_retied "
-        "extract_model_from_parallel fsdp2_apply_ac fsdp2_switch_optimizer_parameters gather gather_object "
+        "extract_model_from_parallel filter_trackers fsdp2_apply_ac fsdp2_switch_optimizer_parameters gather gather_object "
         "get_fsdp2_grad_scaler get_grad_scaler get_mixed_precision_context_manager get_model_tp_size "
         "get_pretty_name has_offloaded_params is_bf16_available is_bitsandbytes_multi_backend_available "
         "is_compiled_module is_deepspeed_available is_lomo_available is_megatron_lm_available is_mlu_available "

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from accelerate.trackers.base import PUBLIC_PATH, GeneralTracker, on_main_process
+from accelerate.extensions.trackers.base import PUBLIC_PATH, GeneralTracker, on_main_process
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from accelerate.config.enums import LoggerType
 from accelerate.extension import Extension
-from accelerate.trackers.base import GeneralTracker
-from accelerate.trackers.registry import LOGGER_TYPE_TO_CLASS, filter_trackers
+from accelerate.extensions.trackers.base import GeneralTracker
+from accelerate.extensions.trackers.registry import LOGGER_TYPE_TO_CLASS, filter_trackers
 
 logger = logging.getLogger(__name__)
 

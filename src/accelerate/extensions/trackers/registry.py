@@ -8,20 +8,30 @@ from typing import Any
 
 from accelerate.base import _lazy, imports
 from accelerate.config.enums import LoggerType
-from accelerate.extension import imported, specs
-from accelerate.trackers.base import GeneralTracker
+from accelerate.extensions.trackers import libraries
+from accelerate.extensions.trackers.base import GeneralTracker
 
 logger = logging.getLogger(__name__)
 
 LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {
-    name: imported(address) for spec in specs() for name, address in spec.trackers.items()
+    tracker.name: tracker
+    for tracker in (
+        libraries.AimTracker,
+        libraries.CometMLTracker,
+        libraries.MLflowTracker,
+        libraries.TensorBoardTracker,
+        libraries.WandBTracker,
+        libraries.ClearMLTracker,
+        libraries.DVCLiveTracker,
+        libraries.SwanLabTracker,
+        libraries.TrackioTracker,
+    )
 }
 
-# Whether the library of each tracker of an extension is installed, in the order of "all"; a registered tracker answers for itself.
+# Whether the library of each tracker is installed, in the order of "all"; a registered tracker answers for itself.
 _AVAILABLE: dict[str, Callable[[], bool]] = {
     name: getattr(imports, f"is_{name}_available")
     for name in ["tensorboard", "wandb", "comet_ml", "aim", "mlflow", "clearml", "dvclive", "swanlab", "trackio"]
-    if name in LOGGER_TYPE_TO_CLASS
 }
 
 Choice = str | LoggerType | GeneralTracker

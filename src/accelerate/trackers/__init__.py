@@ -1,1 +1,0 @@
-"""Experiment trackers: the contract, and the registry of their names."""
