@@ -282,8 +282,6 @@ class Accelerator(Processes, ExtensionMethods):
             self.extensions = Extensions.of(self)
             if self.fp8_enabled:
                 self.extensions.require(["mixed_precision='fp8'"])
-            if self.log_with:
-                self.extensions.require(["log_with"])
 
     def _begin(self, accumulation: GradientAccumulationPlugin) -> None:
         """Set what belongs to gradients, to prepared and registered objects, and to checkpoints: none yet."""

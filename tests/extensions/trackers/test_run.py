@@ -1,5 +1,9 @@
 """The trackers of an Accelerator."""
 
+import pickle
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -143,3 +147,50 @@ def test_whether_every_rank_is_needed(make):
     assert not run.needs_every_rank(make())
     assert not run.needs_every_rank(make("recording"))
     assert run.needs_every_rank(make("recording", Everywhere()))
+
+
+def test_trackers_that_a_program_assigns_are_finished():
+    accelerator, own = Accelerator(cpu=True), Recording()
+    accelerator.trackers = [own]
+    accelerator.end_training()
+    assert own.events[1:] == ["finish"]
+
+
+def test_a_copy_in_another_process_logs_and_finishes():
+    accelerator = Accelerator(cpu=True, log_with=Recording())
+    accelerator.init_trackers("project")
+    copy = pickle.loads(pickle.dumps(accelerator))
+    copy.log({"a": 1})
+    copy.end_training()
+    copy.prepare(torch.nn.Linear(1, 1))  # asks for the extensions of the copy
+    copy.end_training()
+    assert [tracker.events[1:] for tracker in copy.trackers] == [["start", ({"a": 1}, None, {}), "finish"]]
+    assert [type(tracker) for tracker in copy.log_with] == [Recording]
+    assert accelerator.trackers[0].events[1:] == ["start"]
+
+
+def test_methods_are_replaced_and_overridden_as_others(monkeypatch):
+    class Doubling(Accelerator):
+        def log(self, values, **kwargs):
+            super().log({name: 2 * value for name, value in values.items()}, **kwargs)
+
+    accelerator = Doubling(cpu=True, log_with=Recording())
+    accelerator.init_trackers("project")
+    accelerator.log({"a": 1}, step=3)
+    assert accelerator.trackers[0].events[-1] == ({"a": 2}, 3, {})
+    logged = []
+    with monkeypatch.context() as patch:
+        patch.setattr(Accelerator, "log", lambda self, values, **kwargs: logged.append(values))
+        accelerator.log({"a": 3})
+    accelerator.log({"a": 4})
+    assert logged == [{"a": 6}] and accelerator.trackers[0].events[-1][0] == {"a": 8}
+    assert pickle.loads(pickle.dumps(Accelerator(cpu=True).get_tracker)).__name__ == "get_tracker"
+
+
+def test_nothing_of_trackers_is_imported_without_them():
+    program = (
+        "import sys; from accelerate import Accelerator; Accelerator(cpu=True).end_training(); "
+        "print([name for name in sys.modules if name.startswith('accelerate.extensions.trackers.')])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines() == ["['accelerate.extensions.trackers.extension']"], done.stderr

@@ -5,7 +5,7 @@ from accelerate.extension import Spec
 _RUN = "accelerate.extensions.trackers.run"
 SPEC = Spec(
     "trackers",
-    extension=f"{_RUN}:Trackers",
-    attaches=lambda run: run.log_with != [],
+    extension="accelerate.extensions.trackers.extension:Trackers",
+    attaches=lambda run: True,
     methods={name: f"{_RUN}:{name}" for name in ("init_trackers", "get_tracker", "log")},
 )

@@ -1,7 +1,6 @@
-"""What a run does with its trackers: it starts them, logs to them, gives them out and finishes them.
+"""What a run does with its trackers: it starts them, logs to them and gives them out.
 
-A run must not die of its tracker: what goes wrong while it logs or finishes is a warning. What goes wrong while a tracker
-starts is an error, because then nothing is lost yet. The lists `log_with` and `trackers` are the Accelerator's: programs read and assign them.
+What goes wrong while a tracker logs or finishes is a warning. What goes wrong while it starts is an error, because then nothing is lost yet.
 """
 
 import functools
@@ -11,35 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 from accelerate.config.enums import LoggerType
-from accelerate.extension import Extension
 from accelerate.extensions.trackers.base import GeneralTracker
-from accelerate.extensions.trackers.registry import LOGGER_TYPE_TO_CLASS, filter_trackers
+from accelerate.extensions.trackers.extension import Trackers, guarded, running, without
+from accelerate.extensions.trackers.registry import LOGGER_TYPE_TO_CLASS
 
 logger = logging.getLogger(__name__)
-
-
-class Trackers(Extension):
-    """Reads `log_with`, and finishes the trackers of a run. It has no state, so it does no harm to have it twice."""
-
-    order = 90  # others may log as they end
-
-    @property
-    def serves(self) -> tuple[str, ...]:
-        """The argument of the Accelerator."""
-        return ("log_with",)
-
-    @classmethod
-    def attach(cls, run: Any) -> "Trackers":
-        """Replace `log_with` by the list of usable trackers; ValueError for an unknown one."""
-        run.log_with = filter_trackers(run.log_with, run.logging_dir)
-        return cls(run)
-
-    def ended(self) -> None:
-        """Finish every tracker that runs. They stay in ``accelerator.trackers``, for questions to a finished run."""
-        run = self.run
-        for tracker in _running(run):
-            _guarded(tracker, "finish", tracker.finish)
-        run._finished_trackers = list(run.trackers)
 
 
 def needs_every_rank(run: Any) -> bool:
@@ -81,7 +56,7 @@ def init_trackers(
         config: Hyperparameters to store.
         init_kwargs: For each tracker's name the arguments of its constructor.
     """
-    _attach_once(accelerator)
+    _attach(accelerator)
     options = init_kwargs or {}
     trackers = []
     for choice in accelerator.log_with:
@@ -94,11 +69,11 @@ def init_trackers(
     if unknown:
         # Scripts pass settings for every tracker they know, and choose one of them on the command line.
         logger.info("init_trackers got settings for %s, which this run does not use.", sorted(unknown))
-    running = _running(accelerator)
-    for tracker in _without(running, trackers):
-        _guarded(tracker, "finish", tracker.finish)
-    new = _without(trackers, running)
-    accelerator.trackers, accelerator._finished_trackers = _without(trackers, new), []
+    already = running(accelerator)
+    for tracker in without(already, trackers):
+        guarded(tracker, "finish", tracker.finish)
+    new = without(trackers, already)
+    accelerator.trackers, accelerator._finished_trackers = without(trackers, new), []
     for tracker in new:
         tracker.start()
         accelerator.trackers.append(tracker)  # at once: where the next one fails, `end_training` finishes this one
@@ -117,6 +92,7 @@ def get_tracker(accelerator: Any, name: str, unwrap: bool = False) -> Any:
         name: Its name, such as ``"tensorboard"``.
         unwrap: Whether to return the library's own object.
     """
+    _attach(accelerator)
     if not accelerator.trackers:
         return GeneralTracker(_blank=True)
     for tracker in accelerator.trackers:
@@ -139,14 +115,14 @@ def log(
         step: The step they belong to.
         log_kwargs: For each tracker's name the arguments of its ``log``.
     """
-    _attach_once(accelerator)
+    _attach(accelerator)
     options = log_kwargs or {}
     for tracker in accelerator.trackers:
-        _guarded(tracker, "log", tracker.log, dict(values), step=step, **(options.get(tracker.name) or {}))
+        guarded(tracker, "log", tracker.log, dict(values), step=step, **(options.get(tracker.name) or {}))
 
 
-def _attach_once(run: Any) -> None:
-    # A copy of a run in another process has no extensions, and a program may assign `log_with` or `trackers` later.
+def _attach(run: Any) -> None:
+    """Let `end_training` finish the trackers also in a copy of the run, which has no extensions."""
     if not run.extensions.of_kind(Trackers):
         run.extensions.add(Trackers(run))
 
@@ -156,22 +132,3 @@ def _class_of(choice: Any) -> Any:
     if isinstance(choice, GeneralTracker):
         return choice
     return LOGGER_TYPE_TO_CLASS[choice.value if isinstance(choice, LoggerType) else choice]
-
-
-def _running(run: Any) -> list[GeneralTracker]:
-    """Return the trackers that are not finished."""
-    return _without(run.trackers, getattr(run, "_finished_trackers", []))
-
-
-def _without(trackers: list[GeneralTracker], others: list[GeneralTracker]) -> list[GeneralTracker]:
-    return [tracker for tracker in trackers if not any(tracker is other for other in others)]
-
-
-def _guarded(tracker: GeneralTracker, what: str, call: Any, *args: Any, **kwargs: Any) -> None:
-    try:
-        call(*args, **kwargs)
-    except Exception as error:
-        message = (
-            f"The tracker {tracker.name!r} failed in `{what}`; training continues. {type(error).__name__}: {error}"
-        )
-        logger.warning(message, exc_info=logger.isEnabledFor(logging.DEBUG))
