@@ -14,7 +14,7 @@ import operator
 import os
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -699,33 +699,6 @@ class Accelerator(Processes, ExtensionMethods):
             ...     accelerator.backward(loss)
         """
         return gradients.trigger_sync(model)
-
-    def join_uneven_inputs(
-        self, joinables: Sequence[Any], even_batches: bool | None = None
-    ) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which ranks may have different numbers of batches.
-
-        Collective: call on every rank.
-
-        Args:
-            joinables: The prepared models (or other ``torch.distributed.algorithms.Joinable``).
-            even_batches: Overrides ``even_batches`` of the prepared loaders inside the context.
-
-        Inside, gradients are exchanged after every micro-batch, and ranks that have ended add zeros to the averages, so an
-        accumulation step in which some end counts by the share of ranks that close it. ``num_items`` is refused.
-        Several models may share a loss: their gradients are exchanged after each backward pass, without ``comm_hook``.
-
-        Example:
-            >>> accelerator = Accelerator(cpu=True)
-            >>> model, loader = accelerator.prepare(torch.nn.Linear(1, 1), torch.utils.data.DataLoader(torch.ones(3, 1)))
-            >>> with accelerator.join_uneven_inputs([model]):  # on one process there is nothing to join
-            ...     for batch in loader:
-            ...         accelerator.backward(model(batch).sum())
-
-        Source:
-            https://docs.pytorch.org/docs/stable/distributed.algorithms.join.html
-        """
-        return gradients.join_uneven(self, joinables, even_batches)
 
     def backward(self, loss: torch.Tensor, *, num_items: Any = None, **kwargs: Any) -> None:
         """Run the backward pass, with the loss scaled for accumulation and for float16.

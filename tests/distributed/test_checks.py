@@ -2,7 +2,7 @@
 
 import pytest
 
-TRAINING = "check_training.py check_wrappers.py check_prepare.py check_watching.py"
+TRAINING = "check_training.py check_uneven_inputs.py check_wrappers.py check_prepare.py check_watching.py"
 PIPELINE = "check_pipeline.py"
 STATES = "check_operations.py check_processes.py"
 LOADERS = "check_loaders.py check_active_loader.py check_orders.py check_streams.py check_metrics_property.py"

@@ -116,6 +116,8 @@ def test_two_processes_on_one_gpu_over_nccl_are_errors_that_name_the_way_out(lau
 
 
 @two_gpus
-@pytest.mark.parametrize("script", ["check_prepare.py", "check_training.py", "check_operations.py"])
+@pytest.mark.parametrize(
+    "script", ["check_prepare.py", "check_training.py", "check_uneven_inputs.py", "check_operations.py"]
+)
 def test_two_gpus_over_nccl(launch, script):
     assert "ok" in launch("several.py", script, processes=2, cpu=False).stdout

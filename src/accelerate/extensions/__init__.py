@@ -43,6 +43,7 @@ TABLE = (
     "to_fsdp2",
     "tpu",
     "trackers",
+    "uneven_inputs",
     "warm_start",
     "xla",
     "mpi",

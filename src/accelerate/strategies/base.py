@@ -99,13 +99,6 @@ class Strategy:
         """Return a context in which backward passes keep gradients on their rank. Not a collective."""
         return contextlib.nullcontext()
 
-    def join(self, joinables: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which ranks may run out of batches at different steps.
-
-        Collective: call on every rank.
-        """
-        return contextlib.nullcontext()
-
     def make_scaler(self, accelerator: Run, handler: GradScalerKwargs | None) -> Any | None:
         """Return the gradient scaler of the precision in force, or None. Not a collective."""
         return amp.make_scaler(accelerator.device.type, precision(accelerator.mixed_precision), handler)

@@ -13,7 +13,6 @@ from accelerate.config.enums import DDPCommunicationHookType
 from accelerate.modules.unwrap import extract_model_from_parallel
 from accelerate.runtime import torch_private
 from accelerate.runtime.run import Run
-from accelerate.strategies import joined
 from accelerate.strategies.base import Strategy
 
 # In `Prepared.logged`: the hooks of the prepared models were checked.
@@ -65,10 +64,6 @@ class DataParallel(Strategy):
         hold = getattr(model, "no_sync", None)
         learns_graph = getattr(model, "static_graph", False) and not model._static_graph_delay_allreduce_enqueued
         return contextlib.nullcontext() if hold is None or learns_graph else hold()
-
-    def join(self, joinables: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
-        """Return torch's Join context over the wrapped models; several are one joinable in it."""
-        return joined.join(joinables)
 
 
 def _warn_of_hooks(models: Sequence[nn.Module]) -> None:

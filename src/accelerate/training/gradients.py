@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accelerate.base._warn import warn_user
-from accelerate.comm.in_step import uneven_ends
+from accelerate.comm.in_step import ends_are_uneven
 from accelerate.config.strategies import traits_of
 from accelerate.modules.unwrap import is_compiled_module
 from accelerate.optimizer import AcceleratedOptimizer
@@ -60,7 +60,7 @@ class Accumulation:
         elif synchronise and window.micro_batches < state.num_steps and not window.items.counted:
             _short_window(accelerator, self.models)
         # A rank whose loader ends ends its accumulation step there, while the others' may be open: all have to communicate then.
-        if not synchronise and not window.joining and not _syncs_each(accelerator, self.num_items is not None):
+        if not synchronise and not ends_are_uneven() and not _syncs_each(accelerator, self.num_items is not None):
             strategy = accelerator._strategy
             if strategy.synchronises:
                 self.held = contextlib.ExitStack()
@@ -170,7 +170,7 @@ def _check_items(accelerator: TrainingRun, num_items: Any) -> None:
             f"num_items={num_items!r} is not possible with {accelerator.distributed_type}, whose engine divides each loss by "
             "gradient_accumulation_steps. Omit num_items."
         )
-    if window.joining:
+    if ends_are_uneven():
         raise ValueError(
             f"num_items={num_items!r} was given inside join_uneven_inputs. Items are counted over all ranks, and here some "
             "may have no batches left. Use even_batches=True without join_uneven_inputs, or omit num_items."
@@ -308,43 +308,6 @@ def trigger_sync(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         inner.require_backward_grad_sync, inner.require_forward_param_sync = before
-
-
-@contextlib.contextmanager
-def join_uneven(accelerator: TrainingRun, joinables: Sequence[Any], even_batches: bool | None) -> Iterator[None]:
-    """Let ranks run out of batches at different steps, with the loaders' ``even_batches`` overridden meanwhile.
-
-    Ranks that have ended add zeros to the averages. So an accumulation step in which some end counts less, by the share of ranks
-    that close it; gradients are exchanged after every micro-batch, because accumulation steps end at different times.
-    """
-    row = traits_of(accelerator.distributed_type)
-    if not row.joins_uneven_inputs:
-        if row.distributed:
-            kind = accelerator.distributed_type
-            warn_user(f"join_uneven_inputs does nothing with {kind}: it needs data parallelism.")
-        yield
-        return
-    overridden: list[tuple[Any, bool]] = []
-    if even_batches is not None:
-        for loader in accelerator._dataloaders:
-            sampler = getattr(loader, "batch_sampler", None)
-            if sampler is None or not hasattr(sampler, "even_batches"):
-                warn_user(
-                    f"even_batches={even_batches} does not reach a prepared {type(loader).__name__}: only map-style "
-                    "datasets are sharded by batch. Its batches stay as they are."
-                )
-            else:
-                overridden.append((sampler, sampler.even_batches))
-                sampler.even_batches = even_batches
-    window = accelerator._window
-    window.joining = True
-    try:
-        with uneven_ends(), accelerator._strategy.join(joinables):
-            yield
-    finally:
-        window.joining = False
-        for sampler, before in overridden:
-            sampler.even_batches = before
 
 
 def lomo_backward(accelerator: TrainingRun, loss: torch.Tensor, learning_rate: float | None) -> None:

@@ -80,7 +80,6 @@ class Window:
         factor: What the loss of the current micro-batch is multiplied by; None stands for 1/N.
         items: The mean over items, where micro-batches come with ``num_items``.
         warned: Whether the note about short accumulation steps was given.
-        joining: Whether ranks may run out of batches, and end accumulation steps at different times.
         held: Sharded models whose unsharded gradients a strategy keeps next to the shards, where nothing can be rescaled, by id.
     """
 
@@ -90,7 +89,6 @@ class Window:
     factor: float | None = None
     items: ItemMean = field(default_factory=ItemMean)
     warned: bool = False
-    joining: bool = False
     held: frozenset[int] = frozenset()
 
     def begin(self) -> None:

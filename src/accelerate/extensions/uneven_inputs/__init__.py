@@ -1,0 +1,8 @@
+"""Training on ranks with different numbers of batches: `join_uneven_inputs`."""
+
+from accelerate.extension import Spec
+
+SPEC = Spec(
+    "uneven_inputs",
+    methods={"join_uneven_inputs": "accelerate.extensions.uneven_inputs.context:join_uneven_inputs"},
+)
