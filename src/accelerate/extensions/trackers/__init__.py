@@ -1,4 +1,4 @@
-"""Experiment trackers: those of nine libraries, which `log_with` names, and custom ones."""
+"""Experiment trackers, built-in and custom."""
 
 from accelerate.extension import Spec
 

@@ -84,7 +84,9 @@ def init_trackers(
 
 
 def get_tracker(accelerator: Any, name: str, unwrap: bool = False) -> Any:
-    """Return a tracker that was started, after ``end_training()`` too; on a rank without trackers one that does nothing.
+    """Return a started tracker.
+
+    It can be asked after ``end_training()``, too. A rank without trackers gets one that does nothing.
 
     Not a collective.
 

@@ -1,4 +1,4 @@
-"""Training on ranks with different numbers of batches: `join_uneven_inputs`."""
+"""Ranks with different numbers of batches."""
 
 from accelerate.extension import Spec
 
