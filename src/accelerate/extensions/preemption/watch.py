@@ -32,7 +32,6 @@ from accelerate.extension import Extension
 from accelerate.extensions.preemption.workers import masked_start
 from accelerate.runtime import torch_private
 from accelerate.runtime.failure import PREEMPTED
-from accelerate.training import metrics
 from accelerate.training.run import TrainingRun
 
 try:
@@ -67,6 +66,15 @@ class Preempted(SystemExit):
         super().__init__(code)
         self.location = location
         self.number = number
+
+
+def _finish_trackers(accelerator: TrainingRun) -> None:
+    try:
+        from accelerate.extensions.trackers.extension import Trackers
+    except ModuleNotFoundError:  # that extension was deleted
+        return
+    for trackers in accelerator.extensions.of_kind(Trackers):
+        trackers.ended()
 
 
 def is_watching() -> bool:
@@ -292,7 +300,7 @@ class Watch:
                 f"{number.name} came: the run is saved in {location}, and ends with status {PREEMPTED}. Submitted again, it "
                 "resumes there with load_state(latest=True, missing_ok=True)."
             )
-        metrics.finish(accelerator)
+        _finish_trackers(accelerator)
         accelerator.wait_for_everyone()
         # Not yet: `finally` blocks of the program may communicate.
         atexit.register(accelerator.state.destroy_process_group)
