@@ -1101,35 +1101,6 @@ class Accelerator(Processes, ExtensionMethods):
         each_node = self.project_configuration.save_on_each_node
         torch_files.save(obj, f, save_on_each_node=each_node, safe_serialization=safe_serialization)
 
-    def save_model(
-        self,
-        model: nn.Module,
-        save_directory: str | os.PathLike[str],
-        max_shard_size: int | str = "10GB",
-        safe_serialization: bool = True,
-    ) -> None:
-        """Save a model's weights in shards with an index, as the hub's libraries read them.
-
-        Collective: call on every rank.
-
-        Args:
-            model: The model, prepared or not.
-            save_directory: The folder.
-            max_shard_size: Largest size of a file, in bytes or as text such as ``"5GB"``.
-            safe_serialization: Whether to write safetensors.
-
-        Example:
-            >>> import os, tempfile
-            >>> accelerator = Accelerator(cpu=True)
-            >>> with tempfile.TemporaryDirectory() as folder:
-            ...     accelerator.save_model(accelerator.prepare(torch.nn.Linear(1, 1)), folder)
-            ...     os.listdir(folder)
-            ['model.safetensors']
-        """
-        from accelerate.training import weights
-
-        weights.save_model(self, model, save_directory, max_shard_size, safe_serialization)
-
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
         """Return a prepared model's full state dict.
 
@@ -1150,48 +1121,9 @@ class Accelerator(Processes, ExtensionMethods):
             state: dict[str, Any] = _replaceable("get_state_dict_offloaded_model")(whole)
             return state
 
-        from accelerate.training import weights
+        from accelerate.training import saving
 
-        return weights.get_state_dict(self, model, unwrap, offloaded)
-
-    def stream_weights(
-        self, model: nn.Module, dtype: torch.dtype | None = None, bucket_bytes: int = 1 << 30
-    ) -> Iterator[dict[str, torch.Tensor]]:
-        """Return an iterator over a model's full weights, bucket by bucket, for an inference engine or an average on the host.
-
-        Every rank gets every tensor, and holds one bucket and the tensor that comes next; under FSDP1 also the unit that is gathered.
-        The ranks gather together: each takes all buckets, and does not run the model before the last one.
-
-        Collective: call on every rank.
-
-        Args:
-            model: A prepared model, under any strategy.
-            dtype: What floating tensors are cast to; packed 4-bit weights and their scales stay. None keeps what they are trained in.
-            bucket_bytes: Largest size of a bucket, in bytes; a larger tensor fills one bucket.
-
-        Returns:
-            An iterator over dicts: names of the model's own state dict, without wrappers, and copies of the full tensors on the device.
-            Of tied names the first one comes. A dict is emptied when the next one is requested; a tensor that is kept stays.
-
-        Raises:
-            ValueError: ``bucket_bytes`` is below 1.
-            RuntimeError: Weights are on the meta device.
-
-        Example:
-            >>> accelerator = Accelerator(cpu=True)
-            >>> model = accelerator.prepare(torch.nn.Linear(4, 2))
-            >>> for bucket in accelerator.stream_weights(model, dtype=torch.bfloat16, bucket_bytes=16):
-            ...     print({name: (value.dtype, value.nbytes) for name, value in bucket.items()})
-            {'weight': (torch.bfloat16, 16)}
-            {'bias': (torch.bfloat16, 4)}
-        """
-        if bucket_bytes < 1:
-            raise ValueError(
-                f"bucket_bytes={bucket_bytes} holds no tensor. Give at least 1; a larger tensor comes alone."
-            )
-        from accelerate.training import weights
-
-        return weights.stream_weights(self, model, dtype, bucket_bytes)
+        return saving.get_state_dict(self, model, unwrap, offloaded)
 
     def whole_parameters(self, model: nn.Module) -> contextlib.AbstractContextManager[nn.Module]:
         """Return a context in which each rank has a model's parameters whole, so that forwards need no other rank.
@@ -1219,42 +1151,6 @@ class Accelerator(Processes, ExtensionMethods):
             (torch.Size([2, 4]), torch.Size([1, 2]))
         """
         return self._strategy.whole_parameters(self, model)
-
-    def save_adapter(self, model: nn.Module, save_directory: str | os.PathLike[str]) -> None:
-        """Save the adapters of a model that PEFT has extended, whole, as ``PeftModel.from_pretrained`` reads them.
-
-        Rank 0 writes ``adapter_model.safetensors`` and ``adapter_config.json``; an adapter that is not called "default" goes into a
-        folder of its name. Each rank first compares its DTensors with what was gathered. The configuration is written last, and that of an
-        earlier adapter goes first: a save that is killed leaves the former adapter, the new one, or none that loads.
-
-        Collective: call on every rank.
-
-        Args:
-            model: A prepared model with adapters, such as LoRA, around its layers or in their place; its layers may be quantised,
-                sharded or split.
-            save_directory: The folder.
-
-        Raises:
-            ValueError: The model has no adapters, or learnt prompts.
-            RuntimeError: What was gathered contradicts the shard of some rank, or rank 0 could not write; raised on all ranks.
-
-        Example:
-            >>> import os, tempfile
-            >>> from peft import LoraConfig, get_peft_model  # doctest: +SKIP
-            >>> accelerator = Accelerator(cpu=True)
-            >>> net = torch.nn.Sequential(torch.nn.Linear(4, 2))
-            >>> model = accelerator.prepare(get_peft_model(net, LoraConfig(r=2, target_modules=["0"])))  # doctest: +SKIP
-            >>> with tempfile.TemporaryDirectory() as folder:
-            ...     accelerator.save_adapter(model, folder)  # doctest: +SKIP
-            ...     sorted(os.listdir(folder))  # doctest: +SKIP
-            ['adapter_config.json', 'adapter_model.safetensors']
-
-        Source:
-            https://huggingface.co/docs/peft/developer_guides/checkpoint
-        """
-        from accelerate.training import weights
-
-        weights.save_adapter(self, model, save_directory)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Add objects to what ``save_state`` saves.

@@ -14,6 +14,7 @@ TABLE = (
     "deepspeed",
     "ema",
     "env",
+    "export",
     "four_bit",
     "fp8",
     "fsdp1",

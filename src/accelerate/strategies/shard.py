@@ -310,14 +310,3 @@ def _misfits(targets: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Te
         for name, target in targets.items()
         if shapes[name] != tuple(target.shape)
     ]
-
-
-def misfit(name: str, whole: torch.Tensor, local: torch.Tensor) -> list[str]:
-    """Say how a gathered tensor contradicts this rank's part of it: another size, or zeros in its place.
-
-    Not a collective.
-    """
-    shape = getattr(local, "ds_shape", local.shape)
-    if whole.shape != shape:
-        return [f"{name} has the shape {tuple(whole.shape)} instead of {tuple(shape)}"]
-    return [f"{name} is zero where a shard is not"] if local_part(local).any() and not whole[box(local)].any() else []

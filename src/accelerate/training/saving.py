@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from accelerate import comm
@@ -19,6 +20,7 @@ from accelerate.checkpoint.ranks import Group
 from accelerate.checkpoint.save import Save, SavePlan, plain_names, write_common
 from accelerate.checkpoint.state import Common
 from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, prune, storage_of
+from accelerate.modules.offloaded import has_offloaded_params
 from accelerate.precision import scaling
 from accelerate.training.run import TrainingRun
 
@@ -189,6 +191,22 @@ def _collect(
     if accelerator.scaler is not None:
         scaling.flush_update(accelerator.scaler)
     write_common(Common.of(accelerator, schedulers), plan, accelerator.step)
+
+
+def get_state_dict(
+    accelerator: TrainingRun, model: nn.Module, unwrap: bool, offloaded: Callable[[nn.Module], dict[str, Any]]
+) -> dict[str, Any]:
+    """Return the full state dict of a model; `offloaded` collects that of offloaded weights.
+
+    Collective: call on every rank.
+    """
+    for module in model.modules():
+        # Of several hooks of a module, one may keep its weights elsewhere.
+        hooked = "_hf_hook" in module.__dict__
+        if hooked and (has_offloaded_params(module) or any(w.is_meta for w in module.parameters(recurse=False))):
+            return offloaded(model)
+    state = accelerator._state_io.model_state(accelerator, model, unwrap=unwrap)
+    return plain_names(state) if unwrap and state is not None else state
 
 
 def register_for_checkpointing(accelerator: TrainingRun, *objects: Any) -> None:

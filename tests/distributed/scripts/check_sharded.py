@@ -23,10 +23,10 @@ from accelerate import Accelerator, DataLoaderConfiguration, ParallelismConfig
 from accelerate.checkpoint import dcp as our_dcp
 from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint
 from accelerate.extensions.checks.replicas import ReplicasDiffer
+from accelerate.extensions.export import weights as saved_weights
 from accelerate.extensions.reports import out_of_memory
 from accelerate.precision import master
 from accelerate.strategies import shard
-from accelerate.training import weights as saved_weights
 from accelerate.utils import (
     FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemWriter, save
 
 import checkpoint_samples as samples
-from accelerate.checkpoint.formats import write_weights
 from accelerate.checkpoint.manifest import NAME, PARTS_FOLDER, DamagedCheckpoint, weight_map
 from accelerate.extensions.convert.convert import export
+from accelerate.extensions.export.files import write_weights
 from cases import cases
 from sharded_io import same
 

@@ -9,10 +9,11 @@ import torch
 from torch.distributed.checkpoint import metadata
 
 import checkpoint_samples as samples
-from accelerate.checkpoint import headers, manifest
+from accelerate.checkpoint import manifest
 from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint
 from accelerate.checkpoint.storage import storage_of
 from accelerate.extensions.convert import inspect
+from accelerate.extensions.export import headers
 
 
 def found(folder):

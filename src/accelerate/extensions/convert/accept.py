@@ -6,9 +6,9 @@ import shutil
 from dataclasses import replace
 
 from accelerate.checkpoint import folders, formats, layouts, manifest
-from accelerate.checkpoint.headers import header_of
 from accelerate.checkpoint.manifest import NAME, PARAMETER_NAMES, PARTS_FOLDER, DamagedCheckpoint, FileEntry, Manifest
 from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, refuse_unfinished
+from accelerate.extensions.export.headers import header_of
 from accelerate.runtime import durable
 
 

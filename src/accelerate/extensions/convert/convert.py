@@ -26,6 +26,7 @@ from accelerate.checkpoint.state import Kind
 from accelerate.checkpoint.storage import CheckpointStatus, CheckpointStorage, LocalStorage, storage_of
 from accelerate.checkpoint.stored import Reader, StoredTensor
 from accelerate.extensions.convert.inspect import all_files
+from accelerate.extensions.export.files import replace_weights, write_weights
 from accelerate.modules.unwrap import canonical_name
 from accelerate.process import PartialState
 from accelerate.runtime import durable
@@ -80,7 +81,7 @@ def _refuse_links_out(folder: str, names: Collection[str] = ()) -> None:
 
 
 def _storable(stored: Reader, dtype: torch.dtype | None = None) -> dict[str, Any]:
-    """Return a model's tensors under the user's names, read when `formats.write_weights` writes them, cast to `dtype`.
+    """Return a model's tensors under the user's names, read when `write_weights` writes them, cast to `dtype`.
 
     Raises ValueError if safetensors cannot hold a value.
     """
@@ -152,7 +153,7 @@ def export(
         elif found.kind != "complete":
             logger.warning("%s is incomplete, but its weights are complete: %s.", storage.location, found.reason)
         content = _storable(part.open(), DTYPES[dtype] if dtype else None)
-        return formats.replace_weights(there, pattern=_pattern(0), limit=limit, **content)
+        return replace_weights(there, pattern=_pattern(0), limit=limit, **content)
     finally:
         storage.release()
 
@@ -332,7 +333,7 @@ def _converted(parts: Collection[Found], staged: str, layout: str, shards: int) 
                 known_names[found.index] = [list(group["params"]) for group in values["param_groups"]]
             write(manifest.optimizer_file(found.index), formats.write_torch, stored.read(model_io.numbered(values)))
         elif all(isinstance(value, StoredTensor) for value in values.values()):
-            entries |= formats.write_weights(staged, pattern=_pattern(found.index), **_storable(stored))
+            entries |= write_weights(staged, pattern=_pattern(found.index), **_storable(stored))
         else:  # safetensors has no place for what is no tensor
             write(manifest.model_file(found.index, False), formats.write_torch, stored.read(values))
     if known_names:

@@ -15,9 +15,9 @@ from datetime import datetime, timezone
 from typing import Any
 
 from accelerate.checkpoint import manifest
-from accelerate.checkpoint.headers import header_of, tensors_of_shards
 from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, FileEntry, TensorEntry
 from accelerate.checkpoint.storage import CheckpointStatus, CheckpointStorage, FileStat, LocalStorage
+from accelerate.extensions.export.headers import header_of, tensors_of_shards
 
 # -- which there are ---------------------------------------------------------------------------------------------------
 

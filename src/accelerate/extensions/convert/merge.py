@@ -35,7 +35,7 @@ def merge_command(args: argparse.Namespace) -> None:
 
 
 def _check_shards(folder: str) -> None:
-    from accelerate.checkpoint.headers import tensors_of_shards
+    from accelerate.extensions.export.headers import tensors_of_shards
 
     if os.path.isfile(folder):
         raise LaunchError(f"checkpoint_directory {folder!r} is a file; name the folder of shards ({METADATA}).")

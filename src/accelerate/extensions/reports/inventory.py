@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from accelerate.base.constants import FSDP_MODEL_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
-from accelerate.checkpoint.headers import header_of, tensors_of_shards
 from accelerate.checkpoint.manifest import INDEX_SUFFIX, METADATA, DamagedCheckpoint, TensorEntry, weight_map
+from accelerate.extensions.export.headers import header_of, tensors_of_shards
 from accelerate.runtime.durable import require_file
 
 if TYPE_CHECKING:
