@@ -8,6 +8,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -132,3 +133,11 @@ def process_group() -> Iterator[None]:
 
     rendezvous.init_process_group(rendezvous.ALONE, "gloo")
     yield
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A machine on which only what the test installs is there."""
+    import installed  # here: it imports accelerate
+
+    yield from installed.machine(monkeypatch)

@@ -11,7 +11,6 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
-import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -27,7 +26,7 @@ USE_TORCH_XLA = parse_flag_from_env("USE_TORCH_XLA", True)
 _found: set[tuple[str, ...]] = set()
 
 
-def _is_installed(package: str, *distributions: str) -> bool:
+def is_installed(package: str, *distributions: str) -> bool:
     """Tell whether a package can be imported and comes from one of these distributions, by default the one of its name.
 
     A folder of the same name in the working directory belongs to no distribution.
@@ -43,19 +42,14 @@ def _is_installed(package: str, *distributions: str) -> bool:
     return False
 
 
-def _is_package_available(pkg_name: str, metadata_name: str | None = None) -> bool:
-    """Tell whether a package is installed by a distribution of the same name, or by `metadata_name`."""
-    return _is_installed(pkg_name, *filter(None, [metadata_name]))
-
-
-def _library(
+def library(
     name: str, *distributions: str, package: str | None = None, at_least: str | None = None
 ) -> Callable[[], bool]:
-    """Return `is_<name>_available` for a library; the other arguments are those of `_is_installed`, by default the name."""
+    """Return `is_<name>_available` for a library; the other arguments are those of `is_installed`, by default the name."""
     package = package or name
 
     def available() -> bool:
-        installed = _is_installed(package, *distributions)
+        installed = is_installed(package, *distributions)
         return installed and (at_least is None or compare_versions(package, ">=", at_least))
 
     available.__name__ = available.__qualname__ = f"is_{name}_available"
@@ -65,39 +59,22 @@ def _library(
 
 # Libraries
 
-is_msamp_available = _library("msamp", "ms-amp")
-is_deepspeed_available = _library("deepspeed")
-is_lomo_available = _library("lomo", package="lomo_optim")
-is_schedulefree_available = _library("schedulefree")
-is_triton_available = _library("triton", "triton", "pytorch-triton", "pytorch-triton-rocm", "triton-windows")
-is_boto3_available = _library("boto3")
-is_sagemaker_available = _library("sagemaker")
-is_datasets_available = _library("datasets")
-is_transformers_available = _library("transformers")
-is_peft_available = _library("peft")
-is_timm_available = _library("timm")
-is_torchvision_available = _library("torchvision")
-is_torchdata_available = _library("torchdata")
-is_torchdata_stateful_dataloader_available = _library(
+is_msamp_available = library("msamp", "ms-amp")
+is_deepspeed_available = library("deepspeed")
+is_transformers_available = library("transformers")
+is_torchdata_stateful_dataloader_available = library(
     "torchdata_stateful_dataloader", package="torchdata", at_least="0.8.0"
 )
-is_torchao_available = _library("torchao", at_least="0.6.1")
-is_8bit_bnb_available = _library("8bit_bnb", package="bitsandbytes", at_least="0.37.2")
-is_4bit_bnb_available = _library("4bit_bnb", package="bitsandbytes", at_least="0.39.0")
-is_pandas_available = _library("pandas")
-is_matplotlib_available = _library("matplotlib")
-is_pytest_available = _library("pytest")
-is_tqdm_available = _library("tqdm")
-is_import_timer_available = _library("import_timer")
-is_pynvml_available = _library("pynvml", "pynvml", "nvidia-ml-py")
-is_amdsmi_available = _library("amdsmi")
-is_clearml_available = _library("clearml")
-is_comet_ml_available = _library("comet_ml")
-is_dvclive_available = _library("dvclive")
-is_mlflow_available = _library("mlflow", "mlflow", "mlflow-skinny")
-is_swanlab_available = _library("swanlab")
-is_trackio_available = _library("trackio")
-is_wandb_available = _library("wandb")
+is_torchao_available = library("torchao", at_least="0.6.1")
+is_8bit_bnb_available = library("8bit_bnb", package="bitsandbytes", at_least="0.37.2")
+is_4bit_bnb_available = library("4bit_bnb", package="bitsandbytes", at_least="0.39.0")
+is_wandb_available = library("wandb")
+is_comet_ml_available = library("comet_ml")
+is_mlflow_available = library("mlflow", "mlflow", "mlflow-skinny")
+is_clearml_available = library("clearml")
+is_dvclive_available = library("dvclive")
+is_swanlab_available = library("swanlab")
+is_trackio_available = library("trackio")
 
 
 # Parts of torch
@@ -110,23 +87,6 @@ def is_torch_distributed_available() -> bool:
     return torch.distributed.is_available()
 
 
-def is_xccl_available() -> bool:
-    """Tell whether torch can communicate between Intel GPUs through XCCL."""
-    import torch
-
-    return torch.distributed.is_xccl_available()
-
-
-def is_pippy_available() -> bool:
-    """Tell whether torch has `torch.distributed.pipelining`: every torch that this package supports."""
-    return True
-
-
-def is_weights_only_available() -> bool:
-    """Tell whether `torch.load(weights_only=True)` takes a list of other classes that are safe: it always can."""
-    return True
-
-
 # Hardware
 
 
@@ -136,13 +96,6 @@ def is_cuda_available() -> bool:
 
     with patch_environment(PYTORCH_NVML_BASED_CUDA_CHECK="1"):
         return torch.cuda.is_available()
-
-
-def is_rocm_available() -> bool:
-    """Tell whether the GPU that torch sees as CUDA is an AMD one."""
-    import torch
-
-    return torch.version.hip is not None and is_cuda_available()
 
 
 def is_mps_available(min_version: str = "1.12") -> bool:
@@ -201,14 +154,6 @@ def is_hpu_available(init_hccl: bool = False) -> bool:
     return available
 
 
-def is_habana_gaudi1() -> bool:
-    """Tell whether the device is a Gaudi of the first generation, which has no fp16."""
-    if not is_hpu_available():
-        return False
-    device = importlib.import_module("habana_frameworks.torch.utils.experimental")
-    return device._get_device_type() == device.synDeviceType.synDeviceGaudi
-
-
 @functools.cache
 def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
     """Tell whether torch_xla is installed and wanted (USE_TORCH_XLA, on unless set to 0).
@@ -233,26 +178,6 @@ def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = Fals
 # Precision
 
 
-def is_bf16_available(ignore_tpu: bool = False) -> bool:
-    """Tell whether the device of this machine computes in bfloat16; `ignore_tpu` says no for a TPU."""
-    import torch
-
-    if is_torch_xla_available(check_is_tpu=True):
-        return not ignore_tpu
-    if is_cuda_available():
-        return torch.cuda.is_bf16_supported()
-    if is_mlu_available():
-        return torch.mlu.is_bf16_supported()
-    if is_xpu_available():
-        return getattr(torch.xpu, "is_bf16_supported", lambda: True)()  # not in every torch that we support
-    return not is_mps_available() or torch.backends.mps.is_macos_or_newer(14, 0)
-
-
-def is_fp16_available() -> bool:
-    """Tell whether the device of this machine computes in float16."""
-    return not is_habana_gaudi1()
-
-
 def is_fp8_available() -> bool:
     """Tell whether a library for training in 8-bit floating point is installed."""
     return is_msamp_available() or is_transformer_engine_available() or is_torchao_available()
@@ -260,84 +185,30 @@ def is_fp8_available() -> bool:
 
 def is_transformer_engine_available() -> bool:
     """Tell whether Transformer Engine, or Intel's version of it on a Gaudi, is installed."""
-    return _is_installed("intel_transformer_engine" if is_hpu_available() else "transformer_engine")
+    return is_installed("intel_transformer_engine" if is_hpu_available() else "transformer_engine")
 
 
 @functools.cache
 def is_transformer_engine_mxfp8_available() -> bool:
     """Tell whether Transformer Engine is installed and the GPU has MXFP8 block scaling."""
-    if not _is_installed("transformer_engine"):
+    if not is_installed("transformer_engine"):
         return False
     return bool(importlib.import_module("transformer_engine.pytorch.fp8").check_mxfp8_support()[0])
-
-
-# Quantisation
-
-
-def is_bnb_available(min_version: str | None = None) -> bool:
-    """Tell whether bitsandbytes is installed, in `min_version` or later; None takes any."""
-    if not _is_installed("bitsandbytes"):
-        return False
-    return min_version is None or compare_versions("bitsandbytes", ">=", min_version)
-
-
-@functools.cache
-def is_bitsandbytes_multi_backend_available() -> bool:
-    """Tell whether the installed bitsandbytes works on other devices than CUDA GPUs."""
-    return is_bnb_available() and "multi_backend" in getattr(importlib.import_module("bitsandbytes"), "features", ())
-
-
-# Engines
-
-
-def is_megatron_lm_available() -> bool:
-    """Tell whether ACCELERATE_USE_MEGATRON_LM is set and Megatron Core 0.8.0 or later is installed."""
-    if not parse_flag_from_env("ACCELERATE_USE_MEGATRON_LM", False) or importlib.util.find_spec("megatron") is None:
-        return False
-    try:
-        return compare_versions("megatron-core", ">=", "0.8.0")
-    except ImportError as error:
-        warnings.warn(f"Megatron-LM cannot be used, although ACCELERATE_USE_MEGATRON_LM is set: {error}.")
-        return False
 
 
 # Libraries with a condition
 
 
-def is_numpy_available(min_version: str = "1.25.0") -> bool:
-    """Tell whether numpy is installed, in `min_version` or later."""
-    return _is_installed("numpy") and compare_versions("numpy", ">=", min_version)
-
-
 def is_rich_available() -> bool:
     """Tell whether rich is installed and wanted (ACCELERATE_ENABLE_RICH). Not a collective."""
-    return _is_installed("rich") and parse_flag_from_env("ACCELERATE_ENABLE_RICH", False)
+    return is_installed("rich") and parse_flag_from_env("ACCELERATE_ENABLE_RICH", False)
 
 
 def is_aim_available() -> bool:
     """Tell whether Aim 3 is installed; Aim 4 has another interface."""
-    return _is_installed("aim") and compare_versions("aim", "<", "4.0.0")
+    return is_installed("aim") and compare_versions("aim", "<", "4.0.0")
 
 
 def is_tensorboard_available() -> bool:
     """Tell whether TensorBoard or tensorboardX is installed."""
-    return _is_installed("tensorboard", "tensorboard", "tb-nightly") or _is_installed("tensorboardX")
-
-
-# Guards
-
-
-def torchao_required(func: T) -> T:
-    """Decorate a function that needs torchao.
-
-    Raises:
-        ImportError: (when called) torchao is missing or too old.
-    """
-
-    @functools.wraps(func)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if not is_torchao_available():
-            raise ImportError(f"{func.__name__} needs torchao 0.6.1 or later. Install it with `pip install torchao`.")
-        return func(*args, **kwargs)
-
-    return wrapper
+    return is_installed("tensorboard", "tensorboard", "tb-nightly") or is_installed("tensorboardX")

@@ -9,7 +9,7 @@ _HOMES = {
     "accelerate.commands.config.default": "write_basic_config",
     "accelerate.extensions.sequence.sequence": "aggregate_loss shift_labels",
     "accelerate.parallelism_config": "ParallelismConfig",
-    "accelerate.extensions.fp8.ao": "convert_model_to_fp8_ao filter_first_and_last_linear_layers has_ao_layers",
+    "accelerate.extensions.fp8.ao": "convert_model_to_fp8_ao filter_first_and_last_linear_layers has_ao_layers torchao_required",
     "accelerate.utils.bnb": "has_4bit_bnb_layers load_and_quantize_model",
     "accelerate.base.constants": (
         "MITA_PROFILING_AVAILABLE_PYTORCH_VERSION MODEL_NAME OPTIMIZER_NAME PROFILE_PATTERN_NAME RNG_STATE_NAME "
@@ -47,24 +47,27 @@ _HOMES = {
         "save_fsdp_optimizer"
     ),
     "accelerate.base.imports": (
-        "is_4bit_bnb_available is_8bit_bnb_available is_aim_available is_amdsmi_available "
-        "is_bf16_available is_bitsandbytes_multi_backend_available is_bnb_available is_boto3_available "
-        "is_clearml_available is_comet_ml_available is_cuda_available is_datasets_available is_deepspeed_available "
-        "is_dvclive_available is_fp16_available is_fp8_available is_habana_gaudi1 is_hpu_available is_mlu_available "
-        "is_musa_available is_neuron_available is_npu_available is_sdaa_available is_torch_xla_available "
-        "is_xpu_available is_import_timer_available is_lomo_available is_matplotlib_available "
-        "is_megatron_lm_available is_mlflow_available is_mps_available is_msamp_available is_pandas_available "
-        "is_peft_available is_pippy_available is_pynvml_available is_pytest_available is_rich_available "
-        "is_rocm_available is_sagemaker_available is_schedulefree_available is_swanlab_available "
-        "is_tensorboard_available is_timm_available is_torchao_available is_torchdata_available "
-        "is_torchdata_stateful_dataloader_available is_torchvision_available is_trackio_available "
-        "is_transformer_engine_available is_transformer_engine_mxfp8_available is_transformers_available "
-        "is_triton_available is_wandb_available is_weights_only_available is_xccl_available torchao_required"
+        "is_4bit_bnb_available is_8bit_bnb_available is_cuda_available is_deepspeed_available is_fp8_available "
+        "is_hpu_available is_mlu_available is_musa_available is_neuron_available is_npu_available is_sdaa_available "
+        "is_torch_xla_available is_xpu_available is_mps_available is_msamp_available is_rich_available "
+        "is_torchao_available is_torchdata_stateful_dataloader_available is_transformer_engine_available "
+        "is_transformer_engine_mxfp8_available is_transformers_available is_tensorboard_available is_wandb_available "
+        "is_comet_ml_available is_aim_available is_mlflow_available is_clearml_available is_dvclive_available "
+        "is_swanlab_available is_trackio_available"
+    ),
+    "accelerate.extensions.compat.imports": (
+        "is_amdsmi_available is_bf16_available is_bitsandbytes_multi_backend_available is_bnb_available "
+        "is_boto3_available is_datasets_available is_fp16_available is_habana_gaudi1 is_import_timer_available "
+        "is_lomo_available is_matplotlib_available is_pandas_available is_peft_available is_pippy_available "
+        "is_pynvml_available is_pytest_available is_rocm_available is_sagemaker_available is_schedulefree_available "
+        "is_timm_available is_torchdata_available is_torchvision_available is_triton_available "
+        "is_weights_only_available is_xccl_available"
     ),
     "accelerate.utils.launch": (
         "PrepareForLaunch _filter_args prepare_deepspeed_cmd_env prepare_multi_gpu_env prepare_sagemager_args_inputs "
         "prepare_simple_launcher_cmd_env prepare_tpu"
     ),
+    "accelerate.extensions.megatron.plugin": "is_megatron_lm_available",
     "accelerate.extensions.megatron.steps": (
         "AbstractTrainStep BertTrainStep GPTTrainStep MegatronLMDummyDataLoader MegatronLMDummyScheduler T5TrainStep "
         "avg_losses_across_data_parallel_group"

@@ -9,7 +9,7 @@ _HOMES = {
         "avg_losses_across_data_parallel_group finish_mpu_init gather_across_data_parallel_groups initialize "
         "model_provider_func prepare_data_loader prepare_model_optimizer_scheduler prepare_optimizer prepare_scheduler"
     ),
-    "accelerate.base.imports": "is_megatron_lm_available",
+    "accelerate.extensions.megatron.plugin": "is_megatron_lm_available",
     "accelerate.optimizer": "AcceleratedOptimizer",
     "accelerate.scheduler": "AcceleratedScheduler",
 }

@@ -11,6 +11,7 @@ from torch import nn
 from accelerate import Accelerator
 from accelerate.config.enums import FP8BackendType
 from accelerate.extensions.fp8 import fp8
+from accelerate.extensions.fp8.ao import torchao_required
 from accelerate.state import AcceleratorState
 from accelerate.utils.imports import is_torchao_available
 
@@ -28,6 +29,14 @@ def net():
 class Config:
     enable_fsdp_float8_all_gather: bool = True
     emulate: bool = False
+
+
+def test_torchao_is_asked_for_when_the_function_is_called(machine):
+    convert = torchao_required(lambda model: model)
+    with pytest.raises(ImportError, match="needs torchao.*pip install torchao"):
+        convert(3)
+    machine.install("torchao", version="0.7")
+    assert convert(3) == 3
 
 
 def test_settings_follow_device_and_strategy():

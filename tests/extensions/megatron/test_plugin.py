@@ -5,7 +5,9 @@ import torch
 
 from accelerate.extensions.megatron import steps
 from accelerate.extensions.megatron.plugin import MegatronLMPlugin as Plugin
+from accelerate.extensions.megatron.plugin import is_megatron_lm_available
 from accelerate.utils import MegatronLMDummyScheduler
+from installed import forget
 
 
 def test_arguments():
@@ -84,3 +86,17 @@ def test_a_step_of_ones_own():
     assert type("Mine", (steps.AbstractTrainStep,), functions)("mine").name == "mine"
     with pytest.raises(TypeError):
         steps.AbstractTrainStep("abstract")
+
+
+def test_megatron_must_be_wanted_whole_and_recent(machine, monkeypatch):
+    monkeypatch.delenv("ACCELERATE_USE_MEGATRON_LM", raising=False)
+    machine.install("megatron", "megatron-core", "0.8.0")
+    assert is_megatron_lm_available() is False
+    monkeypatch.setenv("ACCELERATE_USE_MEGATRON_LM", "true")
+    assert is_megatron_lm_available() is True
+    machine.install("megatron", "megatron-core", "0.7.0")
+    assert is_megatron_lm_available() is False
+    del machine.distributions["megatron-core"]
+    forget()
+    with pytest.warns(UserWarning, match="ACCELERATE_USE_MEGATRON_LM is set"):
+        assert is_megatron_lm_available() is False

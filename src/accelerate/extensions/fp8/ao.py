@@ -1,15 +1,34 @@
 """Training in 8-bit floating point with torchao."""
 
+import functools
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 
-from accelerate.base.imports import torchao_required
+from accelerate.base.imports import is_torchao_available
 
 if TYPE_CHECKING:
     from torchao.float8 import Float8LinearConfig
+
+T = TypeVar("T", bound=Callable[..., Any])
+
+
+def torchao_required(func: T) -> T:
+    """Decorate a function that needs torchao.
+
+    Raises:
+        ImportError: (when called) torchao is missing or too old.
+    """
+
+    @functools.wraps(func)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if not is_torchao_available():
+            raise ImportError(f"{func.__name__} needs torchao 0.6.1 or later. Install it with `pip install torchao`.")
+        return func(*args, **kwargs)
+
+    return wrapper
 
 
 def find_first_last_linear_layers(model: nn.Module) -> tuple[str | None, str | None]:

@@ -1,9 +1,13 @@
 """The settings of Megatron-LM: its plugin, and what reads the sizes of a model for it."""
 
+import importlib.util
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from accelerate.base.environment import parse_flag_from_env
+from accelerate.base.versions import compare_versions
 from accelerate.config import env
 from accelerate.config.enums import at_public_path
 from accelerate.config.options import of_feature
@@ -351,3 +355,14 @@ class MegatronLMPlugin:
     def set_tensorboard_logging_options(self) -> None:
         """Refuse output that only Megatron-LM's own training script writes: a NotImplementedError."""
         raise NotImplementedError(f"set_all_logging_options belongs to megatron.training. {_LOGGING}")
+
+
+def is_megatron_lm_available() -> bool:
+    """Tell whether ACCELERATE_USE_MEGATRON_LM is set and Megatron Core 0.8.0 or later is installed."""
+    if not parse_flag_from_env("ACCELERATE_USE_MEGATRON_LM", False) or importlib.util.find_spec("megatron") is None:
+        return False
+    try:
+        return compare_versions("megatron-core", ">=", "0.8.0")
+    except ImportError as error:
+        warnings.warn(f"Megatron-LM cannot be used, although ACCELERATE_USE_MEGATRON_LM is set: {error}.")
+        return False

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from accelerate.base.imports import is_megatron_lm_available
 from accelerate.base.nested import recursively_apply
-from accelerate.extensions.megatron.plugin import unknown_model
+from accelerate.extensions.megatron.plugin import is_megatron_lm_available, unknown_model
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 

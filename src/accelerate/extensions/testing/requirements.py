@@ -13,6 +13,7 @@ from accelerate.base import imports
 from accelerate.base.environment import parse_flag_from_env
 from accelerate.base.versions import compare_versions, is_torch_version
 from accelerate.devices import table
+from accelerate.extensions.compat import imports as others
 
 T = TypeVar("T")
 Decorator = Callable[[Any], Any]
@@ -75,7 +76,7 @@ def _has_tensor_parallelism() -> bool:
 
 
 def _has_huggingface_suite() -> bool:
-    return imports.is_transformers_available() and imports.is_datasets_available()
+    return imports.is_transformers_available() and others.is_datasets_available()
 
 
 def get_backend() -> tuple[str, int, Callable[[], int]]:
@@ -126,8 +127,9 @@ _PACKAGES = (
     "transformers datasets peft timm torchvision torchdata_stateful_dataloader pandas matplotlib import_timer aim "
     "clearml comet_ml dvclive mlflow swanlab tensorboard trackio wandb"
 )
+_CHECKS = {**vars(imports), **vars(others)}
 for _name in _PACKAGES.split():
-    _NEEDS[_name] = (_name, getattr(imports, f"is_{_name}_available"))
+    _NEEDS[_name] = (_name, _CHECKS[f"is_{_name}_available"])
 for _name, (_words, _holds) in _NEEDS.items():
     globals()[f"require_{_name}"] = _requirement(f"require_{_name}", _words, _holds)
 

@@ -1,0 +1,109 @@
+"""Libraries and devices that nothing in this package asks for, as programs do by `accelerate.utils.imports`."""
+
+import functools
+import importlib
+
+from accelerate.base.imports import (
+    is_cuda_available,
+    is_hpu_available,
+    is_installed,
+    is_mlu_available,
+    is_mps_available,
+    is_torch_xla_available,
+    is_xpu_available,
+    library,
+)
+from accelerate.base.versions import compare_versions
+
+is_lomo_available = library("lomo", package="lomo_optim")
+is_schedulefree_available = library("schedulefree")
+is_triton_available = library("triton", "triton", "pytorch-triton", "pytorch-triton-rocm", "triton-windows")
+is_boto3_available = library("boto3")
+is_sagemaker_available = library("sagemaker")
+is_datasets_available = library("datasets")
+is_peft_available = library("peft")
+is_timm_available = library("timm")
+is_torchvision_available = library("torchvision")
+is_torchdata_available = library("torchdata")
+is_pandas_available = library("pandas")
+is_matplotlib_available = library("matplotlib")
+is_pytest_available = library("pytest")
+is_tqdm_available = library("tqdm")
+is_import_timer_available = library("import_timer")
+is_pynvml_available = library("pynvml", "pynvml", "nvidia-ml-py")
+is_amdsmi_available = library("amdsmi")
+
+
+def _is_package_available(pkg_name: str, metadata_name: str | None = None) -> bool:
+    """Tell whether a package is installed by a distribution of the same name, or by `metadata_name`."""
+    return is_installed(pkg_name, *filter(None, [metadata_name]))
+
+
+def is_xccl_available() -> bool:
+    """Tell whether torch can communicate between Intel GPUs through XCCL."""
+    import torch
+
+    return torch.distributed.is_xccl_available()
+
+
+def is_pippy_available() -> bool:
+    """Tell whether torch has `torch.distributed.pipelining`: every torch that this package supports."""
+    return True
+
+
+def is_weights_only_available() -> bool:
+    """Tell whether `torch.load(weights_only=True)` takes a list of other classes that are safe: it always can."""
+    return True
+
+
+def is_rocm_available() -> bool:
+    """Tell whether the GPU that torch sees as CUDA is an AMD one."""
+    import torch
+
+    return torch.version.hip is not None and is_cuda_available()
+
+
+def is_habana_gaudi1() -> bool:
+    """Tell whether the device is a Gaudi of the first generation, which has no fp16."""
+    if not is_hpu_available():
+        return False
+    device = importlib.import_module("habana_frameworks.torch.utils.experimental")
+    return device._get_device_type() == device.synDeviceType.synDeviceGaudi
+
+
+def is_bf16_available(ignore_tpu: bool = False) -> bool:
+    """Tell whether the device of this machine computes in bfloat16; `ignore_tpu` says no for a TPU."""
+    import torch
+
+    if is_torch_xla_available(check_is_tpu=True):
+        return not ignore_tpu
+    if is_cuda_available():
+        return torch.cuda.is_bf16_supported()
+    if is_mlu_available():
+        return torch.mlu.is_bf16_supported()
+    if is_xpu_available():
+        return getattr(torch.xpu, "is_bf16_supported", lambda: True)()  # not in every torch that we support
+    return not is_mps_available() or torch.backends.mps.is_macos_or_newer(14, 0)
+
+
+def is_fp16_available() -> bool:
+    """Tell whether the device of this machine computes in float16."""
+    return not is_habana_gaudi1()
+
+
+def is_bnb_available(min_version: str | None = None) -> bool:
+    """Tell whether bitsandbytes is installed, in `min_version` or later; None takes any."""
+    if not is_installed("bitsandbytes"):
+        return False
+    return min_version is None or compare_versions("bitsandbytes", ">=", min_version)
+
+
+@functools.cache
+def is_bitsandbytes_multi_backend_available() -> bool:
+    """Tell whether the installed bitsandbytes works on other devices than CUDA GPUs."""
+    return is_bnb_available() and "multi_backend" in getattr(importlib.import_module("bitsandbytes"), "features", ())
+
+
+def is_numpy_available(min_version: str = "1.25.0") -> bool:
+    """Tell whether numpy is installed, in `min_version` or later."""
+    return is_installed("numpy") and compare_versions("numpy", ">=", min_version)
