@@ -3,7 +3,6 @@
 import copy
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -166,32 +165,6 @@ def rebuild(data: Any, tensors: Iterable[torch.Tensor]) -> Any:
     return recursively_apply(lambda _: next(supply), data)
 
 
-@dataclass
-class TensorInformation:
-    """The shape and dtype of a tensor, which one process sends ahead so that others can make room for it.
-
-    Args:
-        shape: its size.
-        dtype: its element type.
-    """
-
-    __module__ = "accelerate.utils.dataclasses"  # the path in pickles
-
-    shape: torch.Size
-    dtype: torch.dtype
-
-
-def is_tensor_information(tensor_info: Any) -> bool:
-    """Return whether the argument is a `TensorInformation`.
-
-    Example:
-        >>> from accelerate.utils import get_data_structure, is_tensor_information
-        >>> is_tensor_information(get_data_structure(torch.ones(1)))
-        True
-    """
-    return isinstance(tensor_info, TensorInformation)
-
-
 def send_to_device(
     tensor: Any,
     device: int | str | torch.device,
@@ -234,54 +207,13 @@ def send_to_device(
     return sent(tensor)
 
 
-def find_device(data: Any) -> torch.device | None:
-    """Return the device of the first tensor in a nested structure, or None if it has none.
-
-    Example:
-        >>> from accelerate.utils import find_device
-        >>> find_device({"ids": torch.arange(2)})
-        device(type='cpu')
-    """
-    return next((leaf.device for leaf in leaves(data) if isinstance(leaf, torch.Tensor)), None)
-
-
-def get_data_structure(data: Any) -> Any:
-    """Replace each tensor of a nested structure by its `TensorInformation`.
-
-    Example:
-        >>> from accelerate.utils import get_data_structure
-        >>> get_data_structure({"ids": torch.ones(2, 3)})
-        {'ids': TensorInformation(shape=torch.Size([2, 3]), dtype=torch.float32)}
-    """
-    return recursively_apply(lambda tensor: TensorInformation(shape=_shape(tensor), dtype=tensor.dtype), data)
-
-
-def get_shape(data: Any) -> Any:
-    """Replace each tensor of a nested structure by its shape, as a list."""
-    return recursively_apply(lambda tensor: list(_shape(tensor)), data)
-
-
-def _shape(tensor: torch.Tensor) -> torch.Size:
+def shape_of(tensor: torch.Tensor) -> torch.Size:
+    """Return the shape of a tensor; TypeError for a strided `torch.nested` one, which has none."""
     if tensor.is_nested and tensor.layout == torch.strided:  # torch raises an internal error
         raise TypeError(
             "A nested tensor has rows of different sizes and no shape; convert it with `to_padded_tensor(0.0)`."
         )
     return tensor.shape
-
-
-def initialize_tensors(data_structure: Any) -> Any:
-    """Replace each `TensorInformation` of a nested structure by a tensor with unspecified content.
-
-    Example:
-        >>> from accelerate.utils import get_data_structure, initialize_tensors
-        >>> initialize_tensors(get_data_structure([torch.ones(2, 3)]))[0].shape  # of undefined values
-        torch.Size([2, 3])
-    """
-
-    def empty_tensor(info: TensorInformation) -> torch.Tensor:
-        return torch.empty(*info.shape, dtype=info.dtype)
-
-    return recursively_apply(empty_tensor, data_structure, test_type=is_tensor_information)
 
 
 def find_batch_size(data: Any) -> int:
@@ -307,44 +239,6 @@ def find_batch_size(data: Any) -> int:
     if data.ndim == 0:
         raise IndexError("Cannot find the batch size of a scalar tensor; it has no dimensions.")
     return data.size(0)  # strided nested tensors have no `shape`
-
-
-def ignorant_find_batch_size(data: Any) -> int | None:
-    """Do what `find_batch_size` does, but return None where that fails."""
-    try:
-        return find_batch_size(data)
-    except (IndexError, TypeError, ValueError):
-        return None
-
-
-def listify(data: Any) -> Any:
-    """Replace each tensor of a nested structure by numbers, in nested lists.
-
-    Example:
-        >>> from accelerate.utils import listify
-        >>> listify({"loss": torch.tensor([0.5, 1.0])})
-        {'loss': [0.5, 1.0]}
-    """
-    return recursively_apply(lambda tensor: tensor.detach().cpu().tolist(), data)
-
-
-def slice_tensors(
-    data: Any, tensor_slice: slice, process_index: int | None = None, num_processes: int | None = None
-) -> Any:
-    """Take a slice of the first dimension of every tensor in a nested structure.
-
-    Args:
-        data: nested tensors.
-        tensor_slice: which part.
-        process_index: not used; accepted for the sake of callers that pass it.
-        num_processes: not used, likewise.
-
-    Example:
-        >>> from accelerate.utils import slice_tensors
-        >>> slice_tensors({"ids": torch.arange(6)}, slice(0, 2))
-        {'ids': tensor([0, 1])}
-    """
-    return recursively_apply(lambda tensor: tensor[tensor_slice], data)
 
 
 def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
@@ -375,35 +269,9 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
     return over_leaves(joined, *data)
 
 
-def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
-    """Lengthen nested tensors with zeros until they can be cut into equal pieces.
-
-    Not a collective.
-
-    Args:
-        tensor: nested tensors.
-        batch_size: their size along `dim`.
-        num_processes: into how many pieces.
-        dim: along which dimension.
-
-    Raises:
-        TypeError: a leaf is no tensor.
-
-    Example:
-        >>> pad_input_tensors(torch.ones(3), batch_size=3, num_processes=2)
-        tensor([1., 1., 1., 0.])
-    """
-    length = -(-max(batch_size, 1) // num_processes) * num_processes
-
-    def pad_input(item: torch.Tensor) -> torch.Tensor:
-        return padded(item, dim, length, 0, False) if item.ndim > dim else item
-
-    return recursively_apply(pad_input, tensor, error_on_other_type=True)
-
-
 def padded(tensor: torch.Tensor, dim: int, length: int, value: Any, first: bool) -> torch.Tensor:
     """Return the tensor with `value` filled in until it is `length` long along `dim`."""
-    missing = length - _shape(tensor)[dim]
+    missing = length - shape_of(tensor)[dim]
     if missing <= 0:
         return tensor
     shape = list(tensor.shape)

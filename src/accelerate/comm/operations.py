@@ -4,11 +4,8 @@
 `..._with` take the communicator to use; the others use that of the process's state.
 """
 
-import contextlib
-import functools
-import pickle
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,30 +16,20 @@ from accelerate import comm
 # Libraries compile the source of these functions in this namespace, so it has all names that they use.
 from accelerate.base.nested import (  # noqa: F401
     TENSOR,
-    TensorInformation,
     concatenate,
     filled,
     find_batch_size,
-    find_device,
-    get_data_structure,
-    get_shape,
     honor_type,
-    ignorant_find_batch_size,
-    initialize_tensors,
     is_namedtuple,
-    is_tensor_information,
     is_torch_tensor,
     leaves,
     like_mapping,
-    listify,
     outline,
     over_leaves,
-    pad_input_tensors,
     padded,
     rebuild,
     recursively_apply,
     send_to_device,
-    slice_tensors,
 )
 from accelerate.comm.base import Communicator
 from accelerate.comm.check import Call, DistributedOperationException
@@ -333,12 +320,6 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
     return reduce_with(comm.current(), tensor, reduction, scale)
 
 
-# Names of 1.15.0 for the same operations.
-_gpu_gather = _tpu_gather = gather
-_gpu_gather_object = _neuron_gather_object = gather_object
-_neuron_broadcast_object_list = broadcast_object_list
-
-
 def pad_with(
     communicator: Communicator, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
 ) -> Any:
@@ -411,89 +392,3 @@ def convert_to_fp32(tensor: Any) -> Any:
         tensor,
         test_type=lambda item: isinstance(item, torch.Tensor) and item.dtype in (torch.float16, torch.bfloat16),
     )
-
-
-class ConvertOutputsToFp32:
-    """Calls a model's forward and converts half-precision tensors in its result to float32.
-
-    `__wrapped__` is the original. Pickling fails on purpose: it would freeze mixed precision into the model.
-
-    Args:
-        model_forward: the function to wrap.
-    """
-
-    __module__ = "accelerate.utils.operations"  # the path in pickles
-
-    def __init__(self, model_forward: Callable[..., Any]) -> None:
-        self.model_forward = model_forward
-        functools.update_wrapper(self, model_forward)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return convert_to_fp32(self.model_forward(*args, **kwargs))
-
-    def __getstate__(self) -> Any:
-        raise pickle.PicklingError(
-            "A model prepared for mixed precision cannot be pickled. Pickle `accelerator.unwrap_model(model, "
-            "keep_fp32_wrapper=False)` instead."
-        )
-
-
-def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a model's forward so that half-precision tensors in its result become float32.
-
-    Args:
-        model_forward: the function to wrap.
-
-    Returns:
-        A plain function, which keeps signature probes and `torch.compile` at ease; its `__wrapped__` is a
-        `ConvertOutputsToFp32`, whose `__wrapped__` is the original.
-
-    Example:
-        >>> from accelerate.utils import convert_outputs_to_fp32
-        >>> convert_outputs_to_fp32(lambda: torch.ones(1, dtype=torch.float16))().dtype
-        torch.float32
-    """
-    converter = ConvertOutputsToFp32(model_forward)
-
-    @functools.wraps(converter)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return converter(*args, **kwargs)
-
-    forward.__wrapped__ = converter
-    return forward
-
-
-# DeepSpeed
-
-
-@contextlib.contextmanager
-def GatheredParameters(
-    params: Iterable[torch.nn.Parameter] | torch.nn.Parameter | None,
-    modifier_rank: int | None = None,
-    fwd_module: torch.nn.Module | None = None,
-    enabled: bool = True,
-) -> Any:
-    """Gather parameters that DeepSpeed ZeRO stage 3 has sharded inside a `with` block; do nothing otherwise.
-
-    Collective under ZeRO stage 3: enter on every rank.
-
-    Args:
-        params: the parameters; None means no parameters.
-        modifier_rank: the rank whose changes are kept; None discards changes.
-        fwd_module: the module that the parameters belong to.
-        enabled: False makes the block do nothing.
-
-    Source: https://deepspeed.readthedocs.io/en/latest/zero3.html#deepspeed.zero.GatheredParameters
-    """
-    if isinstance(params, torch.nn.Parameter):
-        params = [params]
-    parameters = [] if params is None else list(params)
-    if not (enabled and any(hasattr(parameter, "ds_id") for parameter in parameters)):
-        yield
-        return
-    import deepspeed
-
-    with deepspeed.zero.GatheredParameters(
-        parameters, modifier_rank=modifier_rank, fwd_module=fwd_module, enabled=enabled
-    ):
-        yield

@@ -86,13 +86,15 @@ _HOMES = {
         "offload_state_dict offload_weight save_offload_index"
     ),
     "accelerate.comm.operations": (
-        "CannotPadNestedTensorWarning GatheredParameters broadcast broadcast_object_list concatenate "
-        "convert_outputs_to_fp32 convert_to_fp32 find_batch_size find_device gather "
-        "gather_object get_data_structure honor_type ignorant_find_batch_size initialize_tensors is_namedtuple "
-        "is_tensor_information is_torch_tensor listify pad_across_processes pad_input_tensors recursively_apply "
-        "reduce send_to_device slice_tensors"
+        "CannotPadNestedTensorWarning broadcast broadcast_object_list concatenate convert_to_fp32 find_batch_size gather "
+        "gather_object honor_type is_namedtuple is_torch_tensor pad_across_processes recursively_apply reduce send_to_device"
     ),
-    "accelerate.extensions.compat.operations": "copy_tensor_to_devices",
+    "accelerate.extensions.big_models.tensors": "find_device",
+    "accelerate.extensions.compat.operations": (
+        "GatheredParameters convert_outputs_to_fp32 copy_tensor_to_devices get_data_structure initialize_tensors "
+        "is_tensor_information listify pad_input_tensors slice_tensors"
+    ),
+    "accelerate.extensions.inference.pippy": "ignorant_find_batch_size",
     "accelerate.utils.other": (
         "check_os_kernel clean_state_dict_for_safetensors compile_regions compile_regions_deepspeed "
         "compile_regions_fsdp2 convert_bytes extract_model_from_parallel get_model_tp_size "

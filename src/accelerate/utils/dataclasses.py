@@ -4,7 +4,7 @@ from accelerate.base._lazy import front
 
 _HOMES = {
     "typing": "TYPE_CHECKING",
-    "accelerate.base.nested": "TensorInformation",
+    "accelerate.extensions.compat.operations": "TensorInformation",
     "accelerate.extensions.deepspeed.plugin": "DeepSpeedPlugin",
     "accelerate.config.enums": (
         "BaseEnum ComputeEnvironment CustomDtype DDPCommunicationHookType DistributedType DynamoBackend "

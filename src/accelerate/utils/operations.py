@@ -6,12 +6,13 @@ from accelerate.comm.operations import *  # noqa: F403
 
 _HOMES = {
     "accelerate.base.constants": "TORCH_DISTRIBUTED_OPERATION_TYPES",
-    "accelerate.comm.operations": (
-        "_gpu_gather _gpu_gather_object _neuron_broadcast_object_list _neuron_gather_object _tpu_gather"
-    ),
+    "accelerate.extensions.big_models.tensors": "find_device",
     "accelerate.extensions.compat.operations": (
-        "_gpu_broadcast _tpu_broadcast chained_operation copy_tensor_to_devices gather_tensor_shape is_torch_xpu_tensor "
-        "verify_operation"
+        "ConvertOutputsToFp32 GatheredParameters TensorInformation _gpu_broadcast _gpu_gather _gpu_gather_object "
+        "_neuron_broadcast_object_list _neuron_gather_object _tpu_broadcast _tpu_gather chained_operation convert_outputs_to_fp32 "
+        "copy_tensor_to_devices gather_tensor_shape get_data_structure get_shape initialize_tensors is_tensor_information "
+        "is_torch_xpu_tensor listify pad_input_tensors slice_tensors verify_operation"
     ),
+    "accelerate.extensions.inference.pippy": "ignorant_find_batch_size",
 }
 __getattr__, __dir__, _ = front(__name__, _HOMES, [])

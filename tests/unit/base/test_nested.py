@@ -44,9 +44,8 @@ def test_dictionaries():
 def test_strided_nested_tensors_have_a_batch_size_and_no_shape():
     rows = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
     assert nested.find_batch_size({"x": rows}) == 2
-    for call in (nested.get_shape, nested.get_data_structure, lambda data: nested.pad_input_tensors(data, 2, 3)):
-        with pytest.raises(TypeError, match="to_padded_tensor"):
-            call({"x": rows})
+    with pytest.raises(TypeError, match="to_padded_tensor"):
+        nested.shape_of(rows)
 
 
 def test_samples_of_nested_dictionaries_are_divided():

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate.comm.operations import find_device, send_to_device
+from accelerate.comm.operations import send_to_device
 from accelerate.extensions.big_models.hooks_base import ModelHook
 from accelerate.extensions.big_models.placement import (
     PLAIN,
@@ -17,7 +17,7 @@ from accelerate.extensions.big_models.placement import (
 )
 from accelerate.extensions.big_models.prefetch import Prefetcher
 from accelerate.extensions.big_models.store import WeightSource
-from accelerate.extensions.big_models.tensors import named_module_tensors
+from accelerate.extensions.big_models.tensors import find_device, named_module_tensors
 
 # The module that holds a tensor, its table that has the tensor, and the tensor's name there.
 _Place = tuple[nn.Module, dict[str, Any], str]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from accelerate.base.nested import leaves
 from accelerate.config.enums import CustomDtype
 from accelerate.modules.optimizer_remap import ties
 
@@ -409,3 +410,14 @@ def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]
     whole = getattr(model, "_no_split_modules", None)
     direct = [*model.named_parameters(recurse=False), *model.named_children(), *model.named_buffers(recurse=False)]
     return sizes.get("", 0), get_max_layer_size(direct, sizes, whole)
+
+
+def find_device(data: Any) -> torch.device | None:
+    """Return the device of the first tensor in a nested structure, or None if it has none.
+
+    Example:
+        >>> from accelerate.utils import find_device
+        >>> find_device({"ids": torch.arange(2)})
+        device(type='cpu')
+    """
+    return next((leaf.device for leaf in leaves(data) if isinstance(leaf, torch.Tensor)), None)

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from accelerate import comm
-from accelerate.comm.operations import ignorant_find_batch_size, send_to_device
+from accelerate.base.nested import find_batch_size
+from accelerate.comm.operations import send_to_device
 from accelerate.extensions.big_models.device_map import infer_auto_device_map
 from accelerate.extensions.pipeline.balance import even_stages
 from accelerate.process import PartialState
@@ -239,3 +240,11 @@ def prepare_pippy(
     forward = functools.partial(pippy_forward, schedule.step, chunks, gather_output)
     model.forward = functools.update_wrapper(forward, model._original_forward)
     return model
+
+
+def ignorant_find_batch_size(data: Any) -> int | None:
+    """Do what `find_batch_size` does, but return None where that fails."""
+    try:
+        return find_batch_size(data)
+    except (IndexError, TypeError, ValueError):
+        return None
