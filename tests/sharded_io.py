@@ -1,12 +1,13 @@
-"""Models and optimizers saved and loaded by the public functions, in the layout that a test names."""
+"""Models and optimizers saved and loaded in the layout that a test names, by the public functions where they are installed."""
 
 import os
 
 import torch
 
-from accelerate.checkpoint import layouts, model_io
+from accelerate.checkpoint import layouts, model_io, optimizers
 from accelerate.checkpoint.manifest import PARAMETER_NAMES
 from accelerate.checkpoint.model_io import names_file
+from accelerate.checkpoint.verify import with_manifest
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.utils import fsdp_utils
 
@@ -16,22 +17,30 @@ def _plugin(layout):
 
 
 def save_model(model, folder, index=0, layout="sharded"):
-    fsdp_utils.save_fsdp_model(_plugin(layout), None, model, os.fspath(folder), index)
+    if hasattr(fsdp_utils, "save_fsdp_model"):
+        return fsdp_utils.save_fsdp_model(_plugin(layout), None, model, os.fspath(folder), index)
+    return layouts.write(model_io.io_of(model).model_state(model).values, os.fspath(folder), "model", index, layout)
 
 
 def load_model(model, folder, index=0, prefer=None, strict=True):
-    if not strict:
-        read, own = layouts.read_for_model(model, folder, index, prefer, strict)
-        return model_io.io_of(model).apply_model(model, read, own, strict=strict)
-    return fsdp_utils.load_fsdp_model(_plugin(prefer), None, model, os.fspath(folder), index)
+    if strict and hasattr(fsdp_utils, "load_fsdp_model"):
+        return fsdp_utils.load_fsdp_model(_plugin(prefer), None, model, os.fspath(folder), index)
+    read, own = layouts.read_for_model(model, with_manifest(os.fspath(folder)), index, prefer, strict)
+    return model_io.io_of(model).apply_model(model, read, own, strict=strict)
 
 
 def save_optimizer(optimizer, model, folder, index=0, layout="sharded"):
-    fsdp_utils.save_fsdp_optimizer(_plugin(layout), None, optimizer, model, os.fspath(folder), index)
+    if hasattr(fsdp_utils, "save_fsdp_optimizer"):
+        return fsdp_utils.save_fsdp_optimizer(_plugin(layout), None, optimizer, model, os.fspath(folder), index)
+    state = model_io.io_of(model).optimizer_state(optimizer, model)
+    return layouts.write(state, os.fspath(folder), "optimizer", index, layout)
 
 
 def load_optimizer(optimizer, model, folder, index=0):
-    fsdp_utils.load_fsdp_optimizer(_plugin(None), None, optimizer, model, os.fspath(folder), index)
+    if hasattr(fsdp_utils, "load_fsdp_optimizer"):
+        return fsdp_utils.load_fsdp_optimizer(_plugin(None), None, optimizer, model, os.fspath(folder), index)
+    state = optimizers.read_for_optimizer(optimizer, model, with_manifest(os.fspath(folder)), index, "sharded")
+    return optimizer.load_state_dict(state)
 
 
 def write_names(optimizer, model, folder):

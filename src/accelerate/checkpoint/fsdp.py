@@ -3,15 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
-from accelerate.checkpoint import layouts, optimizers
 from accelerate.checkpoint import state as states
-from accelerate.checkpoint.model_io import inner_optimizer, io_of
-from accelerate.checkpoint.verify import with_manifest
-from accelerate.config.fsdp import FullyShardedDataParallelPlugin
-from accelerate.modules import tensor_kinds
+from accelerate.checkpoint.model_io import io_of
 from accelerate.modules.unwrap import canonical_name, extract_model_from_parallel, is_peft_model
 
 
@@ -89,71 +84,3 @@ def _load_adapter(model: nn.Module, adapter: Mapping[str, Any]) -> Any:
     own = adapter_entries(model, whole)
     known = {names[id(value)]: adapter[name] for name, value in own.items() if name in adapter}
     return model.load_state_dict({**whole, **known})
-
-
-def save_fsdp_optimizer(
-    fsdp_plugin: FullyShardedDataParallelPlugin | None,
-    accelerator: Any,
-    optimizer: torch.optim.Optimizer,
-    model: nn.Module,
-    output_dir: str,
-    optimizer_index: int = 0,
-    use_dcp: bool = True,
-) -> None:
-    """Save the optimizer of a sharded model, keyed by the names of parameters. Every rank calls it.
-
-    Args:
-        fsdp_plugin: its `state_dict_type` chooses what is written: with FULL_STATE_DICT the file `optimizer.bin`, gathered by
-            rank 0; else the folder `optimizer_0`, to which each rank writes its part, and which any number can load. None writes shards.
-        accelerator: not used.
-        optimizer: wrapped or not.
-        model: the model that it updates.
-        output_dir: the checkpoint's folder, which all ranks see.
-        optimizer_index: which of the optimizers it is, from 0.
-        use_dcp: False warns: a file per rank is not written.
-
-    Raises:
-        ValueError: the optimizer has a parameter that the model does not have, or `output_dir` is a checkpoint of `save_state`.
-        RuntimeError: writing failed on some rank; raised on all of them.
-    """
-    layout = layouts.layout_of(fsdp_plugin, use_dcp)
-    layouts.write(io_of(model).optimizer_state(optimizer, model), output_dir, "optimizer", optimizer_index, layout)
-
-
-def load_fsdp_optimizer(
-    fsdp_plugin: FullyShardedDataParallelPlugin | None,
-    accelerator: Any,
-    optimizer: torch.optim.Optimizer,
-    model: nn.Module,
-    input_dir: str,
-    optimizer_index: int = 0,
-    adapter_only: bool = False,
-    use_dcp: bool = True,
-) -> None:
-    """Load the optimizer of a sharded model. Every rank calls it.
-
-    It need not have been saved by the same number of ranks, or sharded in the same way, or sharded at all. Everything is read
-    before anything is changed.
-
-    Args:
-        fsdp_plugin: its `state_dict_type` chooses what is read if the folder has several layouts of the optimizer; None: shards.
-        accelerator: not used.
-        optimizer: wrapped or not.
-        model: the model that it updates.
-        input_dir: the checkpoint's folder, which all ranks see.
-        optimizer_index: which of the optimizers it is, from 0.
-        adapter_only: not used: the state is that of the parameters which the optimizer has.
-        use_dcp: False warns, as for saving.
-
-    Raises:
-        FileNotFoundError: the folder has no such optimizer.
-        RuntimeError: it is the state of other parameters, or reading failed on some rank; the optimizer is as it was.
-        DamagedCheckpoint: a file is damaged; the optimizer is as it was.
-    """
-    prefer = layouts.layout_of(fsdp_plugin, use_dcp)
-    folder = with_manifest(input_dir)
-    state = states.run_on_all_ranks(
-        lambda: optimizers.read_for_optimizer(optimizer, model, folder, optimizer_index, prefer)
-    )
-    inner = inner_optimizer(optimizer)
-    inner.load_state_dict(dict(tensor_kinds.rebuilt(inner, state)))

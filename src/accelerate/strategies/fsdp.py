@@ -2,7 +2,6 @@
 
 import importlib
 import inspect
-import os
 import re
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -15,7 +14,6 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin, layer_classes
 from accelerate.logging import get_logger
-from accelerate.modules.optimizer_remap import ties
 from accelerate.runtime import torch_private
 
 logger = get_logger("accelerate.utils.fsdp_utils")  # the public path
@@ -24,53 +22,6 @@ logger = get_logger("accelerate.utils.fsdp_utils")  # the public path
 def public_module() -> ModuleType:
     """Return `accelerate.utils.fsdp_utils`, in which libraries replace functions and the logger: theirs are used."""
     return importlib.import_module("accelerate.utils.fsdp_utils")
-
-
-def enable_fsdp_ram_efficient_loading() -> None:
-    """Let only rank 0 read the weights in `from_pretrained`; sharding then sends them to the others."""
-    os.environ.setdefault("ACCELERATE_USE_FSDP", "True")
-    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "True"
-
-
-def disable_fsdp_ram_efficient_loading() -> None:
-    """Let every rank read the weights in `from_pretrained`, as for a model that is not going to be sharded."""
-    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "False"
-
-
-def ensure_weights_retied(
-    param_init_fn: Callable[[nn.Module], Any], model: nn.Module, device: torch.device
-) -> Callable[[nn.Module], Any]:
-    """Return a `param_init_fn` that keeps tied weights tied.
-
-    Moving modules off the meta device one at a time gives each its own copy of a weight that they share.
-
-    Args:
-        param_init_fn: materialises the parameters that a module holds directly.
-        model: the model with its ties, before initialisation.
-        device: the target of the parameters.
-
-    Returns:
-        `param_init_fn` itself if no weight is shared, else a function that also restores the ties.
-    """
-    modules = dict(model.named_modules(remove_duplicate=False))
-    places = [[name.rpartition(".") for name in names] for _, names in ties(model)]
-    group_of = {(modules[owner], entry): group for group, names in enumerate(places) for owner, _, entry in names}
-    if not group_of:
-        return param_init_fn
-    shared: dict[int, nn.Parameter] = {}
-
-    def init_and_retie(module: nn.Module) -> nn.Module:
-        param_init_fn(module)
-        parameters: list[tuple[str, Any]] = list(module._parameters.items())
-        for name, parameter in parameters:
-            if (group := group_of.get((module, name))) is None:
-                continue
-            if group not in shared and parameter.device.type != torch.device(device).type:
-                parameter = nn.Parameter(parameter.to(device), requires_grad=parameter.requires_grad)
-            module._parameters[name] = shared.setdefault(group, parameter)
-        return module
-
-    return init_and_retie
 
 
 def get_parameters_from_modules(

@@ -1,12 +1,17 @@
 """Functions for sharded models, for other programs."""
 
+import os
+
 import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from accelerate.checkpoint import dcp, layouts
+from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.utils import fsdp_utils as utils
 from sharded_samples import net, sharding
+from unit.checkpoint.tied_net import Net
 
 
 @pytest.mark.parametrize("key", [lambda parameter: parameter, lambda parameter: parameter.data_ptr()])
@@ -30,3 +35,35 @@ def test_a_state_is_distributed_over_a_model_without_memory(process_group):
     wanted = net(seed=3, tied=False).state_dict()
     utils.fsdp2_load_full_state_dict(accelerator, model, wanted)
     assert all(torch.equal(accelerator.get_state_dict(model)[name], value) for name, value in wanted.items())
+
+
+def test_a_file_of_each_rank_is_not_written(tmp_path):
+    for kind, use_dcp in (("LOCAL_STATE_DICT", True), ("SHARDED_STATE_DICT", False)):
+        plugin = FullyShardedDataParallelPlugin(state_dict_type=kind)
+        with pytest.warns(UserWarning, match="only as many ranks"):
+            utils.save_fsdp_model(plugin, None, Net(), str(tmp_path / kind), use_dcp=use_dcp)
+        assert os.listdir(tmp_path / kind) == ["pytorch_model_fsdp_0"]
+
+
+def test_adapters(tmp_path):
+    peft = pytest.importorskip("peft")
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    config = peft.LoraConfig(target_modules=["layer"], r=2, init_lora_weights=False)
+    model, other = peft.get_peft_model(Net(), config), peft.get_peft_model(Net(), config)
+    base = other.base_model.model.embedding.weight.clone()
+    utils.save_fsdp_model(plugin, None, model, str(tmp_path), adapter_only=True)
+    utils.load_fsdp_model(plugin, None, other, str(tmp_path), adapter_only=True)
+    specs = layouts.model_values(dcp.ShardedFolder(tmp_path / "pytorch_model_fsdp_0"))
+    assert all("lora" in name for name in specs) and len(specs) == 2
+    mine, theirs = model.state_dict(), other.state_dict()
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine if "lora" in name)
+    assert torch.equal(other.base_model.model.embedding.weight, base)
+
+
+def test_the_final_norm_is_a_child_of_the_base_model():
+    model = torch.nn.Module()
+    model.base_model_prefix = "model"
+    model.model = torch.nn.Sequential(torch.nn.LayerNorm(2), torch.nn.Linear(2, 2), torch.nn.RMSNorm(2))
+    model.head = torch.nn.Linear(2, 2)
+    assert utils._find_final_norm(model) is model.model[2]
+    assert utils._find_final_norm(model.head) is None

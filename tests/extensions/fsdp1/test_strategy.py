@@ -229,3 +229,17 @@ def test_a_wrapped_model_stays_as_it_is(alone):
 
 def test_a_state_finds_the_strategy():
     assert registry.resolve(SimpleNamespace(distributed_type=DistributedType.FSDP, is_fsdp2=False)).name == "fsdp1"
+
+
+def test_ties_survive_materialisation():
+    def init(module):
+        module.to_empty(device="cpu", recurse=False)
+
+    with torch.device("meta"):
+        model = net()
+    retied = strategy.ensure_weights_retied(init, model, torch.device("cpu"))
+    for module in model.modules():
+        retied(module)
+    assert model.head.weight is model.emb.weight
+    assert model.head.weight.device == torch.device("cpu")
+    assert strategy.ensure_weights_retied(init, nn.Linear(1, 1), torch.device("cpu")) is init

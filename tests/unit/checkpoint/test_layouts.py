@@ -16,9 +16,8 @@ from torch.distributed.checkpoint import filesystem, metadata
 
 import sharded_io
 from accelerate import Accelerator
-from accelerate.checkpoint import dcp, layouts, model_io
+from accelerate.checkpoint import dcp, model_io
 from accelerate.checkpoint.manifest import DamagedCheckpoint
-from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.utils import fsdp_utils
 from cases import cases
 from sharded_io import same
@@ -75,15 +74,10 @@ def test_the_layout_that_was_asked_for_is_taken(tmp_path):
 
 
 @pytest.mark.parametrize("file", ["pytorch_model_fsdp_rank0.bin", "pytorch_model_fsdp_0_rank0.bin"])
-def test_files_of_single_ranks_are_refused_and_not_written(tmp_path, file):
+def test_files_of_single_ranks_are_refused(tmp_path, file):
     """As upstream writes them with LOCAL_STATE_DICT, or use_dcp=False."""
     (tmp_path / file).touch()
     fails(tmp_path, *job(), ValueError, f"{file}.*what each rank had.*on as many ranks.*SHARDED_STATE_DICT")
-    for kind, use_dcp in (("LOCAL_STATE_DICT", True), ("SHARDED_STATE_DICT", False)):
-        plugin = FullyShardedDataParallelPlugin(state_dict_type=kind)
-        with pytest.warns(UserWarning, match="only as many ranks"):
-            fsdp_utils.save_fsdp_model(plugin, None, Net(), str(tmp_path / kind), use_dcp=use_dcp)
-        assert os.listdir(tmp_path / kind) == ["pytorch_model_fsdp_0"]
 
 
 def test_a_save_replaces_the_former_one_when_it_is_there(tmp_path, monkeypatch):
@@ -110,21 +104,6 @@ def test_a_checkpoint_with_a_manifest_is_not_saved_into(tmp_path):
         with pytest.raises(ValueError, match="Save to another folder"):
             save(model, optimizer, tmp_path, layout)
     assert os.listdir(tmp_path) == before
-
-
-def test_adapters(tmp_path):
-    peft = pytest.importorskip("peft")
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
-    config = peft.LoraConfig(target_modules=["layer"], r=2, init_lora_weights=False)
-    model, other = peft.get_peft_model(Net(), config), peft.get_peft_model(Net(), config)
-    base = other.base_model.model.embedding.weight.clone()
-    fsdp_utils.save_fsdp_model(plugin, None, model, str(tmp_path), adapter_only=True)
-    fsdp_utils.load_fsdp_model(plugin, None, other, str(tmp_path), adapter_only=True)
-    specs = layouts.model_values(dcp.ShardedFolder(tmp_path / "pytorch_model_fsdp_0"))
-    assert all("lora" in name for name in specs) and len(specs) == 2
-    mine, theirs = model.state_dict(), other.state_dict()
-    assert all(torch.equal(mine[name], theirs[name]) for name in mine if "lora" in name)
-    assert torch.equal(other.base_model.model.embedding.weight, base)
 
 
 def fails(folder, model, optimizer, kind, match, what="model"):
@@ -322,7 +301,7 @@ SHIFTED = (
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
-@pytest.mark.parametrize("reader", ["load_state", "load_fsdp_model", "export", "reshard", "merge"])
+@pytest.mark.parametrize("reader", ["load_state", "sharded_io", "export", "reshard", "merge"])
 @cases("pieces, match", *SHIFTED)
 def test_shards_that_are_shifted_are_refused(tmp_path, pieces, match, reader):
     folder = in_pieces(tmp_path / "c" / "pytorch_model_fsdp_0", pieces)
@@ -330,12 +309,11 @@ def test_shards_that_are_shifted_are_refused(tmp_path, pieces, match, reader):
     before = model.weight.detach().clone()
     accelerator = Accelerator(cpu=True)
     accelerator.prepare(model)
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
     if reader in ("export", "reshard", "merge"):
         convert = pytest.importorskip("accelerate.extensions.convert.convert")
     readers = {
         "load_state": lambda: accelerator.load_state(folder),
-        "load_fsdp_model": lambda: fsdp_utils.load_fsdp_model(plugin, accelerator, model, folder),
+        "sharded_io": lambda: sharded_io.load_model(model, folder),
         "export": lambda: convert.export(folder, tmp_path / "out"),
         "reshard": lambda: convert.reshard(folder, tmp_path / "out", "full"),
         "merge": lambda: fsdp_utils.merge_fsdp_weights(folder / "pytorch_model_fsdp_0", tmp_path / "out"),

@@ -15,8 +15,6 @@ import sharded_io
 from accelerate.checkpoint import dcp
 from accelerate.checkpoint.manifest import DamagedCheckpoint, Manifest
 from accelerate.checkpoint.save import unlisted
-from accelerate.config.fsdp import FullyShardedDataParallelPlugin
-from accelerate.utils import fsdp_utils
 
 LAYOUTS = ["sharded", "full", "sharded to full", "full to sharded"]
 
@@ -133,16 +131,15 @@ def test_extra_states(tmp_path, layout, extra):
 
 @pytest.mark.parametrize("layout", ["sharded", "full"])
 def test_what_a_manifest_says_is_compared(tmp_path, layout):
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
     model, optimizer = job()
     sharded_io.save_model(model, tmp_path, layout=layout)
     sharded_io.save_optimizer(optimizer, model, tmp_path, layout=layout)
     entries = unlisted(str(tmp_path), (), 0)
     Manifest(entries).write(tmp_path)
-    fsdp_utils.load_fsdp_model(plugin, None, model, str(tmp_path))
+    sharded_io.load_model(model, tmp_path)
     before = model.weight.clone()
     for what, refused in (("model", "has changed"), ("optimizer", "has 0 bytes")):
-        fsdp_utils.load_fsdp_optimizer(plugin, None, optimizer, model, str(tmp_path))  # its files are complete
+        sharded_io.load_optimizer(optimizer, model, tmp_path)  # its files are complete
         file = max((name for name in entries if what in name), key=lambda name: entries[name].size)
         if what == "model":
             samples.flip(tmp_path / file)
@@ -150,7 +147,7 @@ def test_what_a_manifest_says_is_compared(tmp_path, layout):
             (tmp_path / file).write_bytes(b"")
         with pytest.raises(DamagedCheckpoint, match=f"{file} {refused}"):
             if what == "model":
-                fsdp_utils.load_fsdp_model(plugin, None, model, str(tmp_path))
+                sharded_io.load_model(model, tmp_path)
             else:
-                fsdp_utils.load_fsdp_optimizer(plugin, None, optimizer, model, str(tmp_path))
+                sharded_io.load_optimizer(optimizer, model, tmp_path)
     assert torch.equal(before, model.weight)

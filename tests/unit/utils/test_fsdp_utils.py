@@ -34,20 +34,6 @@ def test_parameters_of_named_modules(modules, names):
     assert utils.get_parameters_from_modules(model[1], model, CPU) == set(model[1].parameters())
 
 
-def test_ties_survive_materialisation():
-    def init(module):
-        module.to_empty(device="cpu", recurse=False)
-
-    with torch.device("meta"):
-        model = net()
-    retied = utils.ensure_weights_retied(init, model, CPU)
-    for module in model.modules():
-        retied(module)
-    assert model.head.weight is model.emb.weight
-    assert model.head.weight.device == CPU
-    assert utils.ensure_weights_retied(init, nn.Linear(1, 1), CPU) is init
-
-
 @pytest.mark.parametrize(
     "policy",
     [
@@ -72,12 +58,3 @@ def test_a_model_is_sharded_once(process_group):
     sharded = list(model.parameters())
     assert utils.fsdp2_prepare_model(accelerator, model) is model
     assert all(now is before for now, before in zip(model.parameters(), sharded, strict=True))
-
-
-def test_the_final_norm_is_a_child_of_the_base_model():
-    model = torch.nn.Module()
-    model.base_model_prefix = "model"
-    model.model = torch.nn.Sequential(torch.nn.LayerNorm(2), torch.nn.Linear(2, 2), torch.nn.RMSNorm(2))
-    model.head = torch.nn.Linear(2, 2)
-    assert utils._find_final_norm(model) is model.model[2]
-    assert utils._find_final_norm(model.head) is None

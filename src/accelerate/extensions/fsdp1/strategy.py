@@ -14,7 +14,7 @@ from accelerate.devices import row
 from accelerate.extensions.fsdp1 import is_fsdp1
 from accelerate.extensions.fsdp1.torch_private import member_names
 from accelerate.modules import tensor_kinds
-from accelerate.modules.optimizer_remap import named, remap_optimizers
+from accelerate.modules.optimizer_remap import named, remap_optimizers, ties
 from accelerate.modules.unwrap import is_compiled_module, loaded_wrappers
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.precision import master
@@ -191,7 +191,7 @@ def _options(accelerator: Run, model: nn.Module) -> dict[str, Any]:
         strategy = getattr(ShardingStrategy, _HYBRID[strategy.name])
     initialise = plugin.param_init_fn
     if initialise is not None:
-        initialise = fsdp.ensure_weights_retied(initialise, model, device)
+        initialise = ensure_weights_retied(initialise, model, device)
     ignored = fsdp.chosen_modules(plugin.ignored_modules, model)
     return {
         **{name: getattr(plugin, name) for name in _HANDED_ON},
@@ -282,3 +282,39 @@ def _repoint_flat(accelerator: Run, model: nn.Module, before: dict[str, nn.Param
                 moved.record(full, old, flat)
     for optimizer in accelerator._optimizers:
         moved.follow(optimizer.optimizer)
+
+
+def ensure_weights_retied(
+    param_init_fn: Callable[[nn.Module], Any], model: nn.Module, device: torch.device
+) -> Callable[[nn.Module], Any]:
+    """Return a `param_init_fn` that keeps tied weights tied.
+
+    Moving modules off the meta device one at a time gives each its own copy of a weight that they share.
+
+    Args:
+        param_init_fn: materialises the parameters that a module holds directly.
+        model: the model with its ties, before initialisation.
+        device: the target of the parameters.
+
+    Returns:
+        `param_init_fn` itself if no weight is shared, else a function that also restores the ties.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    places = [[name.rpartition(".") for name in names] for _, names in ties(model)]
+    group_of = {(modules[owner], entry): group for group, names in enumerate(places) for owner, _, entry in names}
+    if not group_of:
+        return param_init_fn
+    shared: dict[int, nn.Parameter] = {}
+
+    def init_and_retie(module: nn.Module) -> nn.Module:
+        param_init_fn(module)
+        parameters: list[tuple[str, Any]] = list(module._parameters.items())
+        for name, parameter in parameters:
+            if (group := group_of.get((module, name))) is None:
+                continue
+            if group not in shared and parameter.device.type != torch.device(device).type:
+                parameter = nn.Parameter(parameter.to(device), requires_grad=parameter.requires_grad)
+            module._parameters[name] = shared.setdefault(group, parameter)
+        return module
+
+    return init_and_retie
