@@ -15,22 +15,6 @@ from accelerate.state import AcceleratorState, GradientState
 __getattr__ = _lazy.aliases(__name__)
 
 
-def move_to_device(state: Any, device: torch.device) -> Any:
-    """Return optimizer state with its tensors on a device.
-
-    Args:
-        state: A tensor, or lists, tuples and dicts of them, nested; anything else is returned as it is.
-        device: Where the tensors go.
-    """
-    if isinstance(state, torch.Tensor):
-        return state.to(device)
-    if isinstance(state, (list, tuple)):
-        return type(state)(move_to_device(item, device) for item in state)
-    if isinstance(state, dict):
-        return type(state)((key, move_to_device(value, device)) for key, value in state.items())
-    return state
-
-
 def patch_optimizer_step(accelerated_optimizer: "AcceleratedOptimizer", method: Callable) -> Callable:
     """Return an optimizer's step method that notes on the wrapper that it ran, and whether it had to.
 

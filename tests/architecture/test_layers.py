@@ -21,7 +21,7 @@ LAYERS: list[str] = [
     "config parallelism_config",
     "runtime.storage runtime.durable runtime.exit devices",
     "comm",
-    "runtime.failure runtime.generators runtime.ranks runtime.ports runtime.random runtime.rendezvous "
+    "runtime.failure runtime.generators runtime.ranks runtime.random runtime.rendezvous "
     "runtime.run runtime.call_site runtime.peers runtime.permutation process state",
     "logging modules precision optimizer scheduler",
     "strategies.mesh strategies.consistency strategies.shard strategies.fsdp",

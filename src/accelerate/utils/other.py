@@ -8,12 +8,10 @@ from accelerate.checkpoint.torch_files import load as load
 from accelerate.checkpoint.torch_files import load_each as load_each
 from accelerate.checkpoint.torch_files import save as save
 from accelerate.process import PartialState
-from accelerate.runtime.ports import get_free_port as get_free_port
-from accelerate.runtime.ports import is_port_in_use as is_port_in_use
 
 # Names of other modules that this module also gives.
 _HOMES = {
-    "accelerate.extensions.compat.other": "check_os_kernel get_model_tp_size logger merge_dicts recursive_getattr",
+    "accelerate.extensions.compat.other": "check_os_kernel get_free_port get_model_tp_size is_port_in_use logger merge_dicts recursive_getattr",
     "accelerate.extensions.regional_compilation.regions": (
         "compile_regions compile_regions_deepspeed compile_regions_fsdp2 has_compiled_regions has_repeated_blocks is_repeated_blocks"
     ),

@@ -1,5 +1,6 @@
 """The store at which the processes of a run meet: who can reach it."""
 
+import socket
 from datetime import timedelta
 
 import psutil
@@ -8,11 +9,16 @@ import torch.distributed as dist
 
 from accelerate.runtime import rendezvous
 from accelerate.runtime.ranks import Ranks
-from accelerate.utils.other import get_free_port
 from accelerate.utils.versions import is_torch_version
 from cases import cases
 
 LIMIT = timedelta(seconds=30)
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
 
 
 def listening_at(port):
@@ -38,7 +44,7 @@ def place(monkeypatch):
     """Return a function that writes down where the one rank meets itself, and returns the port."""
 
     def place(address):
-        port = get_free_port()
+        port = free_port()
         for name, value in {"MASTER_ADDR": address, "MASTER_PORT": port, "RANK": 0, "WORLD_SIZE": 1}.items():
             monkeypatch.setenv(name, str(value))
         return port

@@ -10,11 +10,11 @@ from accelerate.base import _lazy
 from accelerate.base.constants import DEEPSPEED_MULTINODE_LAUNCHERS as DEEPSPEED_MULTINODE_LAUNCHERS
 from accelerate.config.enums import DistributedType
 from accelerate.config.options import BY_NAME
+from accelerate.extensions.compat.other import get_free_port, is_port_in_use
 from accelerate.launch.errors import LaunchError
 from accelerate.launch.plan import Resolved, exports
 from accelerate.launch.resolve import merge
 from accelerate.launch.runners import module_of
-from accelerate.runtime.ports import get_free_port, is_port_in_use
 from accelerate.runtime.ranks import DEFAULT_PORT
 
 __getattr__ = _lazy.aliases("accelerate.utils.launch")

@@ -39,6 +39,7 @@ HOMES: dict[str, str] = {
     "accelerate.extensions.big_models.align": "_compiler_disable",
     "accelerate.extensions.big_models.device_map": "_init_infer_auto_device_map",
     "accelerate.extensions.big_models.tensors": "_get_param_device",
+    "accelerate.extensions.compat.other": "move_to_device",
     "accelerate.optimizer": "AcceleratedOptimizer",
     "accelerate.extensions.sequence.models": "_attach_context_parallel_hooks _refuse_recurrent_layers_under_sequence_parallelism",
     "accelerate.extensions.quantize.quantize": "_replace_with_bnb_layers",
@@ -218,7 +219,7 @@ NAMES: dict[str, str] = {
     ),
     "accelerate.local_sgd": "Accelerator DistributedType",
     "accelerate.logging": "PartialState",
-    "accelerate.optimizer": "DistributedType honor_type is_lomo_available is_torch_xla_available",
+    "accelerate.optimizer": "DistributedType honor_type is_lomo_available is_torch_xla_available move_to_device",
     "accelerate.parallelism_config": "DistributedType is_torch_version",
     "accelerate.state": (
         "DistributedType GradientAccumulationPlugin SageMakerDistributedType check_cuda_fp8_capability check_cuda_p2p_ib_support deepspeed_required "

@@ -6,6 +6,7 @@ import importlib
 import logging
 import platform
 import re
+import socket
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ from accelerate.config.enums import DistributedType
 from accelerate.config.handlers import AutocastKwargs
 from accelerate.devices.table import detect
 from accelerate.precision.amp import autocast_context, precision
+from accelerate.runtime.ranks import DEFAULT_PORT
 from accelerate.state import AcceleratorState
 
 logger = logging.getLogger("accelerate.utils.other")  # the public path
@@ -126,3 +128,45 @@ def get_model_tp_size(model: nn.Module) -> int | None:
         return model.tp_size
     split = getattr(getattr(model, "config", None), "distributed_config", None)
     return split.get("tp_size") if isinstance(split, Mapping) else getattr(split, "tp_size", None)
+
+
+def move_to_device(state: Any, device: torch.device) -> Any:
+    """Return optimizer state with its tensors on a device.
+
+    Args:
+        state: A tensor, or lists, tuples and dicts of them, nested; anything else is returned as it is.
+        device: Where the tensors go.
+    """
+    if isinstance(state, torch.Tensor):
+        return state.to(device)
+    if isinstance(state, (list, tuple)):
+        return type(state)(move_to_device(item, device) for item in state)
+    if isinstance(state, dict):
+        return type(state)((key, move_to_device(value, device)) for key, value in state.items())
+    return state
+
+
+def is_port_in_use(port: int | str | None = None) -> bool:
+    """Return whether a program on this machine listens on a port, by default 29500, where processes meet.
+
+    Example:
+        >>> from accelerate.utils import is_port_in_use
+        >>> is_port_in_use(1)
+        False
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1)
+        return probe.connect_ex(("localhost", DEFAULT_PORT if port is None else int(port))) == 0
+
+
+def get_free_port() -> int:
+    """Return a port that no program listens on now. Another program may take it before you do.
+
+    Example:
+        >>> from accelerate.utils.other import get_free_port
+        >>> 0 < get_free_port() < 65536
+        True
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
