@@ -1,4 +1,4 @@
-"""``save_state``: what an Accelerator puts into a checkpoint, where it goes, and when older ones are removed."""
+"""``save_state``: what an Accelerator puts into a checkpoint, where it goes, and when older ones are removed; and full state dicts."""
 
 import logging
 import os
