@@ -175,7 +175,8 @@ class FileEntry:
     @classmethod
     def of(cls, file: durable.HashedFile, rank: int = 0, **more: Any) -> "FileEntry":
         """Return the entry of a file that this rank wrote just now; `more` may have ``tensors`` and ``aliases``."""
-        return cls.made(file.checksum.size, file.checksum.digests(), rank, **more)
+        checksum = file.raw.checksum
+        return cls.made(checksum.size, checksum.digests(), rank, **more)
 
     @classmethod
     def made(cls, size: int, pieces: Sequence[bytes], rank: int = 0, **more: Any) -> "FileEntry":

@@ -103,7 +103,7 @@ class CheckpointStorage(ABC):
         """The last part of the location."""
         return os.path.basename(self.location.rstrip("/"))
 
-    def create(self, folder: str, name: str) -> contextlib.AbstractContextManager[HashedFile]:
+    def create(self, folder: str, name: str) -> HashedFile:
         """Give a file of a staged folder to write to; `sync` follows.
 
         Not a collective.

@@ -21,7 +21,6 @@ import stat
 import sys
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -167,155 +166,104 @@ def advise(address: int, length: int, advice: int) -> bool:
 # -- files --------------------------------------------------------------------------------------------------------------
 
 
-class Sink(io.RawIOBase, ABC):
-    """Where the bytes of a file go, from its beginning to its end; they are hashed on the way.
+class HashedFile(io.BufferedWriter):
+    """A file that is hashed while it is written, and is there in full when its ``with`` block ends well, else not at all.
 
-    `problem` is why they could not be stored.
+    It collects small pieces for its raw file, which hashes and stores them: see `DiskFile` for what a raw file has.
     """
 
-    def __init__(self) -> None:
-        self.checksum = Checksum()
-        self.problem: Exception | None = None
+    raw: Any
 
-    def writable(self) -> bool:
-        """Say that it may be written to."""
-        return True
+    def __init__(self, raw: Any) -> None:
+        super().__init__(raw, _COLLECTED)
 
-    def tell(self) -> int:
-        """Return how many bytes have been stored."""
-        return self.checksum.size
-
-    def write(self, data: Any) -> int:
-        """Store all of a contiguous buffer, and return how many bytes that are."""
-        view = memoryview(data).cast("B")
-        for start in range(0, len(view), _BLOCK):
-            part = view[start : start + _BLOCK]
-            self.checksum.update(part)
-            try:
-                self.store(part)
-            except Exception as error:
-                self.problem = self.named(error)
-                raise self.problem from error
-        return len(view)
-
-    def end(self) -> None:
-        """Let the file be there in full."""
-        try:
-            self.finish()
-        except Exception as error:
-            self.problem = self.named(error)
-            raise self.problem from error
-
-    @abstractmethod
-    def named(self, error: Exception) -> Exception:
-        """Return an error that names the file, for one of `store` or `finish`."""
-
-    @abstractmethod
-    def store(self, part: memoryview) -> None:
-        """Store a block."""
-
-    @abstractmethod
-    def finish(self) -> None:
-        """Let the file be there in full; `end` calls it."""
-
-    @abstractmethod
-    def discard(self) -> None:
-        """Give up: nothing is left of the file."""
-
-
-class HashedFile(io.BufferedWriter):
-    """Collects what a `Sink` gets in small pieces. What was written counts once the sink has finished; see `hashed`."""
-
-    @property
-    def checksum(self) -> Checksum:
-        """The checksum of what the sink has."""
-        return self.raw.checksum  # type: ignore[attr-defined]
+    # Torch's writers flush and close the file that they are given. This flush of io does nothing: only the end of the block counts.
+    flush = close = io.IOBase.flush
 
     @property
     def status(self) -> os.stat_result:
         """The system's record of a finished file on the disk."""
-        return self.raw.status  # type: ignore[attr-defined]
+        status: os.stat_result = self.raw.status
+        return status
 
-    def flush(self) -> None:
-        """Do nothing: only what is finished counts."""
-
-    close = flush  # torch's writer closes what it is given
-
-    def finish(self) -> None:
-        """Let the file be there in full."""
-        super().flush()
-        self.raw.end()  # type: ignore[attr-defined]
-
-
-@contextlib.contextmanager
-def hashed(sink: Sink) -> Iterator[HashedFile]:
-    """Give the file of a sink to write to, which is there in full when the block ends well, else not at all."""
-    try:
-        file = HashedFile(sink, _COLLECTED)
-        yield file
-        file.finish()
-    except BaseException as error:
-        sink.discard()
-        if sink.problem is not None and error is not sink.problem:
-            raise sink.problem from error  # torch's writer, for one, reports something else when its file fails
-        raise
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        raw, is_complete = self.raw, False
+        try:
+            if error is None and raw.problem is None:
+                super().flush()
+                raw.finish()
+                is_complete = True
+        except Exception as failure:
+            raw.problem = failure
+        finally:
+            if not is_complete:
+                raw.discard()
+        # Torch's writer, for one, reports something else when its file fails.
+        if raw.problem is not None and (named := raw.named(raw.problem)) is not error:
+            raise named from error
 
 
-class _DiskSink(Sink):
-    """A file that is written under a second name and synced, and then takes its name; with one name it is not synced.
+class DiskFile(io.FileIO):
+    """The raw file of a `HashedFile` on the disk, which is written under a second name and synced, and then takes its name.
 
-    The disk begins with each block while the next one is written, so that it has little left to do at the end.
+    With one name it is not synced. The disk begins with each block while the next one is written, so that it has little left to do at
+    the end.
     """
 
-    _descriptor = -1
-
     def __init__(self, path: str, aside: str) -> None:
-        super().__init__()
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(aside)  # of a process that was killed
+        super().__init__(aside, "x")
+        self.checksum = Checksum()
+        self.problem: Exception | None = None  # of `write`
         self._path, self._aside = path, aside
         self._begun = 0  # the disk has begun with so much
         self._since = time.monotonic()
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._aside)  # of a process that was killed
-        self._descriptor = os.open(self._aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
 
-    def store(self, part: memoryview) -> None:
-        while len(part):
-            part = part[os.write(self._descriptor, part) :]
-        if (ready := self.checksum.size - self._begun) >= _BLOCK:
-            _start_writing(self._descriptor, self._begun, ready)
-            self._begun += ready
-            _rest(time.monotonic() - self._since)
-            self._since = time.monotonic()
+    def write(self, data: Any) -> int:
+        """Hash and store all of a buffer of bytes; return how many these are."""
+        descriptor, checksum = self.fileno(), self.checksum
+        try:
+            for start in range(0, len(data), _BLOCK):
+                part = data[start : start + _BLOCK]
+                checksum.update(part)
+                while len(part):
+                    part = part[os.write(descriptor, part) :]
+                if (ready := checksum.size - self._begun) >= _BLOCK:
+                    _start_writing(descriptor, self._begun, ready)
+                    self._begun += ready
+                    _rest(time.monotonic() - self._since)
+                    self._since = time.monotonic()
+        except Exception as error:
+            self.problem = error
+            raise
+        return len(data)
 
     def finish(self) -> None:
+        """Let the file take its name, if it has a second one once it is on the disk."""
         if self._aside != self._path:
-            os.fsync(self._descriptor)
-        self.status = os.fstat(self._descriptor)
+            os.fsync(self.fileno())
+        self.status = os.fstat(self.fileno())
         if not os.path.samestat(self.status, os.lstat(self._aside)):
             raise OSError(errno.EBUSY, "Another process writes this file at the same time")
         self.close()
         if self._aside != self._path:
             os.replace(self._aside, self._path)
 
-    def close(self) -> None:
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
-        super().close()
-
     def discard(self) -> None:
+        """Remove what was written."""
         self.close()
         with contextlib.suppress(OSError):
             os.unlink(self._aside)
 
     def named(self, error: Exception) -> Exception:
+        """Return an error that names the file, which a descriptor does not know."""
         if not isinstance(error, OSError):
             return error
-        # A descriptor does not know its file's name.
         return OSError(error.errno or errno.EIO, error.strerror or str(error), self._aside)
 
 
-def durable(path: Path, writer: int | None = None) -> contextlib.AbstractContextManager[HashedFile]:
+def durable(path: Path, writer: int | None = None) -> HashedFile:
     """Write a file aside that takes its place, complete and on the disk, when the block ends well, else nothing.
 
     Args:
@@ -324,12 +272,12 @@ def durable(path: Path, writer: int | None = None) -> contextlib.AbstractContext
     """
     folder, name = os.path.split(os.fspath(path))
     suffix = "" if writer is None else f".{writer}"
-    return hashed(_DiskSink(os.fspath(path), os.path.join(folder, f"{STAGING_PREFIX}{name}{suffix}")))
+    return HashedFile(DiskFile(os.fspath(path), os.path.join(folder, f"{STAGING_PREFIX}{name}{suffix}")))
 
 
-def staged(path: Path) -> contextlib.AbstractContextManager[HashedFile]:
+def staged(path: Path) -> HashedFile:
     """Write a file of a folder that nothing reads yet. It is not on the disk before `sync_file`, which many files need only once."""
-    return hashed(_DiskSink(os.fspath(path), os.fspath(path)))
+    return HashedFile(DiskFile(os.fspath(path), os.fspath(path)))
 
 
 @contextlib.contextmanager

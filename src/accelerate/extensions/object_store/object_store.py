@@ -21,6 +21,7 @@ Requests that fail for a moment are repeated by the packages behind fsspec.
 """
 
 import contextlib
+import io
 import json
 import os
 import posixpath
@@ -35,7 +36,7 @@ from accelerate.checkpoint import manifest
 from accelerate.checkpoint.folders import warned
 from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, Manifest, UnreadableManifest, damaged, files_below
 from accelerate.checkpoint.storage import ABANDONED_S, CheckpointStorage, FileStat, refuse_unfinished
-from accelerate.runtime.durable import HashedFile, Sink, each, hashed, is_inside
+from accelerate.runtime.durable import Checksum, HashedFile, each, is_inside
 
 # A reader begins again when the checkpoint is replaced under its hands; that a third replaces the second meanwhile is no accident.
 _LOOKS = 3
@@ -238,9 +239,9 @@ class ObjectStore(CheckpointStorage):
         os.mkdir(self._staged)
         return self._staged
 
-    def create(self, folder: str, name: str) -> contextlib.AbstractContextManager[HashedFile]:
+    def create(self, folder: str, name: str) -> HashedFile:
         """Stream a file into the store, in parts where it is large: no local disk has it. Any rank."""
-        return hashed(_Upload(self._objects, f"{os.path.basename(folder)}/{name}"))
+        return HashedFile(_Upload(self._objects, f"{os.path.basename(folder)}/{name}"))
 
     def sync(self, folder: str, names: Iterable[str]) -> None:
         """Move files of a staged folder, which hooks and other code have written, to the store; those of `create` are there."""
@@ -453,11 +454,13 @@ class _Objects:
         each(remove, [f"{name}/{inner}".strip("/") for inner in self.below(name)], _AT_ONCE)
 
 
-class _Upload(Sink):
-    """An object that is written once, from its beginning to its end."""
+class _Upload(io.RawIOBase):
+    """The raw file of an object that is written once, from its beginning to its end; see `durable.DiskFile`."""
 
     def __init__(self, objects: _Objects, name: str) -> None:
         super().__init__()
+        self.checksum = Checksum()
+        self.problem: Exception | None = None
         self._objects, self._name = objects, name
         with objects.at(name, "uploaded") as (system, path):
             try:
@@ -466,11 +469,23 @@ class _Upload(Sink):
                 system.makedirs(posixpath.dirname(path), exist_ok=True)
                 self._stream = system.open(path, "wb")
 
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.checksum.size
+
+    def write(self, data: Any) -> int:
+        self.checksum.update(data)
+        try:
+            self._stream.write(data)
+        except Exception as error:
+            self.problem = error
+            raise
+        return len(data)
+
     def named(self, error: Exception) -> Exception:
         return self._objects.named(error, self._name, "uploaded")
-
-    def store(self, part: memoryview) -> None:
-        self._stream.write(part)
 
     def finish(self) -> None:
         self._stream.close()
