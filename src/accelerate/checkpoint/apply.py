@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate.checkpoint import formats, manifest, schedules
+from accelerate.checkpoint import manifest, plain_data, schedules
 from accelerate.checkpoint.manifest import DamagedCheckpoint
 from accelerate.checkpoint.model_io import inner_optimizer
 from accelerate.checkpoint.state import Common, keeps_state
@@ -160,7 +160,7 @@ def object_change(obj: Any, state: Any, file: str) -> Change:
 
 
 def _kept_state(obj: Any) -> Undo:
-    return partial(obj.load_state_dict, formats.deep_copied(obj.state_dict()))
+    return partial(obj.load_state_dict, plain_data.deep_copied(obj.state_dict()))
 
 
 def optimizer_change(optimizer: Any, state: Any, file: str, fill: Sequence[Plan] = ()) -> Change:

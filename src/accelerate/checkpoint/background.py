@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from accelerate.checkpoint import formats
+from accelerate.checkpoint import plain_data
 from accelerate.checkpoint.save import SavePlan
 from accelerate.checkpoint.state import empty_on_host_like, is_distributed_tensor, local_part, local_tensor, quietly
 from accelerate.runtime import durable, torch_private
@@ -101,13 +101,13 @@ class _Snapshot:
         self._made: dict[int, tuple[Any, Any]] = {}  # with the original, so that its id stays its own
 
     def of(self, obj: Any) -> Any:
-        return formats.rebuilt(obj, self._value)
+        return plain_data.rebuilt(obj, self._value)
 
     def _value(self, obj: Any) -> Any:
         if obj is None or isinstance(obj, (bool, int, float, complex, str, bytes)):
             return obj
         if id(obj) not in self._made:
-            made = self._tensor(obj) if isinstance(obj, torch.Tensor) else formats.deep_copied(obj)
+            made = self._tensor(obj) if isinstance(obj, torch.Tensor) else plain_data.deep_copied(obj)
             self._made[id(obj)] = obj, made
         return self._made[id(obj)][1]
 

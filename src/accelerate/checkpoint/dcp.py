@@ -28,7 +28,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
 
-from accelerate.checkpoint import formats
+from accelerate.checkpoint import formats, plain_data
 from accelerate.checkpoint.manifest import METADATA, DamagedCheckpoint, FileEntry
 from accelerate.checkpoint.state import is_distributed_tensor, mapped_leaves
 from accelerate.checkpoint.stored import OpenFile, Pairs, Plan, Reader, StoredTensor
@@ -297,13 +297,18 @@ class _Kept:
 
 def _keeping(state: Any, path: str = "") -> Any:
     """Return a state in which such dictionaries are single values."""
+    inner = (list, Mapping)
     if isinstance(state, list):
-        return [_keeping(value, f"{path}.{number}") for number, value in enumerate(state)]
-    if not isinstance(state, Mapping):
-        return state
+        return [
+            _keeping(value, f"{path}.{number}") if isinstance(value, inner) else value
+            for number, value in enumerate(state)
+        ]
     outer = path.count(".") < 2  # what has all weights or states, of which there may be none
-    if (state or outer) and all(isinstance(key, str) for key in state):
-        return {key: _keeping(value, f"{path}.{key}" if path else key) for key, value in state.items()}
+    if (state or outer) and all([isinstance(key, str) for key in state]):
+        return {
+            key: _keeping(value, f"{path}.{key}" if path else key) if isinstance(value, inner) else value
+            for key, value in state.items()
+        }
 
     def refuse_shards(value: Any) -> None:
         if is_distributed_tensor(value):
@@ -465,12 +470,12 @@ def save(
     entries: dict[str, FileEntry] = {}
     kept = {} if alone else _planned.setdefault(group or dist.group.WORLD, {})
     plans = kept.setdefault(os.path.basename(folder), _Plans())
-    state = _keeping(formats.plain(state))
+    state = _keeping(plain_data.plain(state))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is")
         try:
             dcp.save(
-                mapped_leaves(state, on_meta),
+                state if stored is None else mapped_leaves(state, on_meta),
                 storage_writer=_writer(folder, rank, entries, files, create),
                 planner=_SavePlanner(state, stored, plans),
                 process_group=group,

@@ -4,25 +4,17 @@ Weights are written as safetensors straight from their memory, without a copy of
 as upstream does. The formats are those of the libraries, which read what is written here.
 """
 
-import collections
 import contextlib
-import copy
-import io
 import json
 import os
-import uuid
-from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 
 from accelerate.checkpoint.manifest import FileEntry, TensorEntry
+from accelerate.checkpoint.plain_data import plain
 from accelerate.runtime.durable import Path, durable, pieces_of_file
-
-# Numpy's numbers and texts.
-NUMPY_KINDS = "biufcSU"
 
 # Gives the file of a path to write to, as `durable` and `CheckpointStorage.create` do.
 Create = Callable[[Path], contextlib.AbstractContextManager[Any]]
@@ -106,7 +98,7 @@ def refuse_unreadable(path: Path) -> None:
 
 
 def write_torch(path: Path, obj: Any, rank: int = 0, create: Create = durable) -> FileEntry:
-    """Write an object in torch's format, durably, with its numpy numbers as `plain` ones. One process per file."""
+    """Write an object in torch's format, durably, with uncommon values as `plain` ones. One process per file."""
     with create(path) as file:
         torch.save(plain(obj), file)
     return FileEntry.of(file, rank)
@@ -125,102 +117,3 @@ def describe(path: Path, rank: int = 0, threads: int = 1) -> FileEntry:
     with open(path, "rb") as file:
         os.fsync(file.fileno())
     return FileEntry.made(size, pieces, rank)
-
-
-# Pickles of longer integers have an instruction that torch's careful reader does not know.
-_LONG_INT = 2000
-_LARGE_INT = 1 << (_LONG_INT - 1)
-
-# -- states -----------------------------------------------------------------------------------------------------------
-
-
-# Which no change concerns.
-_CONSTANTS: frozenset[type] = frozenset((str, float, bool, bytes, type(None)))
-_TENSORS: frozenset[type] = frozenset((torch.Tensor, torch.nn.Parameter))
-
-
-def rebuilt(
-    state: Any,
-    change: Callable[[Any], Any],
-    known: dict[int, Any] | None = None,
-    constants: Container[type] = _CONSTANTS,
-) -> Any:
-    """Return a state of the same nested containers, which may contain itself, with its values changed but those of `constants`."""
-    known = {} if known is None else known
-    if id(state) in known:
-        return known[id(state)]
-    kind = type(state)
-    if kind in (dict, OrderedDict):
-        made: Any = kind()
-        known[id(state)] = made
-        for key, value in state.items():
-            if type(value) not in constants:
-                value = rebuilt(value, change, known, constants)
-            made[key if isinstance(key, (str, torch.Tensor)) else rebuilt(key, change, known, constants)] = value
-        if kind is OrderedDict and vars(state):  # a state dict has its version there
-            vars(made).update(rebuilt(vars(state), change, known, constants))
-        return made
-    # Python's random state has 625 integers, which no change concerns.
-    if kind in (list, tuple) and {*map(type, state)} == {int} and min(state) > -_LARGE_INT and max(state) < _LARGE_INT:
-        return known.setdefault(id(state), kind(state))
-    if kind is list:
-        made = known[id(state)] = []
-        made.extend(
-            [value if type(value) in constants else rebuilt(value, change, known, constants) for value in state]
-        )
-        return made
-    if kind is not tuple:
-        return change(state)
-    return tuple([value if type(value) in constants else rebuilt(value, change, known, constants) for value in state])
-
-
-class _Call:
-    """Is pickled as a call that builds a value. Torch's careful reader cannot fill a deque, for example, but builds a filled one."""
-
-    def __init__(self, function: Any, arguments: tuple[Any, ...]) -> None:
-        self.function, self.arguments = function, arguments
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return self.function, self.arguments
-
-
-# Arguments of the calls.
-_CALLS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
-    collections.Counter: lambda value: (dict(value),),
-    collections.defaultdict: lambda value: (value.default_factory, dict(value)),
-    collections.deque: lambda value: (list(value), value.maxlen),
-    frozenset: lambda value: (list(value),),
-    int: lambda value: (hex(value), 16),
-    range: lambda value: (value.start, value.stop, value.step),
-    set: lambda value: (list(value),),
-    slice: lambda value: (value.start, value.stop, value.step),
-    uuid.UUID: lambda value: (value.hex,),
-}
-
-
-def plain(state: Any) -> Any:
-    """Return a state that is pickled as torch's careful reader can read it, with Python's numbers for numpy's."""
-    known: dict[int, _Call] = {}
-
-    def change(value: Any) -> Any:
-        kind = type(value)
-        if isinstance(value, np.generic):
-            return value.item() if value.dtype.kind in NUMPY_KINDS else value
-        if kind not in _CALLS or (kind is int and value.bit_length() < _LONG_INT):
-            return value
-        if id(value) not in known:
-            known[id(value)] = _Call(kind, rebuilt(_CALLS[kind](value), change))
-        return known[id(value)]
-
-    return rebuilt(state, change, constants=_CONSTANTS | _TENSORS)
-
-
-def deep_copied(obj: Any) -> Any:
-    """A copy of an object of any kind, as what is saved would come back."""
-    try:
-        return copy.deepcopy(obj)
-    except RuntimeError:  # tensors that are results of a computation refuse, but can be saved
-        memory = io.BytesIO()
-        torch.save(obj, memory)
-        memory.seek(0)
-        return torch.load(memory, weights_only=False)  # written here a moment ago

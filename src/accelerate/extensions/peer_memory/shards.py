@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate.checkpoint import formats, layouts, optimizers, plain_data
+from accelerate.checkpoint import layouts, optimizers, plain_data
 from accelerate.checkpoint.apply import Change, kept_tensors, optimizer_change
 from accelerate.checkpoint.manifest import DamagedCheckpoint
 from accelerate.checkpoint.model_io import io_of
@@ -52,9 +52,8 @@ class LocalShardsIO(FSDP2IO):
         self._add(plan, "optimizer", index, io_of(model).optimizer_state(optimizer, model))
 
     def _add(self, plan: SavePlan, kind: Kind, index: int, state: dict[str, Any]) -> None:
-        others = formats.rebuilt(state, lambda value: None if isinstance(value, torch.Tensor) else value)
-        plain_data.refuse_unreadable({f"{kind} {index}": others})
-        plan.add_object(shards_file(kind, index, plan.rank), {kind: formats.rebuilt(state, _packed)})
+        plain_data.refuse_unreadable({f"{kind} {index}": state}, ignores_tensors=True)
+        plan.add_object(shards_file(kind, index, plan.rank), {kind: plain_data.rebuilt(state, _packed)})
 
     def load_model(
         self, accelerator: Run, model: nn.Module, folder: CheckpointFolder, index: int, **options: Any
