@@ -304,7 +304,7 @@ def _keeping(state: Any, path: str = "") -> Any:
             for number, value in enumerate(state)
         ]
     outer = path.count(".") < 2  # what has all weights or states, of which there may be none
-    if (state or outer) and all([isinstance(key, str) for key in state]):
+    if (state or outer) and all(isinstance(key, str) for key in state):
         return {
             key: _keeping(value, f"{path}.{key}" if path else key) if isinstance(value, inner) else value
             for key, value in state.items()

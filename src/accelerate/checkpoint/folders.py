@@ -8,6 +8,7 @@ import contextlib
 import errno
 import itertools
 import logging
+import operator
 import os
 import re
 import shutil
@@ -46,7 +47,7 @@ def warned(what: str) -> Iterator[None]:
 def scan(folder: str) -> list[os.DirEntry[str]]:
     """Return the entries of a folder, by name; nothing if there is no such folder."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
-        return sorted(entries, key=lambda entry: entry.name)
+        return sorted(entries, key=operator.attrgetter("name"))
     return []
 
 
@@ -77,9 +78,13 @@ def is_name(name: str) -> bool:
 
 def asides(folder: str) -> list[tuple[str, str]]:
     """Return the hidden folders of saves and removals in a folder, each with the name of its checkpoint; no others."""
-    hidden = [entry.path for entry in scan(folder) if entry.name.startswith(STAGING_PREFIX) and is_folder(entry.path)]
-    named = [(path, _name_in(path)) for path in hidden]
-    return [(path, name) for path, name in named if name and not _has_links(path, name)]
+    found = []
+    for entry in scan(folder):
+        if entry.name.startswith(STAGING_PREFIX) and is_folder(entry.path):
+            name = _name_in(entry.path)
+            if name and not _has_links(entry.path, name):
+                found.append((entry.path, name))
+    return found
 
 
 def _name_in(aside: str) -> str:

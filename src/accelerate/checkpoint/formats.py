@@ -53,7 +53,12 @@ def write_safetensors(
     """
     refuse_unreadable(path)
     # Largest elements first, so that each tensor starts where its dtype may; then by name.
-    order = sorted(tensors, key=lambda name: (-check_storable(name, tensors[name]).element_size(), name))
+    order = [
+        name
+        for _, name in sorted(
+            [(-check_storable(name, tensor).element_size(), name) for name, tensor in tensors.items()]
+        )
+    ]
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     entries = {name: tensor_entry(tensors[name].shape, tensors[name].dtype) for name in order}
     offset = 0

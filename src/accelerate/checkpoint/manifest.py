@@ -148,10 +148,6 @@ class TensorEntry:
     shape: tuple[int, ...]
     dtype: str
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the entry as plain data."""
-        return {"shape": list(self.shape), "dtype": self.dtype}
-
 
 @dataclass(frozen=True)
 class FileEntry:
@@ -189,10 +185,14 @@ class FileEntry:
 
     def to_json(self) -> dict[str, Any]:
         """Return the entry as plain data."""
-        values = {**vars(self), "digests": self.digests or None, "aliases": dict(self.aliases) or None}
+        values: dict[str, Any] = {"size": self.size, "checksum": self.checksum, "rank": self.rank}
+        if self.digests:
+            values["digests"] = self.digests
         if self.tensors is not None:
-            values["tensors"] = {name: entry.to_json() for name, entry in self.tensors.items()}
-        return {key: value for key, value in values.items() if value is not None}
+            values["tensors"] = {name: vars(entry) for name, entry in self.tensors.items()}
+        if self.aliases:
+            values["aliases"] = dict(self.aliases)
+        return values
 
 
 def library_versions() -> dict[str, str]:
@@ -329,7 +329,7 @@ def write_part(folder: Path, rank: int, entries: Mapping[str, FileEntry], create
     """Write a rank's part of the manifest into a staged folder; return its entry. `create` gives the file of a name."""
     os.makedirs(os.path.join(folder, PARTS_FOLDER), exist_ok=True)
     name = part_file(rank)
-    with create(name) if create else durable.staged(os.path.join(folder, name)) as file:
+    with create(name) if create else durable.HashedFile(durable.DiskFile(os.path.join(folder, name))) as file:
         file.write(_text({}, entries).encode())
     return FileEntry.of(file, rank)
 
@@ -343,7 +343,7 @@ def parts(folder: Path, ranks: Iterable[int], written: int = 0) -> dict[int, byt
             found[rank] = file.read()
 
     listed = files_below(os.path.join(folder, PARTS_FOLDER))
-    durable.each(read, [rank for rank in ranks if os.path.basename(part_file(rank)) in listed], _READERS)
+    durable.each(read, [rank for rank in ranks if f"{rank}.json" in listed], _READERS)
     if len(found) < written:  # the listing of a network's file system may be older than what other nodes have written
         durable.each(read, [rank for rank in ranks if rank not in found], _READERS)
     return {rank: found[rank] for rank in sorted(found)}

@@ -63,7 +63,9 @@ def _uncommon(state: Any, ignores_tensors: bool) -> Iterator[tuple[str, Any]]:
     while waiting:
         path, value = waiting.popleft()
         kind = type(value)
-        parts: tuple[tuple[str, str, Iterable[tuple[Any, Any]]], ...] = ()  # of a container, with the text around each name
+        parts: tuple[
+            tuple[str, str, Iterable[tuple[Any, Any]]], ...
+        ] = ()  # of a container, with the text around each name
         if kind in (torch.Tensor, nn.Parameter) and not vars(value):
             continue
         if id(value) in seen or (ignores_tensors and isinstance(value, torch.Tensor)):

@@ -106,14 +106,14 @@ class Group:
 
     Attributes:
         each_node: every node has a file system, and a checkpoint, of its own.
-        shared: all ranks see what one of them stages.
+        one_folder: rank 0 stages the folder into which all ranks save.
     """
 
     rank: int
     world_size: int
     local_rank: int
     each_node: bool
-    shared: bool
+    one_folder: bool
 
     @classmethod
     def of(cls, accelerator: Run, storage: "CheckpointStorage") -> "Group":
@@ -247,7 +247,7 @@ class Ranks:
 
     def leader(self) -> int:
         """Return the rank that stages for this one: rank 0, or where each machine stages the first one of this machine."""
-        return 0 if self.group.shared else self._leader
+        return 0 if self.group.one_folder else self._leader
 
     def leave(self) -> None:
         """End the call, after the last round, once on each rank. The last rank to leave removes the keys.
@@ -272,7 +272,7 @@ class Ranks:
         # After the arrival: connecting takes seconds if torch cannot resolve the host's name.
         self._store = dist.PrefixStore("accelerate/ranks", _connection(self._origin))
         self._keys = dist.PrefixStore(str(self._number), self._store)
-        if call["leads"] and not self.group.shared:
+        if call["leads"] and not self.group.one_folder:
             for key in (f"leads/{call['machine']}", f"leads/{call['machine']}/{self.group.rank}"):
                 self._store.set(key, str(self.group.rank))
         first = {"first": [call["kind"], call["location"]]}
@@ -283,7 +283,7 @@ class Ranks:
 
     def _machine_leader(self, machine: str, outcome: Note) -> int:
         rank = self.group.rank
-        if self.group.shared:
+        if self.group.one_folder:
             return 0
         # Most launchers give a machine a block of ranks. That also tells apart machines of one name.
         usual = rank - self.group.local_rank
@@ -363,16 +363,16 @@ class Ranks:
 
     def _summary(self, notes: dict[int, Note], flags: int) -> Note:
         """Return the outcome of a round to which all ranks have come, by their notes, or by one of these if nothing is wrong."""
-        values = {rank: note["value"] for rank, note in notes.items()}
         if self._round == 0:
-            return {"misuse": _disagreement(values), "name": next(iter(values.values()))["name"]}
-        level = max(note["level"] for note in notes.values())
-        failed = [
-            f"Rank {rank}: {note['error']}" for rank, note in sorted(notes.items()) if note["level"] == level > 0
-        ]
-        lines = first_of(failed, _MOST)
-        error = f"failed on other ranks. {' '.join(lines)}" if failed else None
-        return {"flags": flags, "error": error, "level": level, "lines": lines, "lost": []}
+            calls = {rank: note["value"] for rank, note in notes.items()}
+            return {"misuse": _disagreement(calls), "name": next(iter(calls.values()))["name"]}
+        outcome: Note = {"flags": flags, "error": None, "level": 0, "lines": [], "lost": []}
+        if failed := [(note["level"], rank, note["error"]) for rank, note in notes.items() if note["level"] > 0]:
+            outcome["level"] = highest = max(failed)[0]
+            lines = [f"Rank {rank}: {error}" for level, rank, error in sorted(failed) if level == highest]
+            outcome["lines"] = first_of(lines, _MOST)
+            outcome["error"] = f"failed on other ranks. {' '.join(outcome['lines'])}"
+        return outcome
 
     # -- missing ranks -------------------------------------------------------------------------------------------------
 

@@ -105,8 +105,7 @@ class SavePlan(os.PathLike[str]):
             self._unsynced += [f"{name}/{file}" for file in written]
 
         # In the order in which they were added: models and optimizers come first, so that the small ones fill the gaps.
-        large = [file for file, (_, obj, _) in self._jobs.items() if _bytes_of(obj) > _LARGE]
-        durable.each(self.write_file, list(self._jobs), threads if large else 1)
+        durable.each(self.write_file, list(self._jobs), threads if self._has_large_files() else 1)
         self.sync(self._unsynced)
         self._unsynced.clear()
         return self._written
@@ -134,11 +133,15 @@ class SavePlan(os.PathLike[str]):
     def _create_in(self, folder: str) -> formats.Create:
         return lambda path: self.create(f"{folder}/{os.path.basename(path)}")
 
-
-def _bytes_of(obj: Any) -> int:
-    """Return about how many bytes a file of an object has: those of the tensors directly in it."""
-    values = obj.values() if isinstance(obj, Mapping) else ()
-    return sum([value.nbytes for value in values if isinstance(value, torch.Tensor)])
+    def _has_large_files(self) -> bool:
+        """Return whether the tensors directly in the object of one file are large."""
+        for _, obj, _ in self._jobs.values():
+            size = 0
+            for value in obj.values() if isinstance(obj, Mapping) else ():
+                size += value.nbytes if isinstance(value, torch.Tensor) else 0
+            if size > _LARGE:
+                return True
+        return False
 
 
 # -- what is put into it -----------------------------------------------------------------------------------------------
@@ -216,21 +219,21 @@ def write_optimizer(state: Any, folder: durable.Path, index: int = 0, save_on_ea
 
 def write_common(common: Common, folder: durable.Path, step: int, save_on_each_node: bool = False) -> None:
     """Write what every strategy saves. All ranks call it: one writes what is shared, and each its own."""
-    objects = [(obj, file) for obj, file, _ in common.shared()]
-    shared = {file: obj.state_dict() for obj, file in objects}
-    loaders = common.loaders()
-    # Ranks stand at different places of their data.
-    positions = [resume.capture(loader) if isinstance(loader, PreparedLoader) else None for loader in loaders]
-    states = {
-        index: {name: value for name, value in loader.state_dict().items() if name != resume.KEY}
-        for index, loader in enumerate(loaders)
-        if keeps_state(loader)
-    }
-    owners = {f"{type(obj).__name__} ({file})": shared[file] for obj, file in objects}
-    of_data = {index: (position, states.get(index)) for index, position in enumerate(positions)}
-    plain_data.refuse_unreadable(owners | {f"data loader {index}": data for index, data in of_data.items()})
+    common_states: dict[str, Any] = {}  # by file
+    owners: dict[str, Any] = {}  # by what an error calls them
+    for obj, file, _ in common.shared():
+        common_states[file] = owners[f"{type(obj).__name__} ({file})"] = obj.state_dict()
+    # Ranks are at different positions of their data.
+    positions: list[Any] = []
+    states: dict[int, dict[str, Any]] = {}
+    for index, loader in enumerate(common.loaders()):
+        positions.append(resume.capture(loader) if isinstance(loader, PreparedLoader) else None)
+        if keeps_state(loader):
+            states[index] = {name: value for name, value in loader.state_dict().items() if name != resume.KEY}
+        owners[f"data loader {index}"] = positions[index], states.get(index)
+    plain_data.refuse_unreadable(owners)
     with planned(folder, save_on_each_node) as plan:
-        for file, state in shared.items() if plan.writes_shared else ():
+        for file, state in common_states.items() if plan.writes_shared else ():
             plan.add_object(file, state)
         own = {
             "step": step,
@@ -299,10 +302,10 @@ class Save:
     def __post_init__(self) -> None:
         self.ranks = Ranks(self.group, default_store())
 
-    def attempt(self, step: Callable[[], Any]) -> Any:
-        """Take a step, unless this rank has failed before; the next exchange of all ranks reports what it raises."""
+    def run_step(self, step: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function, unless this rank has failed before; the next exchange of all ranks reports what it raises."""
         try:
-            return step() if self.problem is None else None
+            return step(*arguments) if self.problem is None else None
         except BaseException as error:  # the other ranks would wait for a rank that leaves without a word
             self.problem = error
 
@@ -331,7 +334,7 @@ class Save:
         self.stages = group.rank == leader
         self.publishes = group.rank == (leader if group.each_node else 0)
         with self._discarding():
-            staged = self.attempt(self._stage) if self.stages else None
+            staged = self.run_step(self._stage) if self.stages else None
             folder = ranks.share(staged, leader, self.problem)
         first = (group.local_rank if group.each_node else group.rank) == 0
         self.plan = SavePlan(folder, group.rank, first, self.storage)
@@ -360,29 +363,29 @@ class Save:
         ranks, group, shared = self.ranks, self.group, self.storage.shared
         with self._discarding():
             # Write. A rank that does not publish lists its files in its part of the manifest.
-            files = {**(self.attempt(lambda: self.plan.write(threads, self.shards_group)) or {})}
+            files = {**(self.run_step(self.plan.write, threads, self.shards_group) or {})}
             if not shared:
                 # Until here the hooks of other ranks may write into the folder of their machine.
                 ranks.first_error(self.problem)
                 if self.stages:
-                    files |= self.attempt(lambda: self._of_hooks(files, threads)) or {}
+                    files |= self.run_step(self._of_hooks, files, threads) or {}
             leaves_part = bool(files) and not self.publishes
             if leaves_part:
-                self.attempt(lambda: self._leave_part(files))
+                self.run_step(self._leave_part, files)
             parts = ranks.count(leaves_part, self.problem)  # every rank has written
 
             # List. The rank that publishes reads the parts, and hashes what hooks have written.
             if self.publishes:
-                listed = self.attempt(lambda: self._listed(parts)) or {}
+                listed = self.run_step(self._listed, parts) or {}
                 files |= listed
                 if shared:
-                    files |= self.attempt(lambda: self._of_hooks(files, threads)) or {}
+                    files |= self.run_step(self._of_hooks, files, threads) or {}
             if group.each_node:
                 ranks.first_error(self.problem)  # several ranks publish, and none does so if another one has failed
 
             # Publish.
             if self.publishes:
-                self.attempt(lambda: self._publish(files))
+                self.run_step(self._publish, files)
             ranks.first_error(self.problem)
         ranks.leave()
         # The checkpoint is saved on all ranks, whatever becomes of older ones: none waits for their removal, and none fails with it.

@@ -33,7 +33,15 @@ from accelerate.checkpoint.manifest import (
     problems,
 )
 from accelerate.extension import imported, specs, third_parties
-from accelerate.runtime.durable import STAGING_PREFIX, HashedFile, exchange, staged, sync_file, sync_folder, sync_tree
+from accelerate.runtime.durable import (
+    STAGING_PREFIX,
+    DiskFile,
+    HashedFile,
+    exchange,
+    sync_file,
+    sync_folder,
+    sync_tree,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +116,7 @@ class CheckpointStorage(ABC):
 
         Not a collective.
         """
-        return staged(os.path.join(folder, name))
+        return HashedFile(DiskFile(os.path.join(folder, name)))
 
     def sync(self, folder: str, names: Iterable[str]) -> None:
         """Bring files of a staged folder to the disk, or to the store.

@@ -204,13 +204,14 @@ class HashedFile(io.BufferedWriter):
 
 
 class DiskFile(io.FileIO):
-    """The raw file of a `HashedFile` on the disk, which is written under a second name and synced, and then takes its name.
+    """The raw file of a `HashedFile` on the disk, which is written under the name `aside` and synced, and then takes its name.
 
-    With one name it is not synced. The disk begins with each block while the next one is written, so that it has little left to do at
-    the end.
+    Without that name it is for a folder that nothing reads yet: it is not on the disk before `sync_file`, which many files need only
+    once. The disk begins with each block while the next one is written, so that it has little left to do at the end.
     """
 
-    def __init__(self, path: str, aside: str) -> None:
+    def __init__(self, path: str, aside: str = "") -> None:
+        aside = aside or path
         with contextlib.suppress(FileNotFoundError):
             os.unlink(aside)  # of a process that was killed
         super().__init__(aside, "x")
@@ -273,11 +274,6 @@ def durable(path: Path, writer: int | None = None) -> HashedFile:
     folder, name = os.path.split(os.fspath(path))
     suffix = "" if writer is None else f".{writer}"
     return HashedFile(DiskFile(os.fspath(path), os.path.join(folder, f"{STAGING_PREFIX}{name}{suffix}")))
-
-
-def staged(path: Path) -> HashedFile:
-    """Write a file of a folder that nothing reads yet. It is not on the disk before `sync_file`, which many files need only once."""
-    return HashedFile(DiskFile(os.fspath(path), os.fspath(path)))
 
 
 @contextlib.contextmanager

@@ -189,9 +189,9 @@ def _choose(search: Search, ranks: Ranks, problem: Exception | None, missing_ok:
         raise refusal
     storage, problems = storage_of(answer["location"]), list[str]()
     path, save, following = answer["folder"], answer["save"], answer["following"]
-    listing = search.listing if group.shared else None
+    listing = search.listing if group.one_folder else None
     leader = ranks.leader()
-    if not group.shared:
+    if not group.one_folder:
         shared = None
         if group.rank == leader:
             copied, error = _attempted(lambda: own_copy(storage, save))

@@ -57,7 +57,7 @@ def save_state(
         save.begin(former)
     if state_io.saves_shards and not blocking:
         save.shards_group = comm.side_group(beside=True)
-    save.attempt(lambda: _collect(accelerator, save.plan, safe_serialization, model_options))
+    save.run_step(_collect, accelerator, save.plan, safe_serialization, model_options)
 
     if blocking:
         # A save that fails at its very end may have left a checkpoint, which the next one of this name replaces.
@@ -69,7 +69,7 @@ def save_state(
         project.iteration += 1
         return _as_given(storage, path)
 
-    save.attempt(lambda: snapshot(save.plan, background.buffers))
+    save.run_step(snapshot, save.plan, background.buffers)
     project.iteration += 1  # on all ranks, whatever becomes of it on one of them
     try:
         save.check_collected()

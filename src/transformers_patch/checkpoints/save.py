@@ -104,13 +104,13 @@ def save_checkpoint(trainer: Any, trial: Any, write: Callable[[], Any]) -> None:
     methods = {"_get_output_dir": lambda trial: hidden, "_push_from_checkpoint": pushes.append}
     try:
         with shadowed(trainer, **methods, **sharded.writers(trainer, save.plan)), rotations.postponed():
-            stamps = save.attempt(lambda: _written(write, save.plan, goes_on))
+            stamps = save.run_step(_written, write, save.plan, goes_on)
         flight.pushes = (place,) * len(pushes)
-        save.attempt(lambda: _settle_state(trainer, run_dir, place, staged))
+        save.run_step(_settle_state, trainer, run_dir, place, staged)
         if goes_on:
-            save.attempt(lambda: snapshot(save.plan, flight.buffers))
+            save.run_step(snapshot, save.plan, flight.buffers)
         save.check_collected()
-        save.attempt(lambda: capture.look_again(save.plan, stamps))
+        save.run_step(capture.look_again, save.plan, stamps)
         if goes_on and save.plan.has_shards and save.group.world_size > 1:
             save.shards = accelerate.comm.side_group(beside=True)
         # A subclass may save elsewhere, or nothing.
