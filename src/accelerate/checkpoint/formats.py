@@ -53,17 +53,14 @@ def write_safetensors(
     """
     refuse_unreadable(path)
     # Largest elements first, so that each tensor starts where its dtype may; then by name.
-    order = [
-        name
-        for _, name in sorted(
-            [(-check_storable(name, tensor).element_size(), name) for name, tensor in tensors.items()]
-        )
-    ]
+    sizes = {name: check_storable(name, tensor).element_size() for name, tensor in tensors.items()}
+    order = sorted(sorted(sizes), key=sizes.__getitem__, reverse=True)
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    entries = {name: tensor_entry(tensors[name].shape, tensors[name].dtype) for name in order}
-    offset = 0
-    for name, entry in entries.items():
-        end = offset + tensors[name].nbytes
+    entries, offset = {}, 0
+    for name in order:
+        tensor = tensors[name]
+        entries[name] = entry = tensor_entry(tensor.shape, tensor.dtype)
+        end = offset + tensor.nbytes
         header[name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()

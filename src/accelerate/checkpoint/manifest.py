@@ -353,9 +353,7 @@ def gathered(parts: Mapping[int, bytes]) -> dict[str, FileEntry]:
     """Return what the root says of the parts of ranks, and of the files that these list."""
     found = {}
     for rank, text in parts.items():
-        checksum = durable.Checksum()
-        checksum.update(text)
-        found[part_file(rank)] = FileEntry.made(len(text), checksum.digests(), rank)
+        found[part_file(rank)] = FileEntry.made(len(text), durable.Checksum(text).digests(), rank)
         listed = parsed_part(text, rank, None, part_file(rank))
         found |= {name: entry.brief() for name, entry in listed.items()}
     return found
@@ -375,10 +373,8 @@ def read_part(folder: Path, rank: int, checksum: str | None = None) -> dict[str,
 def parsed_part(text: bytes, rank: int, checksum: str | None, origin: str) -> dict[str, FileEntry]:
     """Return what the text of a part says, which is not trusted."""
     try:
-        written = durable.Checksum()
-        written.update(text)
-        if checksum is not None and written.hexdigest() != checksum:
-            raise ValueError(f"its checksum is {written.hexdigest()}, but {checksum} was written")
+        if checksum is not None and (present := durable.Checksum(text).hexdigest()) != checksum:
+            raise ValueError(f"its checksum is {present}, but {checksum} was written")
         files = _entries(_checked({"": json.loads(text)}, {"files": (dict,)}, ("files",))[""]["files"])
         if others := [name for name, entry in files.items() if entry.rank != rank]:
             raise ValueError(f"{others[0]!r:.80} is of another rank")
@@ -525,8 +521,11 @@ def difference(name: str, written: int, size: int | None) -> str:
 
 def files_below(folder: Path) -> set[str]:
     """Return the paths of the files below a local folder, with ``/`` between parts."""
-    paths = [os.path.join(where, file) for where, _, files in os.walk(folder) for file in files]
-    return {os.path.relpath(path, folder).replace(os.sep, "/") for path in paths}
+    paths = set()
+    for where, _, files in os.walk(folder):
+        below = os.path.relpath(where, folder)
+        paths.update([os.path.normpath(os.path.join(below, file)).replace(os.sep, "/") for file in files])
+    return paths
 
 
 def first_of(lines: Sequence[str], most: int = 10) -> list[str]:

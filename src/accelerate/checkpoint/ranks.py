@@ -206,14 +206,11 @@ class Ranks:
             RuntimeError: A rank will never come, or the store failed.
         """
         level, error = (0, None) if problem is None else (problem.level, problem.error)
-        outcome = self._outcome_or_error("null", False, error, level)
-        if outcome["error"] is None:
-            return None
-        self.leave()
+        outcome = self._meet("null", error=error, level=level, raises=False)
+        if outcome["error"] is None or outcome["level"] == level:
+            return problem
         failure = RuntimeError(f"{self._kind}({self._location!r}) {outcome['error']}")
-        if outcome["lost"]:
-            raise failure
-        return problem if outcome["level"] == level else Problem(outcome["level"], failure, outcome["lines"])
+        return Problem(outcome["level"], failure, outcome["lines"])
 
     def share(self, value: Any = None, root: int = 0, error: BaseException | None = None) -> Any:
         """Return the small JSON value of rank `root`; ranks may name different ones.
@@ -296,34 +293,34 @@ class Ranks:
         keys = [key for key in (f"leads/{machine}/{usual}", f"leads/{machine}") if self._store.check([key])]
         return int(self._store.get(keys[0])) if keys else rank
 
-    def _meet(self, text: str, flag: bool = False, error: BaseException | None = None) -> Note:
-        """Come to the next round with a JSON value; return its outcome once all ranks have come, or raise the error of any."""
-        outcome = self._outcome_or_error(text, flag, error, 0 if error is None else 1)
-        if outcome["error"] is not None:
-            self.leave()
-            if (
-                error is not None and self.group.rank not in outcome["lost"]
-            ):  # else the others left, and it followed from that
-                raise error
+    def _meet(
+        self, text: str, flag: bool = False, error: BaseException | None = None, level: int = 1, raises: bool = True
+    ) -> Note:
+        """Come to the next round with a JSON value; return its outcome once all ranks have come.
+
+        Raise the error of any rank if `raises`, and in any case one for a rank that will never come and for a store that fails.
+        """
+        try:
+            outcome = self._outcome(text, flag, error, level)
+        except RuntimeError as store_error:
+            raise error or RuntimeError(self._store_problem(store_error)) from store_error
+        if outcome["error"] is None:
+            return outcome
+        self.leave()
+        if raises and error is not None and self.group.rank not in outcome["lost"]:
+            raise error  # else the others left, and it followed from that
+        if raises or outcome["lost"]:
             raise RuntimeError(f"{self._kind}({self._location!r}) {outcome['error']}") from error
         return outcome
 
-    def _outcome_or_error(self, text: str, flag: bool, error: BaseException | None, level: int) -> Note:
-        """Come to the next round, and return its outcome; if the store fails, raise the error of this rank, or one that says so."""
-        try:
-            message = None if error is None else _short(f"{type(error).__name__}: {error}")
-            return self._outcome(text, flag, message, level)
-        except RuntimeError as store_error:
-            raise error or RuntimeError(self._store_problem(store_error)) from store_error
-
-    def _outcome(self, text: str, flag: bool, message: str | None = None, level: int = 0) -> Note:
+    def _outcome(self, text: str, flag: bool, error: BaseException | None = None, level: int = 0) -> Note:
         """Come to the next round, and return its outcome; without a store it has the notes of all ranks."""
         self._round += 1
         note: Note = {
             "round": [self._number, self._round],
             "value": json.loads(text),
-            "error": message,
-            "level": level,
+            "error": None if error is None else _short(f"{type(error).__name__}: {error}"),
+            "level": 0 if error is None else level,
         }
         if self._store is not None:
             return self._come(note, flag)
@@ -348,7 +345,8 @@ class Ranks:
                 self._keys.delete_key(f"outcome/{self._round - 1}")  # all have read it, because they have come here
             # The notes of others are read only where something is wrong.
             wrong = failures or (flags and self._round == 0)
-            self._write(key, self._summary(self._notes() if wrong else {self.group.rank: note}, flags))
+            summary = self._summary(self._notes() if wrong else {self.group.rank: note}, flags)
+            self._keys.compare_set(key, "", json.dumps(summary))  # unless a rank that looks for others has written one
         elif ticket <= 2 or (failed and failures == 1):
             self._search(key, failed, deputy=ticket == 2 and not failed)
         elif _connection(self._origin) is self._origin:
@@ -356,10 +354,6 @@ class Ranks:
                 time.sleep(_LONGEST_PAUSE_S)
         outcome: Note = json.loads(self._keys.get(key))
         return outcome
-
-    def _write(self, key: str, outcome: Note) -> None:
-        """Write the outcome of a round, unless another rank has."""
-        self._keys.compare_set(key, "", json.dumps(outcome))
 
     def _summary(self, notes: dict[int, Note], flags: int) -> Note:
         """Return the outcome of a round to which all ranks have come, by their notes, or by one of these if nothing is wrong."""
@@ -394,7 +388,7 @@ class Ranks:
             notes = self._notes()
             states = {rank: str(status) for rank, status in search.latest.items() if rank not in notes}
             if (outcome := self._lost(search, notes, states, failed)) is not None:
-                self._write(key, outcome)
+                self._keys.compare_set(key, "", json.dumps(outcome))
             elif self._round == 0 and states and not reported and time.monotonic() - search.began > REPORT_AFTER_S:
                 reported = True
                 lines = "; ".join(_lines(states))

@@ -1,5 +1,6 @@
 """Which line of the user's program a thread is at."""
 
+import functools
 import os
 import sys
 import sysconfig
@@ -23,16 +24,16 @@ def describe(frame: FrameType) -> tuple[str, str]:
     """Return the call site of a stack, and the function called there."""
     inside: list[FrameType] = []
     site: FrameType | None = frame
-    while site is not None and not is_users(site):
+    while site is not None and not is_users(site.f_code.co_filename):
         inside.append(site)
         site = site.f_back
     below = [f"{inner.f_globals.get('__name__', '?')}.{inner.f_code.co_name}" for inner in inside]
     if site is None:  # a script of this library's own
         return line_of(inside[-1]), below[0]
-    caller = site if _is_installed(site) else None
-    while caller is not None and (_is_installed(caller) or not is_users(caller)):
+    caller: FrameType | None = site
+    while caller is not None and (_is_installed(file := caller.f_code.co_filename) or not is_users(file)):
         caller = caller.f_back
-    line = line_of(site) if caller is None else f"{line_of(site)}, called from {line_of(caller)}"
+    line = line_of(site) if caller in (None, site) else f"{line_of(site)}, called from {line_of(caller)}"
     return line, " > ".join(dict.fromkeys((below[-1], below[0]))) if below else ""
 
 
@@ -41,12 +42,13 @@ def line_of(frame: FrameType) -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
-def is_users(frame: FrameType) -> bool:
-    """Return whether a line is outside of torch, this library and Python's own; one of another package may be a user's."""
-    file = frame.f_code.co_filename
-    standard = file.startswith("<frozen") or (file.startswith(_LIBRARY) and not _is_installed(frame))
+@functools.cache
+def is_users(file: str) -> bool:
+    """Return whether a file is outside of torch, this library and Python's own; one of another package may be a user's."""
+    standard = file.startswith("<frozen") or (file.startswith(_LIBRARY) and not _is_installed(file))
     return not (standard or file.startswith((_OURS, _TORCH)))
 
 
-def _is_installed(frame: FrameType) -> bool:
-    return any(part in frame.f_code.co_filename for part in _PACKAGES)
+@functools.cache
+def _is_installed(file: str) -> bool:
+    return any(part in file for part in _PACKAGES)

@@ -70,7 +70,7 @@ def each(task: Callable[[Any], T], items: Iterable[Any], threads: int) -> list[T
 class Checksum:
     """The checksum of a file that is written or read from its beginning to its end."""
 
-    def __init__(self) -> None:
+    def __init__(self, data: Any = b"") -> None:
         import xxhash
 
         self._new = xxhash.xxh3_128
@@ -78,6 +78,8 @@ class Checksum:
         self._piece = self._new()
         self._filled = 0
         self.size = 0
+        if data:
+            self.update(data)
 
     def update(self, data: Any) -> None:
         """Add the bytes of a contiguous buffer."""

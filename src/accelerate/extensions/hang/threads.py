@@ -90,7 +90,7 @@ def _outward(frame: FrameType | None) -> Iterator[FrameType]:
 
 def stack(frame: FrameType) -> list[str]:
     """Return the user's lines of a stack, the innermost first."""
-    return [line_of(outer) for outer in _outward(frame) if is_users(outer)][:_DEEPEST]
+    return [line_of(outer) for outer in _outward(frame) if is_users(outer.f_code.co_filename)][:_DEEPEST]
 
 
 def waits_in(frame: FrameType) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def waits_in(frame: FrameType) -> dict[str, Any]:
 def _called_in_torch(frame: FrameType) -> str:
     """Return the innermost function below the user's lines in which one waits for other ranks; empty if there is none."""
     for outer in _outward(frame):
-        if is_users(outer):
+        if is_users(outer.f_code.co_filename):
             return ""
         module = outer.f_globals.get("__name__", "")
         if module.startswith(WAITING_IN) and outer.f_code.co_name != "wrapper":
