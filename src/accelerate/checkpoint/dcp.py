@@ -297,18 +297,13 @@ class _Kept:
 
 def _keeping(state: Any, path: str = "") -> Any:
     """Return a state in which such dictionaries are single values."""
-    inner = (list, Mapping)
     if isinstance(state, list):
-        return [
-            _keeping(value, f"{path}.{number}") if isinstance(value, inner) else value
-            for number, value in enumerate(state)
-        ]
+        return [_keeping(value, f"{path}.{number}") for number, value in enumerate(state)]
+    if not isinstance(state, Mapping):
+        return state
     outer = path.count(".") < 2  # what has all weights or states, of which there may be none
     if (state or outer) and all(isinstance(key, str) for key in state):
-        return {
-            key: _keeping(value, f"{path}.{key}" if path else key) if isinstance(value, inner) else value
-            for key, value in state.items()
-        }
+        return {key: _keeping(value, f"{path}.{key}" if path else key) for key, value in state.items()}
 
     def refuse_shards(value: Any) -> None:
         if is_distributed_tensor(value):

@@ -34,7 +34,7 @@ ALGORITHM = "xxh3-128"
 CHUNK = 16 << 20
 
 # How much is written at a time, before the disk begins with it: so little that it is nearly done when a file of some megabytes is closed.
-_BLOCK = 2 << 20
+BLOCK = 2 << 20
 # Smaller pieces are collected until they are so much. Larger ones are written from where they are, without a copy.
 _COLLECTED = 128 << 10
 # How much is read at a time.
@@ -227,12 +227,12 @@ class DiskFile(io.FileIO):
         """Hash and store all of a buffer of bytes; return how many these are."""
         descriptor, checksum = self.fileno(), self.checksum
         try:
-            for start in range(0, len(data), _BLOCK):
-                part = data[start : start + _BLOCK]
+            for start in range(0, len(data), BLOCK):
+                part = data[start : start + BLOCK]
                 checksum.update(part)
                 while len(part):
                     part = part[os.write(descriptor, part) :]
-                if (ready := checksum.size - self._begun) >= _BLOCK:
+                if (ready := checksum.size - self._begun) >= BLOCK:
                     _start_writing(descriptor, self._begun, ready)
                     self._begun += ready
                     _rest(time.monotonic() - self._since)

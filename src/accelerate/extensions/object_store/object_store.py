@@ -36,7 +36,7 @@ from accelerate.checkpoint import manifest
 from accelerate.checkpoint.folders import warned
 from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, Manifest, UnreadableManifest, damaged, files_below
 from accelerate.checkpoint.storage import ABANDONED_S, CheckpointStorage, FileStat, refuse_unfinished
-from accelerate.runtime.durable import Checksum, HashedFile, each, is_inside
+from accelerate.runtime.durable import BLOCK, Checksum, HashedFile, each, is_inside
 
 # A reader begins again when the checkpoint is replaced under its hands; that a third replaces the second meanwhile is no accident.
 _LOOKS = 3
@@ -476,9 +476,10 @@ class _Upload(io.RawIOBase):
         return self.checksum.size
 
     def write(self, data: Any) -> int:
-        self.checksum.update(data)
         try:
-            self._stream.write(data)
+            for start in range(0, len(data), BLOCK):  # of which the stream makes parts
+                self.checksum.update(data[start : start + BLOCK])
+                self._stream.write(data[start : start + BLOCK])
         except Exception as error:
             self.problem = error
             raise

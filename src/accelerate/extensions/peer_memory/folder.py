@@ -293,7 +293,7 @@ def _writes(incoming: Incoming, files: Mapping[str, FileEntry]) -> Generator[Non
             with durable.durable(path) as file:
                 for _ in _chunks(entry.size):
                     file.write((yield).numpy().data)
-            if lines := manifest.changed(name, entry, file.checksum.hexdigest()):
+            if lines := manifest.changed(name, entry, file.raw.checksum.hexdigest()):
                 raise OSError(f"rank {incoming.rank} sent a copy that has changed: {lines[0]}")
         yield  # for the last chunk
 
