@@ -44,7 +44,7 @@ from accelerate.config.strategies import traits_of
 from accelerate.data.build import plan_of, prepare_data_loader, skip_first_batches  # noqa: F401 - see `_replaceable`
 from accelerate.data.plan import DataPlan
 from accelerate.devices.memory import memory_snapshot
-from accelerate.extension import Extensions, imported, specs, third_parties
+from accelerate.extension import Extensions, specs, third_parties
 from accelerate.logging import get_logger
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.precision import amp
@@ -213,7 +213,6 @@ class Accelerator(Processes, ExtensionMethods):
     _state_io = property(lambda self: registry.load_state_io(self._strategy.name))
     _scales_loss = _derived(lambda self: traits_of(self.state.distributed_type).scales_loss)
     _window = _derived(lambda self: Window())
-    _background = _derived(lambda self: imported("accelerate.checkpoint.background:Background")())
     _exact_accumulation = _derived(lambda self: self.gradient_state.plugin_kwargs.get("exact", False))
     _sync_each_batch = _derived(lambda self: self.gradient_state.plugin_kwargs.get("sync_each_batch", False))
     _cp_context = None
@@ -1021,20 +1020,6 @@ class Accelerator(Processes, ExtensionMethods):
         with self.extensions.phase("save_state"):
             return saving.save_state(self, output_dir, safe_serialization, blocking, **save_model_func_kwargs)
 
-    def wait_for_checkpoint(self) -> None:
-        """Wait until what ``save_state(blocking=False)`` writes is in its place.
-
-        Not a collective.
-
-        Raises:
-            RuntimeError: It could not be saved, on this rank or another one.
-
-        Example:
-            >>> Accelerator(cpu=True).wait_for_checkpoint()
-        """
-        if "_background" in vars(self):
-            self._background.finish()
-
     def load_state(
         self,
         input_dir: str | os.PathLike[str] | None = None,
@@ -1269,12 +1254,10 @@ class Accelerator(Processes, ExtensionMethods):
 
         Collective: call on every rank, at the end.
         """
-        for hook in self.extensions.ended:
-            hook()
-        try:
-            self.wait_for_checkpoint()
-        finally:
-            self.state.destroy_process_group()
+        with contextlib.ExitStack() as last:  # calls all, whatever one of them raises
+            last.callback(self.state.destroy_process_group)
+            for hook in reversed(self.extensions.ended):
+                last.callback(hook)
 
 
 @functools.cache

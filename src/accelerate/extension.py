@@ -232,6 +232,8 @@ class Spec:
         process: ``"module:Class"`` of a `runtime.peers.ProcessExtension`, for processes that work together with others.
         tensor_kinds: ``"module:Class"`` of each `modules.tensor_kinds.TensorKind`.
         storage: ``"module:Class"`` of a `checkpoint.storage.CheckpointStorage` for locations that are URLs.
+        background_save: ``"module:function"`` that takes an Accelerator and a `checkpoint.save.Save` whose state is collected, for
+            ``save_state(blocking=False)``: it copies the state, and finishes the save while the training continues.
     """
 
     name: str
@@ -252,6 +254,7 @@ class Spec:
     process: str = ""
     tensor_kinds: tuple[str, ...] = ()
     storage: str = ""
+    background_save: str = ""
 
     def install(self, owner: type) -> None:
         """Give a class the methods and attributes of the extension; ValueError if it has one of these names.
@@ -348,10 +351,15 @@ class Extensions:
     """The extensions of one run. For each hook there is a tuple of the methods of those that override it, by order.
 
     A copy of it, in another process or in a copied Accelerator, is empty: an extension belongs to its process.
+
+    Attributes:
+        former_problem: Why earlier work failed, which the save or load that now begins raises on all ranks, once its arguments are
+            checked. An extension sets it in `phase_begins`, and resets it in `phase_ends`.
     """
 
     def __init__(self) -> None:
         self.attached: list[Extension] = []
+        self.former_problem: BaseException | None = None
         self._asked: set[str] = set()  # names of specs whose `attach` was called
         self._state: dict[str, Any] | None = None  # that of the run, as it was when the specs were asked
         self._update()

@@ -5,7 +5,6 @@ Hashing, copying and writing release the interpreter lock. The thread rests betw
 priority is that of any other thread: a thread of a low priority that holds the interpreter lock would delay the training for longer.
 """
 
-import contextlib
 import copy
 import logging
 import multiprocessing.util
@@ -13,7 +12,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -196,35 +195,22 @@ class Background:
 
         Not a collective.
         """
-        with self.reporting() as problem:
-            if problem is not None:
-                raise problem
+        if (problem := self.wait()) is not None:
+            self.forget()
+            raise problem
 
-    @contextlib.contextmanager
-    def reporting(self, reason: str | None = None) -> Iterator[RuntimeError | None]:
-        """Wait until the save in flight is written, and give what went wrong, which is reported once the block raises it.
-
-        Until then the next call gives it again. `reason` names who waits.
-        """
-        problem = self.wait(reason)
-        try:
-            yield problem
-        except BaseException as error:
-            if error is problem:
-                self._forget()
-            raise
-
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Let the error of the last save count as reported."""
         self.pending, self._problem = False, None
         _unreported.discard(self)
 
     def wait(self, reason: str | None = None) -> RuntimeError | None:
-        """Wait until the save in flight is written; return what went wrong. `reason` names who waits."""
+        """Wait until the save in flight is written; return what went wrong, also next time, until `forget`. `reason` names who waits."""
         self._join(reason)
         # Not before: a caller that is interrupted while it waits has not waited.
         self._thread, cause = None, self._problem
         if cause is None:
-            self._forget()
+            self.forget()
             return None
         problem = RuntimeError(f"The checkpoint {self._what} could not be saved in the background: {cause}")
         problem.__cause__ = cause

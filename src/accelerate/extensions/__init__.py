@@ -3,6 +3,7 @@
 # Options with the same position in the table, and runners that would start the same run, follow this order: so mpi is behind sagemaker and tpu.
 TABLE = (
     "affinity",
+    "async_save",
     "batch_size",
     "big_models",
     "budget",

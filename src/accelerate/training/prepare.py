@@ -566,7 +566,5 @@ def release(accelerator: TrainingRun, objects: tuple[Any, ...]) -> list[Any]:
     accelerator.flag_tensor = None
     if accelerator.scaler is not None:
         scaling.forget(accelerator.scaler)
-    if (background := vars(accelerator).get("_background")) is not None:
-        background.renew_buffers()
     torch_private.forget_named_models()
     return release_memory(*objects)

@@ -53,14 +53,12 @@ def load_state(
     location = tensor_device(model_options.pop("map_location", None), accelerator.device)
     options = {"map_location": location, "load_kwargs": load_kwargs}
     search = Search(accelerator, _storage(accelerator, input_dir), latest or input_dir is None)
-    with accelerator._background.reporting("load_state()") as problem:
-        return _load(accelerator, search, problem, options, model_options, missing_ok)
+    return _load(accelerator, search, options, model_options, missing_ok)
 
 
 def _load(
     accelerator: TrainingRun,
     search: Search,
-    problem: Exception | None,
     options: dict[str, Any],
     model_options: dict[str, Any],
     missing_ok: bool,
@@ -69,7 +67,7 @@ def _load(
     while True:
         ranks = Ranks(Group.of(accelerator, search.storage), default_store())
         ranks.agree("load_state", search.storage.unresolved)
-        if (choice := _choose(search, ranks, problem, missing_ok)) is None:
+        if (choice := _choose(search, ranks, accelerator.extensions.former_problem, missing_ok)) is None:
             return None
         outcome = _load_chosen(accelerator, ranks, choice, options, model_options)
         if isinstance(outcome, Ok):
@@ -170,10 +168,10 @@ def _storage(accelerator: TrainingRun, input_dir: Folder | None) -> CheckpointSt
     return storage_of(os.path.join(project.project_dir, manifest.CHECKPOINTS_FOLDER))
 
 
-def _choose(search: Search, ranks: Ranks, problem: Exception | None, missing_ok: bool) -> Choice | None:
+def _choose(search: Search, ranks: Ranks, problem: BaseException | None, missing_ok: bool) -> Choice | None:
     """Return the checkpoint that rank 0 has found, on the disk of this rank's machine; None if there is none.
 
-    A `problem` of a rank, which failed in the background, is raised on all of them.
+    The former `problem` of a rank is raised on all of them.
 
     Collective: call on every rank.
     """

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from accelerate.checkpoint.background import Background
     from accelerate.comm.base import Communicator
     from accelerate.config.enums import RNGType
     from accelerate.config.handlers import AutocastKwargs
@@ -34,7 +33,6 @@ class TrainingRun(Run, Protocol):
         extensions: Those of this run; a hook is called through them.
         step: Micro-batches since the last one that ended a loader.
         deepspeed_config: The configuration that the engine of DeepSpeed has; only there once an engine is prepared.
-        _background: The checkpoint that is written in the background.
         _exact_accumulation: Whether a short accumulation step is divided by its real length.
         _loaded_checkpoint: Location of the checkpoint that was loaded last, which automatic naming keeps.
         _scales_loss: Whether losses are divided by the length of an accumulation step here, and not by an engine.
@@ -57,7 +55,6 @@ class TrainingRun(Run, Protocol):
     extensions: Extensions
     step: int
     step_scheduler_with_optimizer: bool
-    _background: Background
     _exact_accumulation: bool
     _loaded_checkpoint: str | None
     _save_model_state_pre_hook: OrderedDict[int, Callable[..., None]]
@@ -131,9 +128,6 @@ class TrainingRun(Run, Protocol):
 
     def unwrap_model(self, model: nn.Module) -> nn.Module:
         """Return a model without its wrappers."""
-
-    def wait_for_checkpoint(self) -> None:
-        """Wait until the checkpoint is in its place."""
 
     def wait_for_everyone(self) -> None:
         """Wait for all ranks."""

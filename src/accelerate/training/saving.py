@@ -10,16 +10,15 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from accelerate import comm
 from accelerate.base._warn import warn_user
 from accelerate.base.text import get_pretty_name
-from accelerate.checkpoint.background import snapshot
 from accelerate.checkpoint.manifest import CHECKPOINTS_FOLDER, PARAMETER_NAMES, numbered_folder
 from accelerate.checkpoint.model_io import names_file
 from accelerate.checkpoint.ranks import Group
 from accelerate.checkpoint.save import Save, SavePlan, plain_names, write_common
 from accelerate.checkpoint.state import Common
 from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, prune, storage_of
+from accelerate.extension import all_specs, imported
 from accelerate.modules.offloaded import has_offloaded_params
 from accelerate.precision import scaling
 from accelerate.training.run import TrainingRun
@@ -43,41 +42,44 @@ def save_state(
 
     Collective: call on every rank.
     """
-    project, background, state_io = accelerator.project_configuration, accelerator._background, accelerator._state_io
+    project = accelerator.project_configuration
     _warn_of_open_window(accelerator)
     path = _path(accelerator, output_dir)
     storage = storage_of(path)
-    save = Save(storage, Group.of(accelerator, storage), _facts(accelerator), *_automatic(accelerator))
     blocking = not project.async_save if blocking is None else blocking
-    if not blocking and not save.ranks.can_run_in_thread:
-        warn_user("save_state(blocking=False) writes at once here: these ranks have no key-value store to meet in.")
-        blocking = True
+    finish = finish_now if blocking else _background_finish()
 
-    with background.reporting("save_state()") as former:
-        save.begin(former)
-    if state_io.saves_shards and not blocking:
-        save.shards_group = comm.side_group(beside=True)
+    save = Save(storage, Group.of(accelerator, storage), _facts(accelerator), *_automatic(accelerator))
+    save.begin(accelerator.extensions.former_problem)
     save.run_step(_collect, accelerator, save.plan, safe_serialization, model_options)
-
-    if blocking:
-        # A save that fails at its very end may have left a checkpoint, which the next one of this name replaces.
-        accelerator._unfinished_save = storage.location
-        if state_io.saves_shards:
-            save.check_collected()  # a rank that has nothing to write would be waited for by those that write together
-        save.finish()
-        accelerator._unfinished_save = None
-        project.iteration += 1
-        return _as_given(storage, path)
-
-    save.run_step(snapshot, save.plan, background.buffers)
-    project.iteration += 1  # on all ranks, whatever becomes of it on one of them
-    try:
-        save.check_collected()
-    except BaseException:
-        background.buffers.release()
-        raise
-    background.start(lambda: save.finish(threads=1), what=storage.location)
+    # A save that fails at its very end may have left a checkpoint, which the next one of this name replaces.
+    accelerator._unfinished_save = storage.location
+    finish(accelerator, save)
+    accelerator._unfinished_save = None
+    project.iteration += 1
     return _as_given(storage, path)
+
+
+def finish_now(accelerator: TrainingRun, save: Save) -> None:
+    """Write and publish what was collected.
+
+    Collective: call on every rank.
+    """
+    if accelerator._state_io.saves_shards:
+        save.check_collected()  # a rank that has nothing to write would be waited for by those that write together
+    save.finish()
+
+
+def _background_finish() -> Callable[[TrainingRun, Save], None]:
+    """Return the function of an extension that finishes saves in the background."""
+    for spec in all_specs():
+        if spec.background_save:
+            finish: Callable[[TrainingRun, Save], None] = imported(spec.background_save)
+            return finish
+    raise ValueError(
+        "save_state(blocking=False) needs an extension that is not in this installation of accelerate. Save with blocking=True and "
+        "without ProjectConfiguration(async_save=True), or install the complete package."
+    )
 
 
 def _as_given(storage: CheckpointStorage, path: Folder) -> Path | str:

@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator
 from accelerate.checkpoint.manifest import DamagedCheckpoint
-from accelerate.checkpoint.ranks import CollectiveMisuse, Ranks
 from accelerate.config.project import ProjectConfiguration
 from accelerate.data import resume
 from accelerate.runtime import generators
@@ -281,43 +280,6 @@ def test_nothing_to_load(tmp_path):
     assert Run().accelerator.load_state(tmp_path / "none", latest=True, missing_ok=True) is None
     with pytest.raises(ValueError, match="no such folder"):
         run.accelerator.load_state(tmp_path / "none")
-
-
-@pytest.mark.parametrize("next_call", ["save_state", "load_state", "wait_for_checkpoint", "end_training"])
-def test_an_error_of_the_background_comes_out_of_the_next_call(tmp_path, monkeypatch, next_call):
-    run = Run(project_config=numbered(tmp_path))
-    run.accelerator.save_state()
-    with monkeypatch.context() as patch:
-        patch.setattr("accelerate.checkpoint.formats.os.fsync", lambda descriptor: 1 / 0)
-        run.accelerator.save_state(blocking=False)
-        run.accelerator._background._thread.join()
-    with pytest.raises(RuntimeError, match="checkpoint_1.*could not be saved.*division by zero"):
-        getattr(run.accelerator, next_call)()
-    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["checkpoint_0"]
-    run.accelerator.save_state()
-    assert run.accelerator.load_state().name == "checkpoint_2"
-
-
-def test_a_wrong_argument_leaves_the_error_of_the_background_for_the_next_call(tmp_path, monkeypatch):
-    run = Run()
-    with monkeypatch.context() as patch:
-        patch.setattr("accelerate.checkpoint.formats.os.fsync", lambda descriptor: 1 / 0)
-        run.accelerator.save_state(tmp_path / "c", blocking=False)
-        run.accelerator._background._thread.join()
-    with pytest.raises(TypeError, match="map_location"):
-        run.accelerator.load_state(tmp_path / "c", map_location="nowhere")
-    with pytest.raises(ValueError, match="no output_dir"):
-        run.accelerator.save_state()
-    with monkeypatch.context() as patch, pytest.raises(CollectiveMisuse):
-        patch.setattr(Ranks, "agree", refuse_to_agree)
-        run.accelerator.save_state(tmp_path / "c")
-    with pytest.raises(RuntimeError, match="could not be saved.*division by zero"):
-        run.accelerator.save_state(tmp_path / "c")
-    run.accelerator.save_state(tmp_path / "c")
-
-
-def refuse_to_agree(*args):
-    raise CollectiveMisuse("another rank loads")
 
 
 def test_each_generator_is_restored_apart_and_a_failure_names_its_cause(caplog):

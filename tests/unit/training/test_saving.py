@@ -11,6 +11,7 @@ from torch import nn
 
 from accelerate import Accelerator
 from accelerate.config.project import ProjectConfiguration
+from accelerate.training import saving
 
 
 def numbered(folder, **kwargs):
@@ -144,3 +145,13 @@ def test_a_folder_of_ones_own_is_not_used_silently_and_loading_from_one_does_not
     run.load_state(tmp_path / "checkpoint_9")
     with pytest.warns(UserWarning, match="mine"):
         assert run.save_state(tmp_path / "mine").name == "checkpoint_0"
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_save_in_the_background_needs_an_extension(tmp_path, monkeypatch, async_save):
+    accelerator = Accelerator(cpu=True, project_config=ProjectConfiguration(async_save=async_save))
+    monkeypatch.setattr(saving, "all_specs", tuple)
+    with pytest.raises(ValueError, match="needs an extension that is not in this installation"):
+        accelerator.save_state(tmp_path / "c", blocking=None if async_save else False)
+    assert not (tmp_path / "c").exists()
+    accelerator.save_state(tmp_path / "c", blocking=True)

@@ -313,7 +313,7 @@ def _save(accelerator: TrainingRun) -> Any:
     Collective: call on every rank.
     """
     with contextlib.suppress(RuntimeError):  # one that failed has been logged, and is no reason not to save now
-        accelerator.wait_for_checkpoint()
+        _wait_for_checkpoint(accelerator)
     project = accelerator.project_configuration
     storage = storage_of(project.project_dir).child(CHECKPOINTS_FOLDER)  # type: ignore[arg-type]  # `install` has looked
     used_numbers = [number for number, _ in storage.checkpoints()] if accelerator.is_main_process else []
@@ -322,8 +322,13 @@ def _save(accelerator: TrainingRun) -> Any:
     project.iteration = max(project.iteration, following)
     location = storage.child(numbered_folder(project.iteration)).location
     accelerator.save_state(None if project.automatic_checkpoint_naming else location)
-    accelerator.wait_for_checkpoint()
+    _wait_for_checkpoint(accelerator)
     return location
+
+
+def _wait_for_checkpoint(accelerator: Any) -> None:
+    if hasattr(accelerator, "wait_for_checkpoint"):  # of an extension
+        accelerator.wait_for_checkpoint()
 
 
 class StopStep:

@@ -66,7 +66,6 @@ def _bytes_of(value: Any) -> int:
 def read(
     accelerator: TrainingRun,
     search: Search,
-    problem: Exception | None,
     options: Any,
     model_options: Any,
     missing_ok: bool,
