@@ -29,6 +29,7 @@ STAGES = (
     *(f"checkpoints/{name}.py" for name in ("callbacks", "capture", "choose", "save", "sharded", "streams")),
 )
 OURS = (
+    "accelerate.extensions.async_save",
     "accelerate.extensions.deepspeed",
     "accelerate.checkpoint",
     "accelerate.data",

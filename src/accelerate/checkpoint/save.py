@@ -1,7 +1,7 @@
 """Saving a checkpoint: each rank collects its files, all ranks write them, and one rank publishes the checkpoint.
 
 A rank collects its files in a `SavePlan`. It is path-like, so that strategies which write by themselves write into its folder. What is
-put into it instead is hashed while it is written, and can be written in the background: see `checkpoint.background`.
+put into it instead is hashed while it is written, and can be copied and written in a thread.
 """
 
 import contextlib

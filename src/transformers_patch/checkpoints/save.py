@@ -15,7 +15,7 @@ from typing import Any
 from transformers import Trainer, TrainerCallback
 
 import accelerate.comm
-from accelerate.checkpoint.background import Background, snapshot
+from accelerate.extensions.async_save.background import Background, snapshot
 from accelerate.checkpoint.manifest import NAME, Manifest
 from accelerate.checkpoint.save import Save, SavePlan, unlisted
 from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, prune

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from accelerate.checkpoint import formats
 from accelerate.checkpoint import ranks as checkpoint_ranks
-from accelerate.checkpoint.background import HostBuffers, snapshot
+from accelerate.extensions.async_save.background import HostBuffers, snapshot
 from accelerate.checkpoint.manifest import Manifest
 from accelerate.checkpoint.ranks import CollectiveMisuse, Group
 from accelerate.checkpoint.save import Save, SavePlan

@@ -6,7 +6,7 @@ from typing import Any
 
 from accelerate import comm
 from accelerate.base._warn import warn_user
-from accelerate.checkpoint.background import Background, snapshot
+from accelerate.extensions.async_save.background import Background, snapshot
 from accelerate.checkpoint.save import Save
 from accelerate.extension import Extension
 from accelerate.training.run import TrainingRun

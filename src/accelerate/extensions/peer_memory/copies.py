@@ -17,7 +17,7 @@ from typing import Any
 from accelerate import comm
 from accelerate.base._warn import warn_user
 from accelerate.checkpoint import manifest
-from accelerate.checkpoint.background import Background, snapshot
+from accelerate.extensions.async_save.background import Background, snapshot
 from accelerate.checkpoint.manifest import FileEntry, Manifest
 from accelerate.checkpoint.save import SavePlan, unlisted
 from accelerate.checkpoint.state import mapped_leaves

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from accelerate.checkpoint.background import Background
+from accelerate.extensions.async_save.background import Background
 from accelerate.checkpoint.storage import LocalStorage
 
 
