@@ -15,10 +15,11 @@ from typing import Any
 from transformers import Trainer, TrainerCallback
 
 import accelerate.comm
-from accelerate.extensions.async_save.background import Background, snapshot
 from accelerate.checkpoint.manifest import NAME, Manifest
 from accelerate.checkpoint.save import Save, SavePlan, unlisted
 from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, prune
+from accelerate.extensions.async_save.background import Background
+from accelerate.extensions.async_save.copies import snapshot
 from transformers_patch import preempt
 from transformers_patch.checkpoints import callbacks, capture, choose, ranks, sharded, streams
 from transformers_patch.symbols import shadowed

@@ -7,8 +7,8 @@ import threading
 import pytest
 import torch
 
-from accelerate.extensions.async_save.background import Background
 from accelerate.checkpoint.storage import LocalStorage
+from accelerate.extensions.async_save.background import Background
 
 
 def test_an_error_comes_out_once_and_memory_comes_back():

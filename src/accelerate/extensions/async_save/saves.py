@@ -6,9 +6,10 @@ from typing import Any
 
 from accelerate import comm
 from accelerate.base._warn import warn_user
-from accelerate.extensions.async_save.background import Background, snapshot
 from accelerate.checkpoint.save import Save
 from accelerate.extension import Extension
+from accelerate.extensions.async_save.background import Background
+from accelerate.extensions.async_save.copies import snapshot
 from accelerate.training.run import TrainingRun
 from accelerate.training.saving import finish_now
 

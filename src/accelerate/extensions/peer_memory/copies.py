@@ -17,12 +17,13 @@ from typing import Any
 from accelerate import comm
 from accelerate.base._warn import warn_user
 from accelerate.checkpoint import manifest
-from accelerate.extensions.async_save.background import Background, snapshot
 from accelerate.checkpoint.manifest import FileEntry, Manifest
 from accelerate.checkpoint.save import SavePlan, unlisted
 from accelerate.checkpoint.state import mapped_leaves
 from accelerate.comm.in_step import ends_are_uneven
 from accelerate.extension import Extension
+from accelerate.extensions.async_save.background import Background
+from accelerate.extensions.async_save.copies import snapshot
 from accelerate.extensions.peer_memory.folder import PARTIAL, Incoming, MemoryFolder, exchange
 from accelerate.extensions.peer_memory.options import Cadence, PeerMemoryKwargs
 from accelerate.extensions.peer_memory.ranks import MachineRanks, raise_any
