@@ -113,7 +113,7 @@ def save_checkpoint(trainer: Any, trial: Any, write: Callable[[], Any]) -> None:
         save.check_collected()
         save.run_step(capture.look_again, save.plan, stamps)
         if goes_on and save.plan.has_shards and save.group.world_size > 1:
-            save.shards = accelerate.comm.side_group(beside=True)
+            save.shards_group = accelerate.comm.side_group(beside=True)
         # A subclass may save elsewhere, or nothing.
         holds = save.plan.contents() or save.stages and os.listdir(staged)
         exists = save.ranks.any(bool(holds), save.problem)
