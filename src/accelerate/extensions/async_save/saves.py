@@ -22,26 +22,20 @@ class AsyncSaves(Extension):
     def __init__(self, run: Any) -> None:
         super().__init__(run)
         self.background = Background()
-        self._extensions = weakref.ref(run.extensions)  # those of a copied Accelerator, too
+        self._extensions: Any = weakref.ref(run.extensions)  # those of a copied Accelerator, too
 
     def phase_begins(self, phase: str, loss: Any) -> None:
         """Wait for the save in flight; the call raises its error on all ranks, once its arguments are checked."""
         if phase in ("save_state", "load_state"):
-            self._report(self.background.wait(f"{phase}()"))
+            self._extensions().former_problem = self.background.wait(f"{phase}()")
 
     def phase_ends(self, phase: str) -> None:
         """Forget the error if the call has raised it; else the next call gets it."""
         if phase in ("save_state", "load_state"):
-            problem = self._report(None)
+            extensions = self._extensions()
+            problem, extensions.former_problem = extensions.former_problem, None
             if problem is not None and sys.exc_info()[1] is problem:
                 self.background.forget()
-
-    def _report(self, problem: BaseException | None) -> BaseException | None:
-        """Let the call that now begins raise a problem; return the one before."""
-        extensions = self._extensions()
-        assert extensions is not None, "they call the hooks"
-        former, extensions.former_problem = extensions.former_problem, problem
-        return former
 
     def released(self) -> None:
         """Release the memory of the copies."""
