@@ -253,7 +253,7 @@ def write_common(common: Common, folder: durable.Path, step: int, save_on_each_n
 # -- the saving of one checkpoint ----------------------------------------------------------------------------------------
 
 
-@dataclass
+@dataclass(slots=True)
 class Save:
     """The saving of one checkpoint, in three steps of all ranks: `begin`, `check_collected`, `finish`.
 
@@ -282,6 +282,7 @@ class Save:
         prune_old: Called with the storage by the rank that published, once all ranks know that the checkpoint is there.
         kind: The call, as errors name it.
         shards_group: The process group of the ranks that write shards together; None for the default one.
+        ranks: The exchanges with the other ranks.
         plan: Takes the files of this rank; from `begin` on.
         problem: Why this rank cannot continue.
         stages: This rank stages; from `begin` on.
@@ -294,6 +295,7 @@ class Save:
     prune_old: Callable[[CheckpointStorage], Any] = lambda storage: None
     kind: str = "save_state"
     shards_group: Any = field(default=None, init=False)
+    ranks: Ranks = field(init=False)
     plan: SavePlan = field(init=False)
     problem: BaseException | None = field(default=None, init=False)
     stages: bool = field(default=False, init=False)

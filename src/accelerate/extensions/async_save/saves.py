@@ -60,7 +60,7 @@ def finish_in_background(accelerator: TrainingRun, save: Save) -> None:
     background = (attached[0] if attached else extensions.add(AsyncSaves(accelerator))).background
     if accelerator._state_io.saves_shards:
         save.shards_group = comm.side_group(beside=True)
-    save.attempt(lambda: snapshot(save.plan, background.buffers))
+    save.run_step(snapshot, save.plan, background.buffers)
     try:
         save.check_collected()
     except BaseException:
