@@ -113,8 +113,8 @@ class Contents:
         try:
             for change in self.changes:
                 # First, because a model may give copies as its state, which `apply` then puts into it.
-                for plan in change.fill:
-                    plan.read()
+                for read_tensors in change.fill:
+                    read_tensors()
                 if change.keep is None:
                     change.apply()
         except OSError as error:

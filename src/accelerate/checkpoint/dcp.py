@@ -18,7 +18,7 @@ import os
 import pickle
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import IO, Any, cast
 
@@ -60,7 +60,7 @@ class ShardedFolder(Reader):
         with _damage_named(self.origin):
             specs = self._metadata.state_dict_metadata
             values: dict[str, Any] = {
-                key: _TensorInShards(key, spec.size, spec.properties.dtype)
+                key: _TensorInShards(torch.Size(spec.size), spec.properties.dtype, key)
                 for key, spec in specs.items()
                 if isinstance(spec, TensorStorageMetadata)
             }
@@ -71,7 +71,7 @@ class ShardedFolder(Reader):
             self.state = unflatten_state_dict(values, paths)
 
     def plan(self, pairs: Pairs) -> Plan:
-        """Return the plan by which torch's reader fills each target; the pieces of files that it reads are verified."""
+        """Return what fills each target by torch's reader; the pieces of files that it reads are verified."""
         targets: dict[str, torch.Tensor] = {}
         copies = []
         for stored, target in pairs:
@@ -85,9 +85,9 @@ class ShardedFolder(Reader):
             for target, source in copies:
                 target.copy_(source)
 
-        return Plan(read)
+        return read
 
-    def _plan(self, planner: "_LoadPlanner", targets: dict[str, Any]) -> Callable[[], None]:
+    def _plan(self, planner: "_LoadPlanner", targets: dict[str, Any]) -> Plan:
         """Return what reads values into targets, and values that are not tensors into the planner; their pieces have been verified."""
         ranges: dict[str, set[tuple[int, int]]] = {}
         with _damage_named(self.origin), torch.no_grad():
@@ -109,12 +109,11 @@ class ShardedFolder(Reader):
         return read
 
 
+@dataclass(eq=False)
 class _TensorInShards(StoredTensor):
     """A tensor by its key in torch's metadata."""
 
-    def __init__(self, key: str, shape: Sequence[int], dtype: torch.dtype) -> None:
-        super().__init__(shape, dtype)
-        self.key = key
+    key: str
 
 
 class _OpenFiles(FileSystem):

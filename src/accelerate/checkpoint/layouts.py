@@ -318,7 +318,7 @@ def read_model(
         )
     plan = stored.plan([(value, memory[name]) for name, value in sharded.items()])
     if fill is None:
-        plan.read()
+        plan()
     else:
         fill.append(plan)
     rest: dict[str, Any] = stored.read({name: value for name, value in values.items() if name not in memory})
@@ -474,7 +474,7 @@ def read_full_model(
     if by_name and options.keys() <= {"strict"}:
         pairs = _own_tensors(model, values)
         if pairs is not None:
-            return Change(stored.plan(pairs).read)
+            return Change(stored.plan(pairs))
     state = stored.read(
         values | {name: stored_values[name] for name in others}
     )  # hooks of the model may rename others
@@ -485,9 +485,7 @@ def to_device(state: dict[str, Any], device: Any) -> dict[str, Any]:
     """Return a state with its tensors on a device; where that is the CPU, the state itself."""
     if str(device) == "cpu":
         return state
-    moved: dict[str, Any] = mapped_leaves(
-        state, lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf
-    )
+    moved: dict[str, Any] = mapped_leaves(state, lambda tensor: tensor.to(device), torch.Tensor)
     return moved
 
 

@@ -175,7 +175,7 @@ def read_optimizer(goal: Target, stored: Reader, found: Found, fill: list[Plan] 
     # An option may be a tensor, as a learning rate. What belongs to no parameter is unsharded.
     rest = {name: values for name, values in raw["state"].items() if name not in states}
     raw["param_groups"], rest = stored.read([raw["param_groups"], rest])
-    stored.plan(fitting.pairs).read()
+    stored.plan(fitting.pairs)()
     return {**raw, "state": states | rest}
 
 

@@ -99,16 +99,17 @@ def quietly() -> Iterator[None]:
         yield
 
 
-_CONTAINERS = (Mapping, list)
-
-
-def mapped_leaves(state: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a new state whose values, in nested dictionaries and lists, have been changed."""
-    if not isinstance(state, _CONTAINERS):
-        return change(state)
-    values = state.values() if isinstance(state, Mapping) else state
-    changed = [mapped_leaves(value, change) if isinstance(value, _CONTAINERS) else change(value) for value in values]
-    return dict(zip(state, changed, strict=True)) if isinstance(state, Mapping) else changed
+def mapped_leaves(state: Any, change: Callable[[Any], Any], kind: type = object) -> Any:
+    """Return a new state whose values of a `kind`, in nested dictionaries and lists, have been changed."""
+    if not isinstance(state, (Mapping, list)):
+        return change(state) if isinstance(state, kind) else state
+    changed: Any = dict(state) if isinstance(state, Mapping) else list(state)
+    for key, value in changed.items() if isinstance(changed, dict) else enumerate(changed):
+        if isinstance(value, (Mapping, list)):
+            changed[key] = mapped_leaves(value, change, kind)
+        elif isinstance(value, kind):
+            changed[key] = change(value)
+    return changed
 
 
 # -- kinds of models and tensors ---------------------------------------------------------------------------------------
@@ -236,10 +237,5 @@ def local_tensor(value: Any) -> torch.Tensor:
 
 def is_plain_on_host(value: torch.Tensor) -> bool:
     """Return whether this rank's part of a tensor is contiguous memory of the host, which a file may be read over."""
-    local = local_part(value)
+    local = local_tensor(value).detach()
     return type(local) is torch.Tensor and local.device.type == "cpu" and local.is_contiguous() and not local.is_conj()
-
-
-def local_part(value: Any) -> torch.Tensor:
-    """Return what this rank has of a tensor, detached; it is no copy."""
-    return local_tensor(value).detach()

@@ -1,6 +1,6 @@
 """Stored states before their tensors are read: which tensors there are, and a plan that reads them into memory.
 
-A `Reader` gives a stored state with a `StoredTensor` in the place of each tensor. ``reader.plan([(stored, target), ...]).read()`` reads
+A `Reader` gives a stored state with a `StoredTensor` in the place of each tensor. ``reader.plan([(stored, target), ...])()`` reads
 tensors into targets: plain tensors, or this rank's shards of a DTensor or ShardedTensor. There are two readers: `FullFiles` here, for files of
 full tensors, and `dcp.ShardedFolder`. Engines' layouts return a `FullFiles` of tensors that they join.
 
@@ -36,24 +36,20 @@ _SHARED = 16 << 20
 _SMALL = 4 << 20
 
 
+@dataclass(eq=False)
 class StoredTensor:
     """A tensor of a stored state that has not been read."""
 
-    def __init__(self, shape: Sequence[int], dtype: torch.dtype) -> None:
-        self.shape, self.dtype = torch.Size(shape), dtype
+    shape: torch.Size
+    dtype: torch.dtype
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "StoredTensor":
         return self  # a copy of an open file would close it a second time
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Tensors to read into memory, whose files are open and verified; `read` raises OSError or DamagedCheckpoint."""
-
-    read: Callable[[], None]
-
-
 Pairs = Iterable[tuple[StoredTensor, torch.Tensor]]
+# Reads tensors into memory, from files that are open and verified; OSError or DamagedCheckpoint.
+Plan = Callable[[], Any]
 
 
 class Reader(ABC):
@@ -73,7 +69,7 @@ class Reader(ABC):
 
     @abstractmethod
     def plan(self, pairs: Pairs) -> Plan:
-        """Return what reads stored tensors into targets of their shapes."""
+        """Return the function that reads stored tensors into targets of their shapes."""
 
     def elements(self, stored: StoredTensor, start: int, stop: int) -> torch.Tensor:
         """Return the elements of a tensor from one number to another, flat."""
@@ -85,23 +81,22 @@ class Reader(ABC):
         memory: dict[int, torch.Tensor] = {}
         pairs: list[tuple[StoredTensor, torch.Tensor]] = []
 
-        def allocate(leaf: Any) -> Any:
-            if not isinstance(leaf, StoredTensor):
-                return leaf
+        def allocate(leaf: StoredTensor) -> torch.Tensor:
             # A step count that parameters shared would be incremented for each of them.
             if id(leaf) not in memory or not leaf.shape:
                 memory[id(leaf)] = torch.empty(leaf.shape, dtype=leaf.dtype)
                 pairs.append((leaf, memory[id(leaf)]))
             return memory[id(leaf)]
 
-        value = mapped_leaves(value, allocate)
-        self.plan(pairs).read()
+        value = mapped_leaves(value, allocate, StoredTensor)
+        self.plan(pairs)()
         return value
 
 
 # -- files of full tensors ---------------------------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class FullTensor(StoredTensor, ABC):
     """A full tensor, which can give its elements."""
 
@@ -133,18 +128,17 @@ class TensorInMemory(FullTensor):
         return self._tensor.flatten()[start:stop]
 
 
+@dataclass(eq=False)
 class TensorInFile(FullTensor):
-    """A contiguous tensor in a file."""
+    """A contiguous tensor in a file, from byte `offset` on."""
 
-    def __init__(self, file: "OpenFile", offset: int, shape: Sequence[int], dtype: torch.dtype) -> None:
-        super().__init__(shape, dtype)
-        self._file, self._offset = file, offset
-        self.place = offset, self.shape, dtype
+    file: "OpenFile"
+    offset: int
 
     def elements(self, start: int, stop: int) -> torch.Tensor:
         """Read the elements into new memory."""
         memory = torch.empty(stop - start, dtype=self.dtype)
-        self._file.read_into(memory, self._offset + start * self.dtype.itemsize)
+        self.file.read_into(memory, self.offset + start * self.dtype.itemsize)
         return memory
 
     def read_into(self, target: torch.Tensor, offsets: Sequence[int]) -> None:
@@ -153,7 +147,7 @@ class TensorInFile(FullTensor):
         if not plain or target.dtype is not self.dtype or target.shape[1:] != self.shape[1:] or target.is_conj():
             return super().read_into(target, offsets)
         start = offsets[0] * math.prod(self.shape[1:]) if self.shape else 0
-        return self._file.read_into(target, self._offset + start * self.dtype.itemsize)
+        return self.file.read_into(target, self.offset + start * self.dtype.itemsize)
 
 
 class OpenFile:
@@ -213,29 +207,32 @@ class FullFiles(Reader):
 
     def __init__(self, origin: str, state: Any = None, aliases: Mapping[str, str] | None = None) -> None:
         self.origin, self.aliases = origin, aliases or {}
-        self.state = mapped_leaves(state, _stored)
+        self.state = mapped_leaves(state, _stored, torch.Tensor)
 
     def elements(self, stored: StoredTensor, start: int, stop: int) -> torch.Tensor:
         """Return the elements of a tensor from one number to another, flat."""
         return cast(FullTensor, stored).elements(start, stop)
 
     def plan(self, pairs: Pairs) -> Plan:
-        """Return the plan that reads each tensor, or this rank's parts of it, into its target."""
-        parts = [(stored, memory, offsets) for stored, target in pairs for memory, offsets in _parts_of(target)]
-        size = sum(memory.nbytes for _, memory, _ in parts)
-        return Plan(partial(_read_parts, parts, durable.threads() if size >= _SHARED else 1))
+        """Return what reads each tensor, or this rank's parts of it, into its target."""
+        parts, size = [], 0
+        for stored, target in pairs:
+            for memory, offsets in _parts_of(target):
+                size += memory.nbytes
+                if memory.numel():
+                    parts.append((stored, memory, offsets))
+        return partial(durable.each, _read_part, parts, durable.threads() if size >= _SHARED else 1)
 
     def open(self, path: str, load_kwargs: Mapping[str, Any] | None = None) -> Any:
         """Return the state in a file, whose tensors are read by plans of this reader. Errors are those of `read_whole`."""
         with _naming(path):
             if path.endswith(".safetensors"):  # which has each tensor once
                 return _safetensors(path)
-            # Its tensors stay in the file where `outline` can read it.
-            outline = None if load_kwargs else torch_files.outline(path, partial(TensorInFile, OpenFile(path)))
+            outline = None if load_kwargs else _outline(path)
             state = torch_files.load(path, "cpu", **(load_kwargs or {})) if outline is None else outline
             if isinstance(state, Mapping):
                 self.aliases = {**self.aliases, **_aliases(state)}
-            return mapped_leaves(state, _stored) if outline is None else outline
+            return mapped_leaves(state, _stored, torch.Tensor) if outline is None else outline
 
 
 def read_whole(path: str, map_location: Any = None, load_kwargs: Mapping[str, Any] | None = None) -> Any:
@@ -278,13 +275,15 @@ def _aliases(state: Mapping[str, Any]) -> dict[str, str]:
     tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
     aliases, first = same_tensors(tensors, shared_tensor_names(tensors)), dict[Any, str]()
     for name, value in state.items():
-        if isinstance(value, TensorInFile) and first.setdefault(value.place, name) != name:
-            aliases[name] = first[value.place]
+        if isinstance(value, TensorInFile):
+            place = value.offset, value.shape, value.dtype
+            if first.setdefault(place, name) != name:
+                aliases[name] = first[place]
     return aliases
 
 
-def _stored(value: Any) -> Any:
-    """Return a plain tensor as a stored one, and other values unchanged."""
+def _stored(value: torch.Tensor) -> Any:
+    """Return a plain tensor as a stored one, and others unchanged."""
     is_plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
     return TensorInMemory(value) if is_plain and not value.is_quantized else value
 
@@ -303,14 +302,9 @@ def _parts_of(tensor: torch.Tensor) -> list[tuple[torch.Tensor, Sequence[int]]]:
     return [(tensor.detach(), (0,) * tensor.dim())]
 
 
-@torch.no_grad()
-def _read_parts(parts: Sequence[tuple[Any, torch.Tensor, Sequence[int]]], threads: int) -> None:
-    def read(part: tuple[FullTensor, torch.Tensor, Sequence[int]]) -> None:
-        stored, memory, offsets = part
-        with torch.no_grad():  # which is a thread's own
-            stored.read_into(memory, offsets)
-
-    durable.each(read, [part for part in parts if part[1].numel()], threads)
+def _read_part(part: tuple[FullTensor, torch.Tensor, Sequence[int]]) -> None:
+    stored, memory, offsets = part
+    stored.read_into(memory, offsets)
 
 
 _DTYPES = {name: dtype for dtype, name in formats.DTYPE_NAMES.items()}
@@ -328,6 +322,87 @@ def _safetensors(path: str) -> dict[str, StoredTensor]:
         header = json.loads(header_file.read(length))
     header.pop("__metadata__", None)
     return {
-        name: TensorInFile(file, 8 + length + entry["data_offsets"][0], entry["shape"], _DTYPES[entry["dtype"]])
+        name: TensorInFile(
+            torch.Size(entry["shape"]), _DTYPES[entry["dtype"]], file, 8 + length + entry["data_offsets"][0]
+        )
         for name, entry in header.items()
     }
+
+
+# By the names of torch's storages in a pickle, which warn when they are read from torch.
+_STORAGES = {
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+}
+
+
+@dataclass(frozen=True)
+class _Storage:
+    """Memory of tensors in a file, from byte `start` on."""
+
+    start: int
+    size: int
+    dtype: torch.dtype
+
+
+class _Outline(pickle.Unpickler):
+    """Reads the pickle in a file of torch's format, as far as it has contiguous tensors in plain dictionaries and lists.
+
+    Other names are refused. What may be named belongs to this object only, so a pickle that changes it spoils nothing else.
+    """
+
+    def __init__(self, path: str) -> None:
+        data, self._start_of = torch_private.pickle_and_offsets(path)
+        super().__init__(io.BytesIO(data))
+        file, self.tensors = OpenFile(path), (tensors := list[TensorInFile]())
+
+        # It does not refer to this object, which would keep the file open until garbage is collected.
+        def tensor(storage: _Storage, offset: int, size: Any, stride: Any, *more: Any) -> TensorInFile:
+            shape, dtype = torch.Size(size), storage.dtype
+            contiguous, step = [], 1
+            for length in reversed(shape):
+                contiguous.append(step)
+                step *= max(length, 1)
+            if tuple(contiguous[::-1]) != stride or len(more) > 2 or not 0 <= offset <= storage.size - shape.numel():
+                raise pickle.UnpicklingError("it has a tensor that is not contiguous")
+            tensors.append(TensorInFile(shape, dtype, file, storage.start + offset * dtype.itemsize))
+            return tensors[-1]
+
+        self._names = {
+            ("torch._utils", "_rebuild_tensor_v2"): tensor,
+            ("collections", "OrderedDict"): type("OrderedDict", (dict,), {}),
+            **{("torch", name): name for name in _STORAGES},
+        }
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in self._names:
+            raise pickle.UnpicklingError(f"it names {module}.{name}")
+        return self._names[module, name]
+
+    def persistent_load(self, pid: Any) -> _Storage:
+        _, storage, record, _, count = pid
+        return _Storage(self._start_of(f"data/{record}"), count, _STORAGES[storage])
+
+
+def _outline(path: str) -> Any:
+    """Return the state in a file of torch's format with its tensors left in the file.
+
+    Torch's careful reader is written in Python, and takes half of the time of a small load. None for a file that only it can read:
+    with other values, with a tensor in a container that `mapped_leaves` does not look into, or that is damaged.
+    """
+    reached: list[TensorInFile] = []
+    try:
+        reader = _Outline(path)
+        state = reader.load()
+        mapped_leaves(state, reached.append, TensorInFile)
+        return state if len(set(map(id, reached))) == len(reader.tensors) else None
+    except Exception:  # who reads the file then says what is wrong
+        return None

@@ -5,23 +5,19 @@ import collections
 import contextlib
 import functools
 import importlib
-import io
 import logging
 import os
 import pickle
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 
-from accelerate.checkpoint.state import mapped_leaves
 from accelerate.modules.unwrap import clean_state_dict_for_safetensors, shared_tensor_names
 from accelerate.process import PartialState
-from accelerate.runtime import torch_private
 from accelerate.runtime.durable import written_whole
 
 logger = logging.getLogger("accelerate.utils.other")  # the public path
@@ -122,95 +118,6 @@ def _values_allowed() -> Iterator[None]:
             _built.clear()
             serialization.clear_safe_globals()
             serialization.add_safe_globals(former)
-
-
-# Makes what takes the place of a contiguous tensor of a file, of the byte at which it starts, its shape, and its dtype.
-MakeTensor = Callable[[int, torch.Size, torch.dtype], Any]
-
-
-@dataclass(frozen=True)
-class _Storage:
-    """Memory of tensors in a file, from byte `start` on."""
-
-    start: int
-    size: int
-    dtype: torch.dtype
-
-
-# By the names of torch's storages in a pickle, which warn when they are read from torch.
-_STORAGES = {
-    "DoubleStorage": torch.float64,
-    "FloatStorage": torch.float32,
-    "HalfStorage": torch.float16,
-    "BFloat16Storage": torch.bfloat16,
-    "LongStorage": torch.int64,
-    "IntStorage": torch.int32,
-    "ShortStorage": torch.int16,
-    "CharStorage": torch.int8,
-    "ByteStorage": torch.uint8,
-    "BoolStorage": torch.bool,
-}
-
-
-class _Outline(pickle.Unpickler):
-    """Reads the pickle in a file of torch's format, as far as it has contiguous tensors in plain dictionaries and lists.
-
-    Other names are refused. What may be named belongs to this object only, so a pickle that changes it spoils nothing else.
-    """
-
-    def __init__(self, data: bytes, start_of: Callable[[str], int], make_tensor: MakeTensor) -> None:
-        super().__init__(io.BytesIO(data))
-        self.tensors: list[Any] = []
-        self._start_of, self._make_tensor = start_of, make_tensor
-        self._names = {
-            ("torch._utils", "_rebuild_tensor_v2"): lambda *arguments: self._tensor(*arguments),
-            ("collections", "OrderedDict"): type("OrderedDict", (dict,), {}),
-            **{("torch", name): name for name in _STORAGES},
-        }
-
-    def release(self) -> None:
-        """Release what was read: this object refers to itself, and would keep the file open until garbage is collected."""
-        self.memo = {}
-        self.tensors, self._names = [], {}
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in self._names:
-            raise pickle.UnpicklingError(f"it names {module}.{name}")
-        return self._names[module, name]
-
-    def persistent_load(self, pid: Any) -> _Storage:
-        _, storage, record, _, count = pid
-        return _Storage(self._start_of(f"data/{record}"), count, _STORAGES[storage])
-
-    def _tensor(self, storage: _Storage, offset: int, size: Any, stride: Any, *more: Any) -> Any:
-        shape, dtype = torch.Size(size), storage.dtype
-        contiguous, step = [], 1
-        for length in reversed(shape):
-            contiguous.append(step)
-            step *= max(length, 1)
-        if tuple(contiguous[::-1]) != stride or len(more) > 2 or not 0 <= offset <= storage.size - shape.numel():
-            raise pickle.UnpicklingError("it has a tensor that is not contiguous")
-        self.tensors.append(self._make_tensor(storage.start + offset * dtype.itemsize, shape, dtype))
-        return self.tensors[-1]
-
-
-def outline(path: str, make_tensor: MakeTensor) -> Any:
-    """Return the state in a file of torch's format with what `make_tensor` returns for each tensor; no tensor is read.
-
-    Torch's careful reader is written in Python, and takes half of the time of a small load. None for a file that only it can read:
-    with other values, with a tensor in a container that `mapped_leaves` does not look into, or that is damaged.
-    """
-    values: dict[int, Any] = {}
-    reader = None
-    try:
-        reader = _Outline(*torch_private.pickle_and_offsets(path), make_tensor)
-        state = mapped_leaves(reader.load(), lambda value: values.setdefault(id(value), value))
-        return state if values.keys() >= set(map(id, reader.tensors)) else None
-    except Exception:  # who reads the file then says what is wrong
-        return None
-    finally:
-        if reader is not None:
-            reader.release()
 
 
 _CHANGED = (dict, list, collections.deque)

@@ -8,7 +8,7 @@ import torch
 
 from accelerate.checkpoint import plain_data
 from accelerate.checkpoint.save import SavePlan
-from accelerate.checkpoint.state import empty_on_host_like, is_distributed_tensor, local_part, local_tensor, quietly
+from accelerate.checkpoint.state import empty_on_host_like, is_distributed_tensor, local_tensor, quietly
 from accelerate.runtime import torch_private
 
 
@@ -53,7 +53,7 @@ class HostBuffers:
     def shell(self, value: torch.Tensor) -> torch.Tensor:
         """Return a DTensor or ShardedTensor of the host with a value's knowledge of the whole, and memory that is not filled."""
         spread = [getattr(value, name, None) for name in ("device_mesh", "placements")]
-        key = type(value), *spread, value.size(), value.dtype, local_part(value).shape
+        key = type(value), *spread, value.size(), value.dtype, local_tensor(value).shape
         memory: torch.Tensor = self._take(key, lambda: empty_on_host_like(value))
         return memory
 
@@ -92,11 +92,11 @@ class _Snapshot:
 
     def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         if is_distributed_tensor(tensor):
-            mine, made = local_part(tensor), self._buffers.shell(tensor)
+            mine, made = local_tensor(tensor).detach(), self._buffers.shell(tensor)
             if type(mine) is torch.Tensor:
                 local_tensor(made).set_(self._copied(mine), mine.storage_offset(), mine.shape, mine.stride())
             else:
-                local_part(made).copy_(mine)
+                local_tensor(made).detach().copy_(mine)
             return made
         tensor = tensor.detach()
         if tensor.layout is not torch.strided or type(tensor) is not torch.Tensor or tensor.is_quantized:

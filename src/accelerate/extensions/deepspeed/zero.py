@@ -113,7 +113,7 @@ class _JoinedTensor(FullTensor):
     """A tensor whose elements a function returns, from the parts that ranks wrote."""
 
     def __init__(self, elements: Callable[[int, int], torch.Tensor], shape: Sequence[int], dtype: torch.dtype) -> None:
-        super().__init__(shape, dtype)
+        super().__init__(torch.Size(shape), dtype)
         self._elements = elements
 
     def elements(self, start: int, stop: int) -> torch.Tensor:

@@ -17,7 +17,7 @@ from accelerate.checkpoint.apply import Change, kept_tensors, optimizer_change
 from accelerate.checkpoint.manifest import DamagedCheckpoint
 from accelerate.checkpoint.model_io import io_of
 from accelerate.checkpoint.save import SavePlan
-from accelerate.checkpoint.state import Kind, is_dtensor, local_part
+from accelerate.checkpoint.state import Kind, is_dtensor, local_tensor
 from accelerate.checkpoint.stored import FullFiles, FullTensor
 from accelerate.checkpoint.verify import CheckpointFolder
 from accelerate.runtime.run import Run
@@ -83,7 +83,7 @@ class LocalShardsIO(FSDP2IO):
 
 
 def _packed(value: Any) -> Any:
-    return {_SHAPE: list(value.shape), _LOCAL: local_part(value)} if is_dtensor(value) else value
+    return {_SHAPE: list(value.shape), _LOCAL: local_tensor(value).detach()} if is_dtensor(value) else value
 
 
 class LocalShards(FullFiles):
@@ -107,7 +107,7 @@ class _Shard(FullTensor):
     """The shard of one rank, which only a target with the same part of the tensor takes."""
 
     def __init__(self, local: FullTensor, shape: Sequence[int]) -> None:
-        super().__init__(shape, local.dtype)
+        super().__init__(torch.Size(shape), local.dtype)
         self._local = local
 
     def elements(self, start: int, stop: int) -> torch.Tensor:
