@@ -79,7 +79,8 @@ class Search:
 
     def _described(self, storage: CheckpointStorage, state: CheckpointStatus) -> dict[str, Any]:
         if state.kind == "absent":
-            return _no(ValueError, f"load_state({storage.location!r}): {state.reason}.", nothing=True)
+            hint = " To load the newest checkpoint, call load_state(latest=True)." if storage.name == "latest" else ""
+            return _no(ValueError, f"load_state({storage.location!r}): {state.reason}.{hint}", nothing=True)
         if not state.loads:
             return _no(DamagedCheckpoint, str(damaged(storage.location, [state.reason])))
         if state.manifest is None:
@@ -174,32 +175,29 @@ class Choice:
     following: int | None
 
     def judged(self, outcome: Outcome[T]) -> Outcome[T]:
-        """Return whether the result of a step counts: the checkpoint must still be there, undamaged.
+        """Return the outcome of a phase; `TryNext` if the checkpoint is not there any more, or a file that was read is damaged.
 
         Not a collective.
         """
         if isinstance(outcome, Refuse) and not isinstance(outcome.error, Exception):
             return outcome
-        replaced = attempt(self.replaced)
-        if isinstance(replaced, Refuse):
-            return replaced
-        if replaced.value:
-            return TryNext(["another save took its place"], replaced=True)
-        wrong = [*self.problems, *self.folder.wrong]
-        return TryNext(wrong) if wrong else outcome
+        if self.folder.wrong:
+            outcome = TryNext(self.folder.wrong)
+        try:
+            replaced = self._is_replaced(isinstance(outcome, TryNext))
+        except BaseException as error:
+            return Refuse(error)
+        return TryNext(["another save took its place"], replaced=True) if replaced else outcome
 
-    def replaced(self) -> bool:
-        """Return whether another save has taken its place, or it was removed, since it was chosen.
-
-        Not a collective.
-        """
-        if (self.problems or self.folder.wrong) and not self.storage.shared:  # a local copy of it stays as it was
+    def _is_replaced(self, is_damaged: bool) -> bool:
+        """Return whether another save has taken its place, or it was removed, since it was chosen."""
+        if is_damaged and not self.storage.shared:  # a local copy of it stays as it was
             return _save_of(self.storage.state()) != self.save
         listing = self.folder.listing
         return manifest.mark(self.folder) != listing.mark or self.save not in (None, listing.save)
 
 
-def attempt(step: Callable[[], T]) -> Ok[T] | Refuse:
+def outcome_of(step: Callable[[], T]) -> Ok[T] | Refuse:
     """Take a step; return its result, or why it failed: the other ranks would wait for a rank that leaves before they know."""
     try:
         return Ok(step())

@@ -127,7 +127,7 @@ class Found:
             if twice := sorted(values.keys() & state.keys(), key=str):
                 raise DamagedCheckpoint(f"{reader.origin} has two values of the name {twice[0]!r}.")
             state |= values
-        for entry in folder.entries(files):
+        for entry in folder.entries(files).values():
             tied = {name: kept for name, kept in entry.aliases.items() if name not in state and kept in state}
             reader.aliases = {**reader.aliases, **tied}
         state |= {alias: state[name] for alias, name in reader.aliases.items()}

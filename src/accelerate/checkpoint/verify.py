@@ -26,7 +26,7 @@ class CheckpointFolder(os.PathLike[str]):
         listing: The manifest; an empty one where the checkpoint has none, so that nothing is compared.
         reader: The number of this rank among those of its machine, and how many they are; they share the work.
         bring: Makes sure that files are in the folder, as `CheckpointStorage.bring` does.
-        wrong: A line for each file that is not what was written, as far as files were compared.
+        wrong: A line for each file that `check` has refused.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class CheckpointFolder(os.PathLike[str]):
     ) -> None:
         self.path, self.listing, self.reader, self.bring = path, listing, reader, bring
         self.wrong: list[str] = []
-        self._hashed: set[tuple[str, int]] = set()
+        self._hashed: dict[str, set[int]] = {}
         self._entries: dict[str, FileEntry] = {}
 
     def __fspath__(self) -> str:
@@ -54,7 +54,7 @@ class CheckpointFolder(os.PathLike[str]):
         """Return the files by their paths within the folder; without a manifest the entries of the folder."""
         return self.listing.files or os.listdir(self.path)
 
-    def entries(self, names: Iterable[str]) -> list[FileEntry]:
+    def entries(self, names: Iterable[str]) -> dict[str, FileEntry]:
         """Return the full entries of files, of those that are listed; the part of a rank is read once."""
         files = self.listing.files
         names = [name for name in names if name in files]
@@ -63,11 +63,12 @@ class CheckpointFolder(os.PathLike[str]):
             self.bring({name: files[name].size for name in parts})
             theirs = [name for name, entry in files.items() if entry.rank in ranks]
             self._entries.update(self.listing.detailed(self, theirs))
-        return [self._entries[name] for name in names]
+        return {name: self._entries[name] for name in names}
 
     def check(self, ranges: Ranges, below: str = "", shared: bool = False) -> None:
-        """Raise DamagedCheckpoint with what `differences` returns."""
+        """Raise DamagedCheckpoint with what `differences` returns, and keep it in `wrong`."""
         if lines := self.differences(ranges, below, shared):
+            self.wrong += lines
             raise damaged(self, lines)
 
     def differences(self, ranges: Ranges, below: str = "", shared: bool = False) -> list[str]:
@@ -77,20 +78,19 @@ class CheckpointFolder(os.PathLike[str]):
         """
         reader, readers = self.reader if shared else (0, 1)
         ranges = ranges if isinstance(ranges, Mapping) else dict.fromkeys(ranges)
-        prefix = below and f"{below}/"
+        if below:
+            ranges = {f"{below}/{name}": spans for name, spans in ranges.items()}
         numbers: dict[str, list[int]] = {}
         try:
-            pieces = self._not_hashed({f"{prefix}{name}": spans for name, spans in ranges.items()})
             # The largest first, by turns. A file that has no digests of pieces is one piece.
-            for _, _, name, number in sorted(pieces)[reader::readers]:
+            for _, _, name, number in sorted(self._not_hashed(ranges))[reader::readers]:
                 numbers.setdefault(name, []).append(number)
-            if numbers:
-                self.bring({name: self._entries[name].size for name in numbers})
-            lines = self._changed(numbers)
+            if not numbers:
+                return []
+            self.bring({name: self._entries[name].size for name in numbers})
+            return self._changed(numbers)
         except DamagedCheckpoint as error:
-            lines = [str(error)]
-        self.wrong += lines
-        return lines
+            return [str(error)]
 
     def _not_hashed(self, ranges: Mapping[str, Iterable[tuple[int, int]] | None]) -> list[tuple[bool, int, str, int]]:
         """Return the pieces of listed files that hold some ranges and that none has hashed, and note that they are hashed.
@@ -98,17 +98,16 @@ class CheckpointFolder(os.PathLike[str]):
         Each has its file and its number behind what `differences` sorts by.
         """
         pieces = []
-        self.entries(ranges)
-        for name, file_ranges in ranges.items():
-            if (entry := self._entries.get(name)) is None:
-                continue
-            numbers: Iterable[int] = range(-(-entry.size // durable.CHUNK)) if entry.digests else (0,)
-            if entry.digests and file_ranges is not None:
-                spans = [range(start // durable.CHUNK, -(-stop // durable.CHUNK)) for start, stop in file_ranges]
-                numbers = set().union(*spans)
-            new = {(name, number) for number in numbers} - self._hashed
-            self._hashed |= new
-            pieces += [(bool(entry.digests), -entry.size, *piece) for piece in new]
+        for name, entry in self.entries(ranges).items():
+            spans, numbers = ranges[name], {0}
+            if entry.digests:
+                numbers = set()
+                for start, stop in [(0, entry.size)] if spans is None else spans:
+                    numbers.update(range(start // durable.CHUNK, -(-stop // durable.CHUNK)))
+            hashed = self._hashed.setdefault(name, set())
+            for number in numbers - hashed:
+                pieces.append((bool(entry.digests), -entry.size, name, number))
+            hashed |= numbers
         return pieces
 
     def _changed(self, pieces: Mapping[str, Sequence[int]]) -> list[str]:
@@ -151,10 +150,10 @@ _OF_RANK = re.compile(
 _SHARDS = re.compile(r"[^/]+/(?:__[0-9]+_[0-9]+\.distcp|[^/]*_states\.pt)")
 
 
-def verify(folder: CheckpointFolder, rank: int, by_shards: bool) -> None:
+def verify(folder: CheckpointFolder, rank: int, by_shards: bool) -> list[str]:
     """Hash this rank's share of the files that all ranks of the machine read, and the files that only this rank reads.
 
-    With `by_shards`, readers verify the shards of models and optimizers that they read. Not a collective.
+    Return a line for each file that is not what was written. With `by_shards`, readers verify the shards of models and optimizers that they read. Not a collective.
     """
     files = folder.listing.files
     owners = {name: int(match[match.lastindex or 0]) for name in files if (match := _OF_RANK.fullmatch(name))}
@@ -162,5 +161,6 @@ def verify(folder: CheckpointFolder, rank: int, by_shards: bool) -> None:
     substitute = rank if manifest.random_states_file(rank) in files else 0
     others = {*owners, *(filter(_SHARDS.fullmatch, files) if by_shards else ())}
     parts = f"{manifest.PARTS_FOLDER}/"
-    folder.differences([name for name in files if name not in others and not name.startswith(parts)], shared=True)
-    folder.differences([name for name, owner in owners.items() if owner in (rank, substitute)])
+    of_all = [name for name in files if name not in others and not name.startswith(parts)]
+    own = [name for name, owner in owners.items() if owner in (rank, substitute)]
+    return folder.differences(of_all, shared=True) + folder.differences(own)

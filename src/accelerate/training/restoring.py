@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from accelerate.base._warn import warn_user
 from accelerate.checkpoint import manifest
 from accelerate.checkpoint.apply import Contents
-from accelerate.checkpoint.choose import Choice, Ok, Outcome, Refuse, Search, TryNext, attempt, own_copy, refused
+from accelerate.checkpoint.choose import Choice, Ok, Outcome, Refuse, Search, TryNext, outcome_of, own_copy, refused
 from accelerate.checkpoint.manifest import DamagedCheckpoint, Manifest, damaged
 from accelerate.checkpoint.ranks import Group, Problem, Ranks, default_store
 from accelerate.checkpoint.read import read, tensor_device
@@ -103,20 +103,19 @@ def _load_chosen(
     by_shards = accelerator._state_io.saves_shards
     reading: Outcome[Contents] | None = None
     try:
-        verifying = attempt(lambda: _verify(choice, accelerator.process_index, by_shards))
-        verified = _agree(ranks, choice.judged(verifying))
+        verified = _agree(ranks, choice.judged(_verified(choice, accelerator.process_index, by_shards)))
         if not isinstance(verified, Ok):
             return verified
-        reading = attempt(lambda: read(accelerator, choice.folder, options, model_options))
+        reading = outcome_of(lambda: read(accelerator, choice.folder, options, model_options))
         # Before any rank gives its objects anything: they may call collectives.
         outcome = _agree(ranks, choice.judged(reading))
         if not isinstance(outcome, Ok):
             return outcome
         contents = outcome.value
-        begun = _agree(ranks, attempt(contents.begin))
+        begun = _agree(ranks, outcome_of(contents.begin))
         if not isinstance(begun, Ok):
             return begun
-        outcome = _agree(ranks, attempt(contents.complete))  # no rank may continue while another has other states
+        outcome = _agree(ranks, outcome_of(contents.complete))  # no rank may continue while another has other states
         ranks.leave()
         return outcome
     finally:
@@ -209,7 +208,7 @@ def _choose(search: Search, ranks: Ranks, problem: BaseException | None, missing
 
 def _attempted(step: Callable[[], T]) -> tuple[T | None, BaseException | None]:
     """Take a step; return its result, or its error for the next exchange of all ranks."""
-    outcome = attempt(step)
+    outcome = outcome_of(step)
     return (outcome.value, None) if isinstance(outcome, Ok) else (None, outcome.error)
 
 
@@ -220,9 +219,11 @@ def _local_rank_and_size(run: Run) -> tuple[int, int]:
     return (rank, count) if rank < count else (0, 1)
 
 
-def _verify(choice: Choice, rank: int, by_shards: bool) -> None:
-    if not choice.problems and not choice.replaced():
-        verify(choice.folder, rank, by_shards)
+def _verified(choice: Choice, rank: int, by_shards: bool) -> Outcome[None]:
+    outcome = outcome_of(lambda: choice.problems or verify(choice.folder, rank, by_shards))
+    if isinstance(outcome, Refuse):
+        return outcome
+    return TryNext(outcome.value) if outcome.value else Ok(None)
 
 
 def _finish(accelerator: TrainingRun, choice: Choice, contents: Contents) -> Path | str:
