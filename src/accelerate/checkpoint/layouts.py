@@ -16,7 +16,7 @@ import json
 import os
 import pathlib
 import pickle
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -170,30 +170,43 @@ def candidates(folder: Path, files: Collection[str], kind: Kind, index: int) -> 
     but upstream's files of what each rank had.
     """
     shards, gathered = usual_names(kind, index)
-    whole = [gathered, *([manifest.TRAINERS_OPTIMIZER] if (kind, index) == ("optimizer", 0) else ())]
+    full = [gathered]
     if kind == "model":
         safe, pickled = full_names(index)
-        whole += safe if any(file in files for file in safe) else pickled
-    engines = ((layout.folder(files, kind, index), name) for name, layout in engine_layouts().items())
-    found: list[tuple[str, Layout]] = [(engine, name) for engine, name in engines if engine is not None]
-    found += [(shards, "sharded")] if f"{shards}/{manifest.METADATA}" in files else []
-    found += [(file, "full") for file in whole if file in files]
-    of_ranks = [f"{shards}_rank0.bin", *([f"{FSDP_MODEL_NAME}_rank0.bin"] if (kind, index) == ("model", 0) else ())]
-    if not found and (local := [file for file in of_ranks if file in files]):
+        full += safe if safe[0] in files or safe[1] in files else pickled
+    elif index == 0:
+        full.append(manifest.TRAINERS_OPTIMIZER)
+    found: list[tuple[str, Layout]] = []
+    for layout in engine_layouts().values():
+        if (engine := layout.folder(files, kind, index)) is not None:
+            found.append((engine, layout.name))
+    if f"{shards}/{manifest.METADATA}" in files:
+        found.append((shards, "sharded"))
+    for file in full:
+        if file in files:
+            found.append((file, "full"))
+    if not found:
+        _refuse_files_of_ranks(folder, files, kind, index)
+    place = folder if isinstance(folder, CheckpointFolder) else os.fspath(folder)
+    return [Found(place, name, layout_name, index, kind) for name, layout_name in found]
+
+
+def _refuse_files_of_ranks(folder: Path, files: Collection[str], kind: Kind, index: int) -> None:
+    names = [f"{usual_names(kind, index)[0]}_rank0.bin"]
+    if (kind, index) == ("model", 0):
+        names.append(f"{FSDP_MODEL_NAME}_rank0.bin")
+    if local := [name for name in names if name in files]:
         raise ValueError(
             f"{min(local)!r} in {os.fspath(folder)!r} and the files next to it hold what each rank had (LOCAL_STATE_DICT, or use_dcp=False), "
             "which only those ranks can put together. Load the checkpoint by the version that wrote it, on as many ranks, and save "
             "it with SHARDED_STATE_DICT."
         )
-    place = folder if isinstance(folder, CheckpointFolder) else os.fspath(folder)
-    return [Found(place, name, layout, index, kind) for name, layout in found]
 
 
 def find(folder: Path, kind: Kind, index: int = 0, prefer: Layout | None = None) -> Found | None:
     """Return where a model or optimizer lies, in the preferred layout if there are several. Not a collective."""
-    files: Collection[str]
     if isinstance(folder, CheckpointFolder) and folder.listing.files:
-        files, name = folder.listing.files, usual_names(kind, index)[0]
+        found = candidates(folder, folder.listing.files, kind, index)
     else:
         shards, _ = usual_names(kind, index)
         # What a killed save has put aside counts.
@@ -203,9 +216,12 @@ def find(folder: Path, kind: Kind, index: int = 0, prefer: Layout | None = None)
         files = {*os.listdir(folder), *itertools.chain(*engines)}
         if os.path.lexists(os.path.join(folder, name, manifest.METADATA)):  # whose reader names what is no file
             files.add(f"{shards}/{manifest.METADATA}")
-    found = candidates(folder, files, kind, index)
-    best = next((one for one in found if one.layout == prefer), found[0] if found else None)
-    return replace(best, name=name) if best is not None and best.layout == "sharded" else best
+        found = candidates(folder, files, kind, index)
+        found = [replace(place, name=name) if place.layout == "sharded" else place for place in found]
+    for place in found:
+        if place.layout == prefer:
+            return place
+    return found[0] if found else None
 
 
 def required(folder: Path, kind: Kind, index: int, prefer: Layout | None, what: str = "") -> Found:
@@ -256,15 +272,18 @@ def model_values(stored: Reader) -> dict[str, Any]:
     if isinstance(held, Mapping) and len(held) == 1:
         ((name, inner),) = held.items()
         held = inner if isinstance(inner, Mapping) and not is_extra(str(name)) else held
+    values: dict[str, Any] = {}
 
-    def flat(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-        nested = isinstance(value, Mapping) and not is_extra(path)
-        for key, inner in value.items() if nested else ():
-            yield from flat(inner, f"{path}.{key}" if path else str(key))
-        if not nested:
-            yield path, value
+    def add(nested: Mapping[str, Any], prefix: str) -> None:
+        for key, value in nested.items():
+            name = f"{prefix}{key}"
+            if isinstance(value, Mapping) and not is_extra(name):
+                add(value, f"{name}.")
+            else:
+                values[name] = value
 
-    return dict(flat(held, ""))
+    add(held, "")
+    return values
 
 
 def matched(
@@ -491,10 +510,12 @@ def to_device(state: dict[str, Any], device: Any) -> dict[str, Any]:
 
 def _own_tensors(model: nn.Module, values: Mapping[str, Any]) -> list[tuple[StoredTensor, torch.Tensor]] | None:
     """Return stored tensors with the model's own of the same names; None if any is not a plain tensor."""
-    pairs = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    own = {name: tensor.detach() for name, tensor in pairs}
-    if "load_state_dict" in vars(model) or not all(
-        isinstance(value, StoredTensor) and type(own.get(name)) is torch.Tensor for name, value in values.items()
-    ):
+    if "load_state_dict" in vars(model):
         return None
-    return [(value, own[name]) for name, value in values.items()]
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    own, pairs = {name: tensor.detach() for name, tensor in tensors}, []
+    for name, value in values.items():
+        if not isinstance(value, StoredTensor) or type(own.get(name)) is not torch.Tensor:
+            return None
+        pairs.append((value, own[name]))
+    return pairs

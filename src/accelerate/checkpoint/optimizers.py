@@ -273,7 +273,9 @@ class _Fitting:
             if key not in values:
                 continue
             value = values[key]
-            if tensor_kinds.is_parts(value):  # ranks find the scales of their blocks in all of them
+            if isinstance(value, Mapping) and tensor_kinds.is_parts(
+                value
+            ):  # ranks find the scales of their blocks in all of them
                 fitted[key] = {
                     part: self._memory(name, one) if part == "codes" else mapped_leaves(one, self._unsharded)
                     for part, one in value.items()
@@ -356,7 +358,6 @@ def read_full_optimizer(
     """
     found = required(folder, "optimizer", index, "full")
     model, groups = model_io.owner(optimizer, models)
-    goal = None if model is None else target(optimizer, model, groups)
     fill = fill if str(map_location) == "cpu" and _keeps_tensors(optimizer) else None
     if found.layout == "full":
         checkpoint, path = with_manifest(folder), os.path.join(folder, found.name)
@@ -364,11 +365,12 @@ def read_full_optimizer(
         full_files = FullFiles(path)
         raw = full_files.state = full_files.open(path, load_kwargs)
         stored: Reader = full_files
-        if not is_state(raw) or (not is_named(raw) and _has_own_numbers(raw, goal, folder, index)):
-            if fill is not None and is_state(raw):
+        is_one = is_state(raw)
+        if not is_one or (not is_named(raw) and _has_own_numbers(raw, groups, folder, index)):
+            if fill is not None and is_one:
                 inner = inner_optimizer(optimizer)
-                numbers = itertools.chain.from_iterable(group["params"] for group in raw["param_groups"])
-                own = itertools.chain.from_iterable(group["params"] for group in inner.param_groups)
+                numbers = [number for group in raw["param_groups"] for number in group["params"]]
+                own = [parameter for group in inner.param_groups for parameter in group["params"]]
                 parameters = dict(zip(numbers, own, strict=False))
                 states = {number: inner.state.get(parameter, {}) for number, parameter in parameters.items()}
                 raw = {**raw, "state": with_own_tensors(raw["state"], stored, parameters, states, fill)}
@@ -376,11 +378,12 @@ def read_full_optimizer(
             return to_device(state, map_location)
     else:
         stored = found.open(load_kwargs)
-    if goal is None:
+    if model is None:
         raise RuntimeError(
             f"{found.name} in {folder!r} names its parameters, and no prepared model has those of this optimizer. "
             "Prepare the model, too."
         )
+    goal = target(optimizer, model, groups)
     return to_device(model_io.numbered(read_optimizer(goal, stored, found, fill)), map_location)
 
 
@@ -408,39 +411,35 @@ def with_own_tensors(
         fill: Takes the plan that reads over the optimizer's tensors, for when it cannot be given its former state any more.
     """
     pairs: list[tuple[StoredTensor, torch.Tensor]] = []
-
-    def own_or_stored(name: Any, key: Any, value: Any) -> Any:
-        own, parameter = own_states.get(name, {}).get(key), parameters.get(name)
-        # Torch converts what differs from the parameter.
-        if (
-            not isinstance(value, StoredTensor)
-            or not isinstance(own, torch.Tensor)
-            or parameter is None
-            or key == "step"
-            or own.shape != value.shape
-            or not own.dtype == value.dtype == parameter.dtype
-            or not state.is_plain_on_host(own)
-            or parameter.device != own.device
-        ):
-            return value
-        pairs.append((value, own))
-        return own
-
-    states = {
-        name: {key: own_or_stored(name, key, value) for key, value in values.items()}
-        if isinstance(values, Mapping)
-        else values
-        for name, values in states.items()
-    }
+    states = dict(states)
+    for name, parameter in parameters.items():
+        if not isinstance(states.get(name), Mapping):
+            continue
+        states[name] = values = dict(states[name])
+        for key, own in own_states.get(name, {}).items():
+            value = values.get(key)
+            if (
+                isinstance(value, StoredTensor)
+                and isinstance(own, torch.Tensor)
+                and key != "step"
+                and own.shape == value.shape
+                # Torch converts what differs from the parameter.
+                and own.dtype == value.dtype == parameter.dtype
+                and own.device == parameter.device
+                and state.is_plain_on_host(own)
+            ):
+                pairs.append((value, own))
+                values[key] = own
     if pairs:
         fill.append(stored.plan(pairs))
     return states
 
 
-def _has_own_numbers(raw: Mapping[str, Any], goal: Target | None, folder: Path, index: int) -> bool:
-    """Return whether the numbers in a state are the optimizer's own, as far as names tell it."""
-    if goal is None:
+def _has_own_numbers(raw: Mapping[str, Any], own: list[list[str]], folder: Path, index: int) -> bool:
+    """Return whether the numbers in a state are the optimizer's own, as far as names tell it; `own` has its names, if a model has them."""
+    if not own:
         return True
-    order = saved_names(folder, index, raw["param_groups"], goal.order)
+    order = list(itertools.chain.from_iterable(own))
+    saved = saved_names(folder, index, raw["param_groups"], order)
     counts = [len(group["params"]) for group in raw["param_groups"]]
-    return order is None or (order == goal.order and counts == list(map(len, goal.groups)))
+    return saved is None or (saved == order and counts == list(map(len, own)))

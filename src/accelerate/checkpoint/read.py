@@ -85,23 +85,24 @@ def read(run: Run, folder: CheckpointFolder, options: dict[str, Any], model_opti
 
 
 def _read_models(run: Run, contents: Contents, options: dict[str, Any]) -> None:
-    """Let the hooks load what they want to load, and read the other models. Hooks come last, because they change models."""
-    state_io, folder = run._state_io, contents.folder
-    inner = [run._strategy.unwrap_model(model, keep_torch_compile=False) for model in run._models]
-    hooks = list(run._load_model_state_pre_hook.values())
-    pairs = list(zip(run._models, inner, strict=True))
-    # A hook removes from the list what it loaded itself.
-    left = [model for outer, model in pairs if not state_io.owns_state(outer)]
-    for model in left if hooks else []:
-        contents.undo_steps.append(apply.kept_tensors(model))
-    for hook in hooks:
-        hook(left, os.fspath(folder))
-    kept = {id(model) for model in left}
+    """Let the hooks load what they want to load, and read the other models. Models come last, because hooks change them."""
+    state_io, places = run._state_io, range(len(run._models))
     # Shards have the numbers of all models, whatever hooks of `save_state` did; full weights of those that they left.
-    places = [place for place, (outer, model) in enumerate(pairs) if id(model) in kept or state_io.owns_state(outer)]
-    for number, place in enumerate(places):
+    for number, place in enumerate(_left_by_hooks(run, contents) if run._load_model_state_pre_hook else places):
         index = place if state_io.saves_shards else number
-        contents.changes.append(state_io.load_model(run, pairs[place][0], folder, index, **options))
+        contents.changes.append(state_io.load_model(run, run._models[place], contents.folder, index, **options))
+
+
+def _left_by_hooks(run: Run, contents: Contents) -> list[int]:
+    """Call the hooks, which remove from a list of models those that they load; return the places of the others."""
+    inner = [run._strategy.unwrap_model(model, keep_torch_compile=False) for model in run._models]
+    shown = [not run._state_io.owns_state(model) for model in run._models]
+    left = [model for model, is_shown in zip(inner, shown, strict=True) if is_shown]
+    contents.undo_steps += map(apply.kept_tensors, left)
+    for hook in list(run._load_model_state_pre_hook.values()):
+        hook(left, os.fspath(contents.folder))
+    kept = {id(model) for model in left}
+    return [place for place, model in enumerate(inner) if id(model) in kept or not shown[place]]
 
 
 # -- what every strategy saves -----------------------------------------------------------------------------------------
