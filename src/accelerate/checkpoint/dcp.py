@@ -53,7 +53,7 @@ class ShardedFolder(Reader):
             folder.check([METADATA], below=os.path.basename(path))
         self._metadata = read_metadata(path, folder)
         self._reader = dcp.FileSystemReader(path)
-        self._files = self._reader.fs = _OpenFiles()
+        self._files = self._reader.fs = _OpenFiles(self.origin)
         self._reader.set_up_storage_reader(self._metadata, True)
         files = {place.relative_path for place in self._metadata.storage_data.values()}
         self.holds_files = len(files) <= _MOST_OPEN
@@ -65,7 +65,7 @@ class ShardedFolder(Reader):
                 if isinstance(spec, TensorStorageMetadata)
             }
             objects = _LoadPlanner()
-            self._plan(objects, dict.fromkeys(key for key in specs if key not in values))()
+            self._plan(objects, {key: None for key in specs if key not in values})()
             values = {key: values[key] if key in values else objects.objects[key] for key in specs}
             paths = {key: self._metadata.planner_data.get(key, (key,)) for key in specs}
             self.state = unflatten_state_dict(values, paths)
@@ -97,7 +97,7 @@ class ShardedFolder(Reader):
                 place = self._metadata.storage_data[item.storage_index]
                 ranges.setdefault(place.relative_path, set()).add((place.offset, place.offset + place.length))
             if self.holds_files:
-                self._files.hold(os.path.join(self.origin, *name.split("/")) for name in ranges)
+                self._files.hold(ranges)
         if self._folder is not None:
             self._folder.check(ranges, below=os.path.basename(self.origin))
 
@@ -119,12 +119,13 @@ class _TensorInShards(StoredTensor):
 class _OpenFiles(FileSystem):
     """The file system of torch's reader, whose files are opened when a plan is made."""
 
-    def __init__(self) -> None:
-        self._files: dict[str, OpenFile] = {}
+    def __init__(self, folder: str) -> None:
+        self._folder, self._files = folder, dict[str, OpenFile]()
 
-    def hold(self, paths: Iterable[str]) -> None:
-        """Keep files open."""
-        for path in paths:
+    def hold(self, names: Iterable[str]) -> None:
+        """Keep files of the folder open."""
+        for name in names:
+            path = os.path.join(self._folder, *name.split("/"))
             if path not in self._files:
                 self._files[path] = OpenFile(path)
 
@@ -251,23 +252,26 @@ def _problem_of_chunks(values: Mapping[str, Any]) -> str:
         shape = tuple(value.size)
         # Ranks that have the same piece may both list it.
         pieces = {(tuple(piece.offsets), tuple(piece.sizes)) for piece in value.chunks}
+        filled, stored = [], 0
         for offsets, sizes in pieces:
             for start, length, whole in zip(offsets, sizes, shape, strict=True):
                 if start < 0 or length < 0 or start + length > whole:
                     return f"{name} of shape {shape} has a piece of shape {sizes} at {offsets}, outside of it"
-        stored = sum(math.prod(sizes) for _, sizes in pieces)
+            if count := math.prod(sizes):
+                stored += count
+                filled.append((offsets, sizes))
         if stored != math.prod(shape):
             return (
                 f"{name} of shape {shape} is not whole: of its {math.prod(shape)} elements {stored} are in the files"
             )
-        if not _disjoint([piece for piece in pieces if math.prod(piece[1])], len(shape)):
+        if len(filled) > 1 and not _disjoint(filled, len(shape)):
             return f"{name} of shape {shape} has pieces that overlap, so that others of its elements are in no file"
     return ""
 
 
 def _disjoint(pieces: list[Any], dims: int) -> bool:
     """Return whether no two pieces, offsets and sizes, have an element in common."""
-    for dim in range(dims if len(pieces) > 1 else 0):
+    for dim in range(dims):
         groups: list[list[Any]] = []
         end = 0
         for piece in sorted(pieces, key=lambda piece: piece[0][dim]):
@@ -277,7 +281,7 @@ def _disjoint(pieces: list[Any], dims: int) -> bool:
             end = max(end, piece[0][dim] + piece[1][dim])
         if len(groups) > 1:  # which a cut across this dim separates
             return all(len(group) == 1 or _disjoint(group, dims) for group in groups)
-    # No cut separates them: a single piece, those that overlap, and few that are laid like bricks around one.
+    # No cut separates them: those that overlap, and few that are laid like bricks around one.
     return not any(
         all(a < b + n and b < a + m for a, m, b, n in zip(*one, *other, strict=True))
         for one, other in itertools.combinations(pieces, 2)

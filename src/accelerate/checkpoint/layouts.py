@@ -118,7 +118,7 @@ class Found:
     def _open_full(self, folder: CheckpointFolder, load_kwargs: Mapping[str, Any] | None) -> Reader:
         files = self.files()
         folder.check([self.name, *files, manifest.PARAMETER_NAMES])
-        reader = FullFiles(os.path.join(folder, files[0]) if len(files) == 1 else os.fspath(folder), {})
+        reader = FullFiles(os.path.join(folder, files[0]) if len(files) == 1 else os.fspath(folder))
         state: dict[str, Any] = reader.state
         for file in files:
             values = reader.open(os.path.join(folder, file), load_kwargs)
@@ -127,9 +127,11 @@ class Found:
             if twice := sorted(values.keys() & state.keys(), key=str):
                 raise DamagedCheckpoint(f"{reader.origin} has two values of the name {twice[0]!r}.")
             state |= values
-        for entry in folder.entries(files).values():
-            tied = {name: kept for name, kept in entry.aliases.items() if name not in state and kept in state}
-            reader.aliases = {**reader.aliases, **tied}
+        entries = folder.entries(files)
+        for file in files:
+            for name, kept in entries[file].aliases.items() if file in entries else ():
+                if name not in state and kept in state:
+                    reader.aliases = {**reader.aliases, name: kept}
         state |= {alias: state[name] for alias, name in reader.aliases.items()}
         return reader
 
@@ -176,31 +178,24 @@ def candidates(folder: Path, files: Collection[str], kind: Kind, index: int) -> 
         full += safe if safe[0] in files or safe[1] in files else pickled
     elif index == 0:
         full.append(manifest.TRAINERS_OPTIMIZER)
-    found: list[tuple[str, Layout]] = []
+    place = folder if isinstance(folder, CheckpointFolder) else os.fspath(folder)
+    found = []
     for layout in engine_layouts().values():
         if (engine := layout.folder(files, kind, index)) is not None:
-            found.append((engine, layout.name))
+            found.append(Found(place, engine, layout.name, index, kind))
     if f"{shards}/{manifest.METADATA}" in files:
-        found.append((shards, "sharded"))
+        found.append(Found(place, shards, "sharded", index, kind))
     for file in full:
         if file in files:
-            found.append((file, "full"))
-    if not found:
-        _refuse_files_of_ranks(folder, files, kind, index)
-    place = folder if isinstance(folder, CheckpointFolder) else os.fspath(folder)
-    return [Found(place, name, layout_name, index, kind) for name, layout_name in found]
-
-
-def _refuse_files_of_ranks(folder: Path, files: Collection[str], kind: Kind, index: int) -> None:
-    names = [f"{usual_names(kind, index)[0]}_rank0.bin"]
-    if (kind, index) == ("model", 0):
-        names.append(f"{FSDP_MODEL_NAME}_rank0.bin")
-    if local := [name for name in names if name in files]:
+            found.append(Found(place, file, "full", index, kind))
+    of_ranks = [f"{shards}_rank0.bin", *([f"{FSDP_MODEL_NAME}_rank0.bin"] if (kind, index) == ("model", 0) else ())]
+    if not found and (local := [file for file in of_ranks if file in files]):
         raise ValueError(
             f"{min(local)!r} in {os.fspath(folder)!r} and the files next to it hold what each rank had (LOCAL_STATE_DICT, or use_dcp=False), "
             "which only those ranks can put together. Load the checkpoint by the version that wrote it, on as many ranks, and save "
             "it with SHARDED_STATE_DICT."
         )
+    return found
 
 
 def find(folder: Path, kind: Kind, index: int = 0, prefer: Layout | None = None) -> Found | None:

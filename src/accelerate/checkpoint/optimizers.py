@@ -20,8 +20,7 @@ from accelerate.checkpoint.layouts import Found, Path, required, to_device
 from accelerate.checkpoint.manifest import DamagedCheckpoint
 from accelerate.checkpoint.model_io import inner_optimizer, io_of
 from accelerate.checkpoint.state import Layout, is_distributed_tensor, mapped_leaves, run_on_all_ranks
-from accelerate.checkpoint.stored import FullFiles, Plan, Reader, StoredTensor
-from accelerate.checkpoint.verify import with_manifest
+from accelerate.checkpoint.stored import Plan, Reader, StoredTensor
 from accelerate.modules import tensor_kinds
 from accelerate.modules.unwrap import match_names
 
@@ -264,35 +263,31 @@ class _Fitting:
 
     def fitted(self, name: str, values: Any) -> Any:
         """Return the state of a parameter: what has its shape is sharded like it, the rest is unsharded."""
-        before = self.goal.states.get(name, {})
+        before, memory = self.goal.states.get(name, {}), functools.partial(self._memory, name)
         if not isinstance(values, Mapping):
-            return mapped_leaves(values, lambda value: self._memory(name, value))
+            return mapped_leaves(values, memory, StoredTensor)
         fitted: dict[Any, Any] = {}
         # In the optimizer's own order: that of shards depends on who wrote them.
         for key in dict.fromkeys((*before, *values)):
             if key not in values:
                 continue
             value = values[key]
-            if isinstance(value, Mapping) and tensor_kinds.is_parts(
-                value
-            ):  # ranks find the scales of their blocks in all of them
+            # Ranks find the scales of their blocks in all of them.
+            if isinstance(value, Mapping) and tensor_kinds.is_parts(value):
                 fitted[key] = {
-                    part: self._memory(name, one) if part == "codes" else mapped_leaves(one, self._unsharded)
+                    part: mapped_leaves(one, memory if part == "codes" else self._unsharded, StoredTensor)
                     for part, one in value.items()
                 }
-            elif isinstance(value, (Mapping, list)):
-                fitted[key] = mapped_leaves(value, lambda leaf: self._memory(name, leaf))
+            elif isinstance(value, StoredTensor):
+                fitted[key] = memory(value, key, before.get(key))
             else:
-                fitted[key] = self._memory(name, value, key, before.get(key))
+                fitted[key] = mapped_leaves(value, memory, StoredTensor)
         return fitted
 
-    def _memory(self, name: str, value: Any, key: Any = "a value", before: Any = None) -> Any:
+    def _memory(self, name: str, value: StoredTensor, key: Any = "a value", before: Any = None) -> torch.Tensor:
         parameter = self.goal.parameters[name]
-        if not isinstance(value, StoredTensor) or not value.shape:
+        if not value.shape or (not is_distributed_tensor(parameter) and _may_belong(value.shape, parameter.shape)):
             return self._unsharded(value)
-        if not is_distributed_tensor(parameter):
-            if _may_belong(value.shape, parameter.shape):
-                return self._unsharded(value)
         for tensor in (parameter, before):
             if isinstance(tensor, torch.Tensor) and tensor.size() == value.shape:
                 return self._added(value, state.empty_on_host_like(tensor, value.dtype))
@@ -301,9 +296,7 @@ class _Fitting:
             "values differ from their parameters, let the optimizer step once before loading: that shows their shards."
         )
 
-    def _unsharded(self, value: Any) -> Any:
-        if not isinstance(value, StoredTensor):
-            return value
+    def _unsharded(self, value: StoredTensor) -> torch.Tensor:
         return self._added(value, torch.empty(value.shape, dtype=value.dtype))
 
     def _added(self, value: StoredTensor, memory: torch.Tensor) -> torch.Tensor:
@@ -359,25 +352,19 @@ def read_full_optimizer(
     found = required(folder, "optimizer", index, "full")
     model, groups = model_io.owner(optimizer, models)
     fill = fill if str(map_location) == "cpu" and _keeps_tensors(optimizer) else None
-    if found.layout == "full":
-        checkpoint, path = with_manifest(folder), os.path.join(folder, found.name)
-        checkpoint.check([found.name, manifest.PARAMETER_NAMES])
-        full_files = FullFiles(path)
-        raw = full_files.state = full_files.open(path, load_kwargs)
-        stored: Reader = full_files
-        is_one = is_state(raw)
-        if not is_one or (not is_named(raw) and _has_own_numbers(raw, groups, folder, index)):
-            if fill is not None and is_one:
-                inner = inner_optimizer(optimizer)
-                numbers = [number for group in raw["param_groups"] for number in group["params"]]
-                own = [parameter for group in inner.param_groups for parameter in group["params"]]
-                parameters = dict(zip(numbers, own, strict=False))
-                states = {number: inner.state.get(parameter, {}) for number, parameter in parameters.items()}
-                raw = {**raw, "state": with_own_tensors(raw["state"], stored, parameters, states, fill)}
-            state: dict[str, Any] = stored.read(raw)
-            return to_device(state, map_location)
-    else:
-        stored = found.open(load_kwargs)
+    stored = found.open(load_kwargs)
+    raw = stored.state
+    if found.layout == "full" and not is_state(raw):
+        return to_device(stored.read(raw), map_location)
+    if found.layout == "full" and not is_named(raw) and _has_own_numbers(raw, groups, folder, index):
+        if fill is not None:
+            inner = inner_optimizer(optimizer)
+            numbers = [number for group in raw["param_groups"] for number in group["params"]]
+            own = [parameter for group in inner.param_groups for parameter in group["params"]]
+            parameters = dict(zip(numbers, own, strict=False))
+            states = {number: inner.state.get(parameter, {}) for number, parameter in parameters.items()}
+            raw = {**raw, "state": with_own_tensors(raw["state"], stored, parameters, states, fill)}
+        return to_device(stored.read(raw), map_location)
     if model is None:
         raise RuntimeError(
             f"{found.name} in {folder!r} names its parameters, and no prepared model has those of this optimizer. "

@@ -237,5 +237,5 @@ def local_tensor(value: Any) -> torch.Tensor:
 
 def is_plain_on_host(value: torch.Tensor) -> bool:
     """Return whether this rank's part of a tensor is contiguous memory of the host, which a file may be read over."""
-    local = local_tensor(value).detach()
+    local = value if type(value) is torch.Tensor else local_tensor(value).detach()
     return type(local) is torch.Tensor and local.device.type == "cpu" and local.is_contiguous() and not local.is_conj()

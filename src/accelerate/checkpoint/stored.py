@@ -89,7 +89,8 @@ class Reader(ABC):
             return memory[id(leaf)]
 
         value = mapped_leaves(value, allocate, StoredTensor)
-        self.plan(pairs)()
+        if pairs:
+            self.plan(pairs)()
         return value
 
 
@@ -205,9 +206,8 @@ class _Stream(io.RawIOBase):
 class FullFiles(Reader):
     """A state of full tensors."""
 
-    def __init__(self, origin: str, state: Any = None, aliases: Mapping[str, str] | None = None) -> None:
-        self.origin, self.aliases = origin, aliases or {}
-        self.state = mapped_leaves(state, _stored, torch.Tensor)
+    def __init__(self, origin: str) -> None:
+        self.origin, self.state, self.aliases = origin, dict[str, Any](), {}
 
     def elements(self, stored: StoredTensor, start: int, stop: int) -> torch.Tensor:
         """Return the elements of a tensor from one number to another, flat."""

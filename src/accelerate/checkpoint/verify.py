@@ -54,16 +54,18 @@ class CheckpointFolder(os.PathLike[str]):
         """Return the files by their paths within the folder; without a manifest the entries of the folder."""
         return self.listing.files or os.listdir(self.path)
 
-    def entries(self, names: Iterable[str]) -> dict[str, FileEntry]:
-        """Return the full entries of files, of those that are listed; the part of a rank is read once."""
-        files = self.listing.files
-        names = [name for name in names if name in files]
-        if ranks := {files[name].rank for name in names if name not in self._entries}:
+    def entries(self, names: Iterable[str]) -> Mapping[str, FileEntry]:
+        """Return full entries by name: of these files, if they are listed, and of others; the part of a rank is read once."""
+        files, ranks = self.listing.files, set()
+        for name in names:
+            if name in files and name not in self._entries:
+                ranks.add(files[name].rank)
+        if ranks:
             parts = [name for name in map(manifest.part_file, ranks) if name in files]
             self.bring({name: files[name].size for name in parts})
             theirs = [name for name, entry in files.items() if entry.rank in ranks]
             self._entries.update(self.listing.detailed(self, theirs))
-        return {name: self._entries[name] for name in names}
+        return self._entries
 
     def check(self, ranges: Ranges, below: str = "", shared: bool = False) -> None:
         """Raise DamagedCheckpoint with what `differences` returns, and keep it in `wrong`."""
@@ -97,9 +99,11 @@ class CheckpointFolder(os.PathLike[str]):
 
         Each has its file and its number behind what `differences` sorts by.
         """
-        pieces = []
-        for name, entry in self.entries(ranges).items():
-            spans, numbers = ranges[name], {0}
+        pieces, entries = [], self.entries(ranges)
+        for name, spans in ranges.items():
+            if (entry := entries.get(name)) is None:
+                continue
+            numbers = {0}
             if entry.digests:
                 numbers = set()
                 for start, stop in [(0, entry.size)] if spans is None else spans:
@@ -153,7 +157,7 @@ _SHARDS = re.compile(r"[^/]+/(?:__[0-9]+_[0-9]+\.distcp|[^/]*_states\.pt)")
 def verify(folder: CheckpointFolder, rank: int, by_shards: bool) -> list[str]:
     """Hash this rank's share of the files that all ranks of the machine read, and the files that only this rank reads.
 
-    Return a line for each file that is not what was written. With `by_shards`, readers verify the shards of models and optimizers that they read. Not a collective.
+    Return a line for each file that is not what was written. With `by_shards`, readers verify the shards that they read. Not a collective.
     """
     files = folder.listing.files
     owners = {name: int(match[match.lastindex or 0]) for name in files if (match := _OF_RANK.fullmatch(name))}

@@ -126,9 +126,8 @@ def sharding(loader: DataLoader) -> Any:
     return loader.dataset if stream else unskipped(batching_sampler(loader))[0]
 
 
-def shuffling_generator(loader: Any) -> torch.Generator | None:
-    """Return the generator that decides the order of the samples of a prepared loader; None if there is none."""
-    sampler = loader.get_sampler()
+def shuffling_generator(loader: Any, sampler: Any | None) -> torch.Generator | None:
+    """Return the generator that decides the order of a prepared loader's samples, by its `get_sampler`; None if there is none."""
     if isinstance(sampler, SeedableRandomSampler):
         return None
     dataset = loader.dataset

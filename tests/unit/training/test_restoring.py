@@ -280,6 +280,10 @@ def test_nothing_to_load(tmp_path):
     assert Run().accelerator.load_state(tmp_path / "none", latest=True, missing_ok=True) is None
     with pytest.raises(ValueError, match="no such folder"):
         run.accelerator.load_state(tmp_path / "none")
+    with pytest.raises(
+        ValueError, match=r"no such folder\. To load the newest checkpoint, call load_state\(latest=True\)"
+    ):
+        run.accelerator.load_state(tmp_path / "latest")
 
 
 def test_each_generator_is_restored_apart_and_a_failure_names_its_cause(caplog):
