@@ -228,7 +228,7 @@ class FullFiles(Reader):
         with _naming(path):
             if path.endswith(".safetensors"):  # which has each tensor once
                 return _safetensors(path)
-            outline = None if load_kwargs else _outline(path)
+            outline = None if load_kwargs else _outline(path, OpenFile(path))
             state = torch_files.load(path, "cpu", **(load_kwargs or {})) if outline is None else outline
             if isinstance(state, Mapping):
                 self.aliases = {**self.aliases, **_aliases(state)}
@@ -359,10 +359,10 @@ class _Outline(pickle.Unpickler):
     Other names are refused. What may be named belongs to this object only, so a pickle that changes it spoils nothing else.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, file: OpenFile) -> None:
         data, self._start_of = torch_private.pickle_and_offsets(path)
         super().__init__(io.BytesIO(data))
-        file, self.tensors = OpenFile(path), (tensors := list[TensorInFile]())
+        self.tensors = tensors = list[TensorInFile]()
 
         # It does not refer to this object, which would keep the file open until garbage is collected.
         def tensor(storage: _Storage, offset: int, size: Any, stride: Any, *more: Any) -> TensorInFile:
@@ -392,7 +392,7 @@ class _Outline(pickle.Unpickler):
         return _Storage(self._start_of(f"data/{record}"), count, _STORAGES[storage])
 
 
-def _outline(path: str) -> Any:
+def _outline(path: str, file: OpenFile) -> Any:
     """Return the state in a file of torch's format with its tensors left in the file.
 
     Torch's careful reader is written in Python, and takes half of the time of a small load. None for a file that only it can read:
@@ -400,7 +400,7 @@ def _outline(path: str) -> Any:
     """
     reached: list[TensorInFile] = []
     try:
-        reader = _Outline(path)
+        reader = _Outline(path, file)
         state = reader.load()
         mapped_leaves(state, reached.append, TensorInFile)
         return state if len(set(map(id, reached))) == len(reader.tensors) else None

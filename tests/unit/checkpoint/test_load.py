@@ -427,6 +427,16 @@ def open_files(path):
     return sum(os.path.realpath(f"/proc/self/fd/{number}") == path for number in os.listdir("/proc/self/fd"))
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+@pytest.mark.parametrize("name", ["state.bin", "state.safetensors"])
+def test_a_named_pipe_is_refused_before_anything_opens_it(tmp_path, name):
+    os.mkfifo(tmp_path / name)
+    path = str(tmp_path / name)
+    for read in (FullFiles(path).open, read_whole):
+        with pytest.raises(OSError, match="named pipe"):
+            read(path)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_files_are_closed_with_the_last_reference_and_never_in_a_fork(tmp_path):
     """A fork that closed its files, and opened a socket under the same number, lost the socket when garbage was collected."""
