@@ -138,7 +138,9 @@ class Job:
         if layout == "numbered":  # as strategies save that keep the model whole
             if dist.get_rank() == 0:
                 os.makedirs(folder)
-                torch.save(state._unwrapped(self.model).state_dict(), f"{folder}/pytorch_model.bin")
+                torch.save(
+                    model_io.io_of(self.model).unwrapped(self.model).state_dict(), f"{folder}/pytorch_model.bin"
+                )
                 torch.save(self.optimizer.state_dict(), f"{folder}/optimizer.bin")
                 sharded_io.write_names(self.optimizer, self.model, folder)
                 written = {name: formats.describe(os.path.join(folder, name)) for name in os.listdir(folder)}
