@@ -180,7 +180,7 @@ class Details:
         }
         if tensors:
             values["tensors"]["list"] = {
-                file: {name: entry.to_json() for name, entry in entries.items()}
+                file: {name: vars(entry) for name, entry in entries.items()}
                 for file, entries in self.tensors.items()
             }
         return values
