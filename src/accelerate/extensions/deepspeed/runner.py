@@ -16,6 +16,7 @@ from typing import Any
 from accelerate.base.constants import DEEPSPEED_MULTINODE_LAUNCHERS
 from accelerate.config.options import BY_NAME
 from accelerate.extensions.deepspeed.options import FIELDS
+from accelerate.extensions.machines import launchers
 from accelerate.extensions.mpi.host_files import read_hosts
 from accelerate.launch import runners
 from accelerate.launch.errors import LaunchError
@@ -38,7 +39,7 @@ _PLAIN = re.compile(r"[\w@+=:,./-]*")
 def process(plan: LaunchPlan, environment: Mapping[str, str]) -> Process:
     """Return the command of DeepSpeed's launcher for `run`, after checking its requirements."""
     name = _launcher(plan)
-    runners.refuse_elastic(plan, f"DeepSpeed's launcher {name}", starts_all=name != "nossh")
+    launchers.refuse_elastic(plan, f"DeepSpeed's launcher {name}", starts_all=name != "nossh")
     path = plan["deepspeed_hostfile"] or _DEFAULT_HOSTFILE
     if not plan["deepspeed_hostfile"] and not os.path.isfile(path):  # DeepSpeed would continue with only this machine
         hint = "or take --deepspeed_multinode_launcher standard, and launch on every machine"
@@ -49,11 +50,11 @@ def process(plan: LaunchPlan, environment: Mapping[str, str]) -> Process:
     hosts = read_hosts(path, _OPTION, repeated=False)  # DeepSpeed refuses them, too
     if name == "nossh" and not plan["main_process_ip"]:
         raise LaunchError(f"--deepspeed_multinode_launcher {name} needs --main_process_ip, the address of machine 0.")
-    variables = runners.without_ranks(environment)
+    variables = launchers.without_ranks(environment)
     # DeepSpeed does not hand its --master_addr on to the processes of every launcher.
     variables["MASTER_ADDR"] = str(plan["main_process_ip"] or next(iter(hosts)).rpartition("@")[2])
     variables["MASTER_PORT"] = str(plan["main_process_port"] or DEFAULT_PORT)
-    runners.require_program("deepspeed", variables, "On every machine: pip install 'accelerate[deepspeed]'.")
+    launchers.require_program("deepspeed", variables, "On every machine: pip install 'accelerate[deepspeed]'.")
     return Process("DeepSpeed's launcher", tuple(words), variables)
 
 
@@ -143,8 +144,8 @@ def _write_variables(path: str, environment: Mapping[str, str]) -> list[str]:
     These are secrets, which would appear on a command line, and values that a shell would change.
     """
     lines, held_back = [], []
-    for name in runners.handed_on(environment):
-        if _PLAIN.fullmatch(environment[name]) and runners.may_be_shown(name, environment[name]):
+    for name in launchers.handed_on(environment):
+        if _PLAIN.fullmatch(environment[name]) and launchers.may_be_shown(name, environment[name]):
             lines.append(f"{name}={environment[name]}")
         else:
             held_back.append(name)

@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Mapping
 from typing import Any
 
+from accelerate.extensions.machines import launchers
 from accelerate.extensions.machines.addresses import is_this_machine
 from accelerate.extensions.mpi.host_files import read_hosts
 from accelerate.launch import hardware, runners
@@ -45,13 +46,13 @@ def run(plan: LaunchPlan, environment: Mapping[str, str], replace: bool = False)
 
 
 def _call(plan: LaunchPlan, environment: Mapping[str, str]) -> tuple[str, Process]:
-    runners.refuse_elastic(plan, "mpirun", starts_all=True)
+    launchers.refuse_elastic(plan, "mpirun", starts_all=True)
     asked = plan.settings["num_machines"]
     hosts = read_hosts(plan["mpirun_hostfile"], _OPTION)
     shares = layout(hosts, plan.num_processes, asked.value if asked.source > Source.DEFAULT else None)
     variables = _variables(plan, environment, shares)
     # Only the names: other users could read values on a command line.
-    names = runners.handed_on(variables) if len(shares) > 1 else []
+    names = launchers.handed_on(variables) if len(shares) > 1 else []
     counts, counted = {*shares.values()}, ",".join(f"{name}:{count}" for name, count in shares.items())
     flavour = flavour_of(variables)
     if any(":" in name for name in shares):  # an IPv6 address: `name:count` could not be told from it
@@ -76,7 +77,7 @@ def _call(plan: LaunchPlan, environment: Mapping[str, str]) -> tuple[str, Proces
 
 def flavour_of(environment: Mapping[str, str]) -> str:
     """Ask mpirun for its implementation: a key of `_ANSWERS`."""
-    runners.require_program("mpirun", environment, f"Install Open MPI or MPICH on every machine, or remove {_OPTION}.")
+    launchers.require_program("mpirun", environment, f"Install Open MPI or MPICH on every machine, or remove {_OPTION}.")
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     done = subprocess.run(["mpirun", "--version"], env=dict(environment), **streams, text=True, errors="replace")
     for flavour, answers in _ANSWERS.items():
@@ -87,7 +88,7 @@ def flavour_of(environment: Mapping[str, str]) -> str:
 
 
 def _variables(plan: LaunchPlan, environment: Mapping[str, str], shares: Mapping[str, int]) -> dict[str, str]:
-    variables = {**_OPENMP, **runners.without_ranks(environment)}
+    variables = {**_OPENMP, **launchers.without_ranks(environment)}
     if plan["mpirun_ccl"] is not None:
         variables["CCL_WORKER_COUNT"] = str(plan["mpirun_ccl"])
     if len(shares) > 1 and plan.settings["num_cpu_threads_per_process"].source is Source.MACHINE:

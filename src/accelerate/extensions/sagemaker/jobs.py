@@ -18,7 +18,8 @@ from typing import Any
 from accelerate.base import constants
 from accelerate.config.enums import SageMakerDistributedType
 from accelerate.config.options import FEATURES
-from accelerate.launch import config_file, runners
+from accelerate.extensions.machines import launchers
+from accelerate.launch import config_file
 from accelerate.launch.errors import PREFIX, LaunchError, MissingPackageError, to_stderr
 from accelerate.launch.plan import LaunchPlan, Resolved, exports
 from accelerate.launch.resolve import merge
@@ -114,7 +115,7 @@ def job_variables(settings: Mapping[str, Resolved]) -> dict[str, str]:
 
 def _described(plan: LaunchPlan) -> tuple[Any, dict[str, Any], _Inputs]:
     """Return the job of a plan, the arguments of its estimator and its inputs."""
-    runners.refuse_elastic(plan, "SageMaker")
+    launchers.refuse_elastic(plan, "SageMaker")
     for name in ("module", "no_python"):
         if plan[name]:
             raise LaunchError(f"--{name} does not go with SageMaker, which starts a Python file.")

@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 from accelerate.commands.utils import make_parser, or_exit
+from accelerate.extensions.machines import launchers
 from accelerate.extensions.tpu.pod import gcloud_ssh
 from accelerate.launch import config_file, runners, secrets
 from accelerate.launch.errors import LaunchError
@@ -51,7 +52,7 @@ def tpu_command_launcher(args: argparse.Namespace) -> None:
     if args.debug:
         print(f"Running {shlex.join(secrets.command(command))}")
         return
-    runners.require_program("gcloud", os.environ, "Install the Google Cloud CLI, or print the command with --debug.")
+    launchers.require_program("gcloud", os.environ, "Install the Google Cloud CLI, or print the command with --debug.")
     runners.start(command, os.environ)
     print("The commands ran on all machines of the pod.")
 

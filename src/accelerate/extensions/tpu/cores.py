@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from accelerate.extensions.machines import launchers
 from accelerate.launch import runners
 from accelerate.launch.errors import LaunchError, MissingPackageError
 from accelerate.launch.plan import LaunchPlan, Resolved
@@ -37,7 +38,7 @@ def summary(plan: LaunchPlan) -> str:
 
 def process(plan: LaunchPlan, environment: Mapping[str, str]) -> Process:
     """Return the program that starts the processes of all cores."""
-    runners.refuse_elastic(plan, "torch_xla")
+    launchers.refuse_elastic(plan, "torch_xla")
     if plan["no_python"]:
         raise LaunchError("--no_python does not go with --tpu: torch_xla calls a function of a Python script.")
     variables = {**environment, **precision_variables(plan["mixed_precision"], plan["downcast_bf16"])}

@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from accelerate.extensions.machines import launchers
 from accelerate.extensions.tpu.cores import MAIN_FUNCTION, is_on
 from accelerate.extensions.tpu.cores import summary as summary
 from accelerate.launch import runners
@@ -25,7 +26,7 @@ def starts(values: Mapping[str, Resolved], on: set[str], job: Any) -> bool:
 
 def process(plan: LaunchPlan, environment: Mapping[str, str]) -> Process:
     """Return the command that reaches the machines of the pod."""
-    runners.refuse_elastic(plan, "the launcher on each machine of the pod")
+    launchers.refuse_elastic(plan, "the launcher on each machine of the pod")
     worker = remote_launch(plan)
     at = worker.index("accelerate-launch")  # behind sudo
     remote = shlex.join([*worker[:at], "env", *pod_variables(plan["env"] or ()), *worker[at:]])
@@ -36,7 +37,7 @@ def process(plan: LaunchPlan, environment: Mapping[str, str]) -> Process:
 def run(plan: LaunchPlan, environment: Mapping[str, str], replace: bool = False) -> None:
     """Run that command; the launcher may become it."""
     started = process(plan, environment)
-    runners.require_program("gcloud", environment, "Install the Google Cloud CLI; --dry_run prints the command.")
+    launchers.require_program("gcloud", environment, "Install the Google Cloud CLI; --dry_run prints the command.")
     runners.start(started.command, started.environment, replace)
 
 
@@ -57,7 +58,7 @@ def pod_variables(assignments: Sequence[str]) -> list[str]:
         name, equals, value = text.partition("=")
         if not equals or not name.isidentifier():
             raise LaunchError(f"--env is {name[:50]!r}; write NAME=VALUE.")
-        if not runners.may_be_shown(name, value):
+        if not launchers.may_be_shown(name, value):
             raise LaunchError(f"--env {name} holds a secret, which every user of the pod could read. Set it there.")
     return ["ACCELERATE_IN_TPU_POD=1", *assignments]
 
