@@ -20,7 +20,7 @@ NAME_FEATURES = """
     checkpoint/test_storage.py commands/test_accelerate_cli.py commands/test_dry_run_golden.py commands/test_hostile_input.py
     commands/test_launch.py commands/test_utils.py config/options/test_table.py config/test_env.py launch/test_config_file.py
     launch/test_example_clusters.py launch/test_example_configs.py launch/test_machines.py launch/test_option_round_trip.py
-    launch/test_other_systems.py launch/test_resolve.py launch/test_secrets.py runtime/test_ranks.py
+    launch/test_other_systems.py launch/test_resolve.py launch/test_secrets.py
     strategies/test_guides.py strategies/test_registry.py strategies/test_sharded.py test_accelerator.py
     test_examples.py test_extension.py tools/test_api_reference.py tools/test_pages.py
     training/test_leaks.py training/test_prepare.py training/test_saving.py transformers_patch/test_arguments.py

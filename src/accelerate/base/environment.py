@@ -16,8 +16,6 @@ logger = logging.getLogger("accelerate.utils.environment")  # the public path
 
 T = TypeVar("T", bound=Callable[..., Any])
 
-# Linux hands out ports from 32768 on to a program that asks for any port; a port below is not taken by chance.
-PORTS = range(20000, 32768)
 _TRUE = frozenset(("y", "yes", "t", "true", "on", "1"))
 _FALSE = frozenset(("n", "no", "f", "false", "off", "0"))
 

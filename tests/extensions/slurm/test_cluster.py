@@ -165,4 +165,4 @@ def test_malformed_variables_are_named(environ, message):
 
 def test_tasks_meet_on_the_first_node():
     variables = {"SLURM_STEP_NODELIST": "gpu[03-05,09],login1", "SLURM_JOB_ID": "123"}
-    assert address(variables) == ("gpu03", 20123)
+    assert address(variables, Ranks(1, 4, 0, 1, "Slurm")) == ("gpu03", 20123)

@@ -1,29 +1,18 @@
-"""Ranks from environment variables, whatever the launcher is."""
+"""Ranks from the variables of torchrun."""
 
 import os
-from types import SimpleNamespace
 
-import psutil
 import pytest
 
 from accelerate.runtime import ranks
 from accelerate.runtime.ranks import Ranks, resolve
-
-SLURM = "STEP_ID=0 NTASKS=5 PROCID=3 LOCALID=0 NODEID=1 STEP_TASKS_PER_NODE=3,2"
-SLURM = dict(f"SLURM_{pair}".split("=") for pair in SLURM.split())
 
 
 @pytest.mark.parametrize(
     ("environ", "found"),
     [
         ({"RANK": "1", "WORLD_SIZE": "2"}, Ranks(1, 2, 0, None, "torchrun")),
-        *[(dict(zip(names, "2412", strict=True)), Ranks(2, 4, 1, 2, source)) for source, names in ranks.SCHEMES],
-        (SLURM, Ranks(3, 5, 0, 2, "Slurm")),
-        # mpirun with a WORLD_SIZE exported manually
-        ({"WORLD_SIZE": "2", "PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1"}, Ranks(1, 2, 1, None, "MPI")),
-        # torchrun inside an MPI or Slurm allocation is believed first; alone manually as well
-        ({"RANK": "0", "WORLD_SIZE": "2", "PMI_RANK": "1", "PMI_SIZE": "8"}, Ranks(0, 2, 0, None, "torchrun")),
-        ({**SLURM, "RANK": "0", "WORLD_SIZE": "1"}, Ranks(0, 1, 0, None, "torchrun")),
+        (dict(zip(ranks.VARIABLES, "2412", strict=True)), Ranks(2, 4, 1, 2, "torchrun")),
     ],
 )
 def test_launchers(environ, found):
@@ -31,10 +20,7 @@ def test_launchers(environ, found):
 
 
 def test_no_launcher():
-    alone = [{}, {"LOCAL_RANK": "0"}, {"LOCAL_RANK": "-1"}, {"WORLD_SIZE": "1"}, {"RANK": "0"}]
-    batch_script = {k: v for k, v in SLURM.items() if k != "SLURM_STEP_ID"}
-    interactive_shell = {**SLURM, "SLURM_NTASKS": "1"}
-    for environ in (*alone, {"PMI_RANK": "0", "PMI_SIZE": "1"}, batch_script, interactive_shell):
+    for environ in ({}, {"LOCAL_RANK": "0"}, {"LOCAL_RANK": "-1"}, {"WORLD_SIZE": "1"}, {"RANK": "0"}):
         assert resolve(environ) is None, environ
 
 
@@ -50,7 +36,6 @@ def test_no_launcher():
         ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "3"}, ("LOCAL_WORLD_SIZE is 3",)),
         ({"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, ("LOCAL_RANK is not set",)),
         ({"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"}, ("LOCAL_RANK is 2",)),
-        ({"WORLD_SIZE": "3", "PMI_RANK": "0", "PMI_SIZE": "2"}, ("WORLD_SIZE is 3", "PMI_SIZE is 2")),
     ],
 )
 def test_contradictions_are_named(environ, fragments):
@@ -62,46 +47,14 @@ def test_contradictions_are_named(environ, fragments):
 
 @pytest.fixture
 def unset(monkeypatch):
-    for name in (*ranks.SCHEMES[0][1], "MASTER_ADDR", "MASTER_PORT"):
+    for name in (*ranks.VARIABLES, "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
 
 
 def test_export_sets_what_is_missing_only(monkeypatch, unset):
     with pytest.raises(ValueError, match="MASTER_ADDR"):
-        ranks.export(Ranks(1, 4, 1, 2, "MPI"))
+        ranks.export(Ranks(1, 4, 1, 2, "other"))
     monkeypatch.setenv("MASTER_ADDR", "elsewhere")
-    ranks.export(Ranks(1, 4, 1, 2, "MPI"))
+    ranks.export(Ranks(1, 4, 1, 2, "other"))
     assert os.environ["RANK"] == "1" and os.environ["LOCAL_WORLD_SIZE"] == "2"
     assert os.environ["MASTER_ADDR"] == "elsewhere" and os.environ["MASTER_PORT"] == "29500"
-
-
-@pytest.fixture
-def helper(monkeypatch):
-    """Let this process descend from a wrapper, and that from a program with these arguments."""
-
-    def make(*words):
-        commands = [["bash", "wrapper"], list(words), ["init"]]
-        ancestors = [SimpleNamespace(cmdline=lambda command=command: command) for command in commands]
-        monkeypatch.setattr(psutil.Process, "parents", lambda self: ancestors)
-        return ranks.mpi_port({"PMI_RANK": "1", "PMI_SIZE": "2", "SLURM_JOB_ID": "7"})
-
-    return make
-
-
-def test_runs_of_hydra_are_told_apart_by_the_address_of_their_mpirun(helper):
-    # Seen: MPICH 4.0, `mpirun.mpich -np 2`.
-    mpich = ("/usr/bin/hydra_pmi_proxy", "--control-port", "a:41405", "--rmk", "user", "--proxy-id")
-    port = helper(*mpich, "0")
-    assert port in range(20000, 32768) and port == helper(*mpich, "1") == ranks.port_of("a:41405")
-    assert port != helper("/usr/bin/hydra_pmi_proxy", "--control-port", "a:41406", "--rmk", "user")
-    intel = helper("hydra_bstrap_proxy", "--upstream-host", "a", "--upstream-port", "41405", "--pgid", "0")
-    assert intel == port
-    of_job = ranks.job_port({"SLURM_JOB_ID": "7"})
-    assert helper("python", "--control-port", "a:1") == helper("hydra_pmi_proxy", "--control-port") == of_job != port
-
-
-@pytest.mark.parametrize(("source", "port"), [("Open MPI", 26082), ("torchrun", 29500)])
-def test_only_a_run_of_mpirun_has_a_port_of_its_own(monkeypatch, unset, source, port):
-    monkeypatch.setenv("PMIX_NAMESPACE", "2071330817")
-    ranks.export(Ranks(1, 2, 1, 2, source))
-    assert os.environ["MASTER_PORT"] == str(port)

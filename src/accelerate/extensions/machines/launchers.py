@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from accelerate.launch.errors import LaunchError
 from accelerate.launch.plan import LaunchPlan, Source
 from accelerate.launch.secrets import masked
-from accelerate.runtime.ranks import SCHEMES
+from accelerate.runtime.ranks import VARIABLES
 
 # Variables that describe a machine, a login or a terminal; on another machine they would be wrong.
 _OF_THIS_MACHINE = re.compile(
@@ -16,7 +16,7 @@ _OF_THIS_MACHINE = re.compile(
     r"|(SSH_|DBUS_|SUDO_|XDG_RUNTIME|XDG_SESSION|XDG_SEAT|XDG_VTNR|VSCODE_|OMPI_).*"
 )
 # What launchers write for the processes that they start. Those of this run get their own.
-_RANKS = frozenset((*SCHEMES[0][1], "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME"))
+_RANKS = frozenset((*VARIABLES, "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME"))
 _OF_LAUNCHERS = (
     *("OMPI_COMM_", "PMIX_", "PMI_", "MPI_LOCAL", "MV2_COMM_", "HYDI_", "HYDRA_PROXY"),
     *("TORCHELASTIC_", "GROUP_"),

@@ -13,6 +13,7 @@ from typing import Any
 from accelerate.extensions.machines import launchers
 from accelerate.extensions.machines.addresses import is_this_machine
 from accelerate.extensions.mpi.host_files import read_hosts
+from accelerate.extensions.slurm import mpi as mpi  # by which the processes read their ranks
 from accelerate.launch import hardware, runners
 from accelerate.launch.errors import LaunchError
 from accelerate.launch.plan import LaunchPlan, Resolved, Source
@@ -77,7 +78,9 @@ def _call(plan: LaunchPlan, environment: Mapping[str, str]) -> tuple[str, Proces
 
 def flavour_of(environment: Mapping[str, str]) -> str:
     """Ask mpirun for its implementation: a key of `_ANSWERS`."""
-    launchers.require_program("mpirun", environment, f"Install Open MPI or MPICH on every machine, or remove {_OPTION}.")
+    launchers.require_program(
+        "mpirun", environment, f"Install Open MPI or MPICH on every machine, or remove {_OPTION}."
+    )
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     done = subprocess.run(["mpirun", "--version"], env=dict(environment), **streams, text=True, errors="replace")
     for flavour, answers in _ANSWERS.items():

@@ -18,10 +18,10 @@ import socket
 from collections.abc import Mapping
 from dataclasses import replace
 
-from accelerate.base.environment import PORTS, integer_in
-from accelerate.extensions.slurm import variables
+from accelerate.base.environment import integer_in
+from accelerate.extensions.slurm import mpi, variables
 from accelerate.launch.plan import Cluster
-from accelerate.runtime.ranks import Ranks, checked, mpi_port, resolve
+from accelerate.runtime.ranks import Ranks, checked, resolve
 
 Environ = Mapping[str, str]
 NAME = "Slurm"
@@ -29,7 +29,13 @@ _LOCAL = "127.0.0.1"
 
 
 def ranks(environ: Environ) -> Ranks | None:
-    """Return who this process is in a step of srun with several tasks; None elsewhere."""
+    """Return who this process is among those of an MPI launcher, or in a step of srun with several tasks; None elsewhere."""
+    found = mpi.ranks(environ, _task)
+    # Slurm does not confirm a WORLD_SIZE that was exported manually.
+    return _task(environ) if found is None and (integer_in(environ, "WORLD_SIZE") or 1) <= 1 else found
+
+
+def _task(environ: Environ) -> Ranks | None:
     step = variables.step(environ)
     if step is None:
         return None
@@ -37,10 +43,15 @@ def ranks(environ: Environ) -> Ranks | None:
     return checked(NAME, names, [step.rank, step.size, step.local_rank, step.local_size])
 
 
-def address(environ: Environ) -> tuple[str, int] | None:
-    """Return where the tasks of a step can meet: its first node, and a port from the numbers of the job."""
-    host = variables.first_node(environ)
-    return None if host is None else (host, variables.port(environ) or PORTS[0])
+def address(environ: Environ, ranks: Ranks) -> tuple[str, int] | None:
+    """Return where processes meet: on the first node of a step or on this machine, at a port that all of them compute."""
+    if ranks.source == NAME:
+        host = variables.first_node(environ)
+        return None if host is None else (host, variables.port(environ) or variables.PORTS[0])
+    if ranks.source in mpi.SCHEMES and ranks.local_world_size in (None, ranks.world_size):
+        port = None if environ.get("MASTER_PORT") else mpi.port(environ)
+        return None if port is None else (_LOCAL, port)
+    return None
 
 
 def find(environ: Environ, hostname: str | None = None) -> Cluster | None:
@@ -51,7 +62,7 @@ def find(environ: Environ, hostname: str | None = None) -> Cluster | None:
     """
     if environ.get("RANK", "").strip() and environ.get("WORLD_SIZE", "").strip():
         return None
-    task = resolve({name: value for name, value in environ.items() if name not in ("RANK", "WORLD_SIZE")})
+    task = ranks({name: value for name, value in environ.items() if name != "WORLD_SIZE"})
     if task is None:
         cluster = _slurm_alone(environ)
     else:
@@ -94,7 +105,7 @@ def _slurm_alone(environ: Environ) -> Cluster | None:
 def _mpi(environ: Environ, task: Ranks, hostname: str | None) -> Cluster:
     """A launch, or a process, that mpirun or jsrun has started."""
     size, local_size = task.world_size, task.local_world_size
-    port = mpi_port(environ)
+    port = mpi.port(environ)
     if local_size == size:
         return Cluster(task.source, 1, 0, _LOCAL, port, task)
     listed = environ.get("SLURM_JOB_NODELIST", "").strip()

@@ -10,8 +10,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from accelerate.base.environment import PORTS, integer_in
+from accelerate.base.environment import integer_in
 
+# Linux hands out ports from 32768 on to a program that asks for any port; a port below is not taken by chance.
+PORTS = range(20000, 32768)
 # Steps with these numbers and above are no `srun` of a user: the interactive shell of salloc, the batch script, ...
 _SPECIAL_STEPS = 0xFFFFFF00
 # A name with lists of numbers in it.
