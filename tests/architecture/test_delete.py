@@ -17,7 +17,7 @@ NAMES = [spec.name for spec in extension.specs()]
 # Files of tests/unit that ask for features of extensions by name, which they then lack.
 NAME_FEATURES = """
     checkpoint/test_hostile_folders.py checkpoint/test_load.py checkpoint/test_peer_checkpoints.py checkpoint/test_plain_data.py checkpoint/test_save.py
-    checkpoint/test_storage.py commands/test_accelerate_cli.py commands/test_dry_run_golden.py commands/test_hostile_input.py
+    checkpoint/test_storage.py commands/test_accelerate_cli.py commands/test_hostile_input.py
     commands/test_launch.py commands/test_utils.py config/options/test_table.py config/test_env.py launch/test_config_file.py
     launch/test_example_clusters.py launch/test_example_configs.py launch/test_machines.py launch/test_option_round_trip.py
     launch/test_other_systems.py launch/test_resolve.py launch/test_secrets.py

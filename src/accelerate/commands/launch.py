@@ -135,9 +135,9 @@ def console(args: argparse.Namespace, replace: bool | None = None) -> None:
 
 
 def _run(plan: LaunchPlan, replace: bool) -> None:
-    """Start the processes of a plan, or print it."""
-    if plan["dry_run"]:
-        print(printable(runners.describe(plan)))
+    """Start the processes of a plan, or print what an extension shows in place of that."""
+    if shown := runners.asked_for(plan.settings, "show"):
+        print(printable(runners.module_of(shown).show(plan)))
     else:
         runners.run(plan, replace=replace)
 

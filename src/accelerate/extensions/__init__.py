@@ -13,6 +13,7 @@ TABLE = (
     "configure",
     "convert",
     "deepspeed",
+    "dry_run",
     "ema",
     "env",
     "export",

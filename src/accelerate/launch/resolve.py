@@ -49,7 +49,7 @@ def resolve(args: argparse.Namespace, environ: Environ | None = None, needs_scri
     notes = list(file.unused) if file else []
     values = {**values, **choose_paradigm(values)}
     own_rank = scheduler = job = None
-    if arranging := runners.arranging(values):
+    if arranging := runners.asked_for(values, "arrange"):
         own_rank, changes, lines = runners.module_of(arranging).arrange(values)
     else:
         scheduler = next(filter(None, (module.find(environ) for module in schedulers(environ))), None)

@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+from accelerate.extensions.dry_run.text import show
 from accelerate.launch import runners
 from accelerate.launch.errors import LaunchError
 from cases import cases
@@ -28,7 +29,7 @@ def test_one_process_gets_the_variables_of_its_rank_and_the_settings_of_the_run(
     assert {
         f"ACCELERATE_SIMULATE_{name}": value for name, value in more.items()
     }.items() <= started.environment.items()
-    assert "1 of 1024 processes on the CPU would be started in place" in runners.describe(found)
+    assert "1 of 1024 processes on the CPU would be started in place" in show(found)
 
 
 def test_a_scheduler_and_devices_have_no_say(plan, gpus):

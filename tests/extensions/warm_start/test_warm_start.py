@@ -8,7 +8,7 @@ import sys
 import psutil
 import pytest
 
-from accelerate.launch import runners
+from accelerate.extensions.dry_run.text import show
 from accelerate.launch.errors import LaunchError
 from accelerate.launch.resolve import resolve
 from accelerate.utils.other import get_free_port
@@ -225,7 +225,7 @@ def test_tasks_of_a_scheduler_are_refused(place, plan):
 
 def test_a_dry_run_prints_the_ranks_of_a_cold_start(place, plan):
     (place / "train.py").touch()
-    text = runners.describe(plan("--cpu --num_processes 2 --warm_start --preload json"))
+    text = show(plan("--cpu --num_processes 2 --warm_start --preload json"))
     assert f"each of 2 processes: {sys.executable} -u train.py" in text and "preload" in text
 
 

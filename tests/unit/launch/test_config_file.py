@@ -1,4 +1,4 @@
-"""Configuration files in terms of options. Files of every release: config/test_files.py, test_dry_run_golden.py."""
+"""Configuration files in terms of options. Files of every release: config/test_files.py, dry_run/test_golden.py."""
 
 import tracemalloc
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from accelerate.extensions.dry_run.text import show
 from accelerate.launch import hardware
 from accelerate.launch.resolve import resolve
-from accelerate.launch.runners import describe
 
 CLUSTERS = Path(__file__).parents[3] / "examples" / "clusters"
 # As Slurm sets them for the second task of `srun` with one task on each of four nodes.
@@ -31,7 +31,7 @@ def planned(parse, gpus, place, monkeypatch):
 
     def plan(words, environ):
         resolved = resolve(parse(" ".join(words)), environ)
-        return resolved, describe(resolved, environ)
+        return resolved, show(resolved, environ)
 
     return plan
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from accelerate.extensions.dry_run.text import show
 from accelerate.launch import config_file
 from accelerate.launch.resolve import resolve
-from accelerate.launch.runners import describe
 
 CONFIGS = Path(__file__).parents[3] / "examples" / "configs"
 # Processes of this machine, the runner, and variables that its workers have to get.
@@ -42,7 +42,7 @@ def test_a_configuration_is_taken_whole_and_asks_for_what_it_says(name, parse, g
     assert config_file.inspect(path).problems == []
     plan = resolve(parse(f"--config_file {path} --dry_run train.py"))
     processes, runner, variables = EXPECTED[name]
-    text = describe(plan)
+    text = show(plan)
     assert plan.runner == runner
     assert ("They meet at 10.0.0.1, port 29500" in text) is (runner == "machines")
     assert plan.num_processes // plan["num_machines"] == processes

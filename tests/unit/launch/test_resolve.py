@@ -8,10 +8,10 @@ import sys
 
 import pytest
 
+from accelerate.extensions.dry_run.text import show
 from accelerate.launch.errors import LaunchError
 from accelerate.launch.plan import worker_environment
 from accelerate.launch.resolve import resolve
-from accelerate.launch.runners import describe
 from accelerate.runtime import ranks
 from cases import cases
 
@@ -76,8 +76,8 @@ def test_settings_without_effect_are_said(plan, default_file):
     assert plan("--machine_rank 0 --num_machines 1").notes == ()
     (note,) = plan("--cpu --use_deepspeed --deepspeed_config_file ds.json --zero_stage 2").notes
     assert note == "--zero_stage counts only where ds.json says 'auto': a file's own values hold."
-    assert "zero_stage" not in describe(plan("--cpu --use_deepspeed --deepspeed_config_file ds.json"))
-    assert re.search("zero_stage +2 +default\n", describe(plan("--cpu --use_deepspeed")))
+    assert "zero_stage" not in show(plan("--cpu --use_deepspeed --deepspeed_config_file ds.json"))
+    assert re.search("zero_stage +2 +default\n", show(plan("--cpu --use_deepspeed")))
     default_file("distributed_type: NO\ndeepspeed_config: {zero_stage: 2, gradient_accumulation_steps: 4}")
     result = plan("")
     assert "deepspeed_config in" in result.notes[0]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from accelerate.launch import runners
+from accelerate.extensions.dry_run.text import show
 from accelerate.launch.resolve import resolve
 from accelerate.launch.secrets import is_secret, masked
 from cases import cases
@@ -59,7 +59,7 @@ def test_arguments_are_quoted_and_secrets_hidden(parse, monkeypatch):
     args = parse("--cpu --num_processes 2 train.py")
     args.training_script_args = ["a b", "$HOME", "--hub_token", "hf_very_secret", "--password=hf_very_secret"]
     args.training_script_args += ["--use_token", "--lr", "1", "HF_TOKEN=hf_very_secret"]
-    told = runners.describe(resolve(args), {})
+    told = show(resolve(args), {})
     assert (
         "train.py 'a b' '$HOME' --hub_token '(hidden)' '--password=(hidden)' --use_token --lr 1 'HF_TOKEN=(hidden)'"
         in told
@@ -71,7 +71,7 @@ def test_secrets_within_settings_are_hidden_and_switches_with_such_names_are_not
     (place / "c.yaml").write_text(
         "distributed_type: 'NO'\ntpu_env: [HF_TOKEN=hunter2, A=1]\ncommands: ['git clone https://me:hunter2@host/x']\n"
     )
-    text = runners.describe(plan("--cpu --config_file c.yaml", {}), {})
+    text = show(plan("--cpu --config_file c.yaml", {}), {})
     assert "hunter" not in text and "['HF_TOKEN=(hidden)', 'A=1']" in text
-    text = runners.describe(plan("--dry_run --use_megatron_lm --megatron_lm_calculate_per_token_loss true", {}), {})
+    text = show(plan("--dry_run --use_megatron_lm --megatron_lm_calculate_per_token_loss true", {}), {})
     assert "  MEGATRON_LM_CALCULATE_PER_TOKEN_LOSS=true" in text

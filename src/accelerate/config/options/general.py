@@ -16,7 +16,6 @@ DYNAMO_WORDS = (
 MORE_DYNAMO_WORDS = "torchxla_trace_once hpu_backend neuron"
 
 _general = rows("options", key="")
-_switch = partial(_general, default=False, switch=True)
 _hardware = rows("Hardware Selection Arguments", default=False, switch=True)
 _resource = rows(RESOURCES)
 _dynamo = rows(RESOURCES, "dynamo_", section="dynamo_config", chapter="compilation details", env="ACCELERATE_DYNAMO_*")
@@ -131,5 +130,4 @@ OPTIONS: tuple[Option, ...] = (
         env="ACCELERATE_DEBUG_MODE",
         style=ON,
     ),
-    _switch("dry_run", "Print what would be started, and where each setting comes from, and start nothing."),
 )

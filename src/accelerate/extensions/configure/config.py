@@ -117,13 +117,14 @@ def show_command_parser(parser: Any, parents: list[argparse.ArgumentParser]) -> 
 
 def show_command(args: argparse.Namespace) -> None:
     """Run `accelerate config show`."""
-    from accelerate.launch import resolve, runners  # not for --help
+    from accelerate.extensions.dry_run.text import settings_table  # not for --help
+    from accelerate.launch import resolve
 
     values, file = resolve.merge(args, os.environ)
     # A launch would not use values that a higher layer rules out.
     values = {**values, **resolve.choose_paradigm(values)}
     print(f"configuration file: {file.path if file else f'none ({files.default_path()} does not exist)'}")
-    print(runners.settings_table(values, every=args.all))
+    print(settings_table(values, every=args.all))
     for note in file.unused if file else ():
         print(f"note: {note}")
 

@@ -33,7 +33,7 @@ def starts(values: Mapping[str, Resolved], on: set[str], job: Any) -> bool:
 
 def summary(plan: LaunchPlan) -> str:
     """Return how many processes run on the cores."""
-    return runners.summary(plan, "TPU cores")
+    return f"{plan.num_processes} {'process' if plan.num_processes == 1 else 'processes'} on TPU cores"
 
 
 def process(plan: LaunchPlan, environment: Mapping[str, str]) -> Process:

@@ -2,7 +2,7 @@
 
 A runner is a module of this folder, or one that an extension names in `Spec.runners`:
 
-- `process(plan, environment)` returns what would be started, and starts nothing: `describe`, for `--dry-run`, prints it.
+- `process(plan, environment)` returns what would be started, and starts nothing.
 - `run(plan, environment, replace)` starts it and waits for its end. A failure is raised; `errors.failure_of` turns it into an
   exit status and a line. `replace` becomes the process that is started, where that is possible.
 - `BY` says who starts the processes, such as "by mpirun".
@@ -10,10 +10,11 @@ A runner is a module of this folder, or one that an extension names in `Spec.run
   features that are on, and what a scheduler has started.
 - `arrange(values)`, of a runner that an option of its name asks for, returns the `Ranks` of the one process that it starts, the settings
   that it changes, and notes. No scheduler, device or other machine is asked then. Optional.
+- `show(plan)`, of a runner that an option of its name asks for, returns a text that is printed; nothing is started then. Optional.
 - `REMOTE = True` says that the launcher knows neither the cores nor the devices of the machines. Optional.
 - `variables(values, environ)` returns what a run of the `StrategySpec` that names it needs besides the variables of options, and
   `notes(values)` lines about its settings, whatever starts the run. Optional.
-- `summary(plan)` returns how many processes run on what, instead of the function here. Optional.
+- `summary(plan)` returns how many processes run on what, where the plan does not say. Optional.
 
 `environment` is what `accelerate.launch.plan.worker_environment` made of the plan: all variables, those of the launcher included.
 Both raise `LaunchError` where the request cannot be run as written.
@@ -22,7 +23,6 @@ Both raise `LaunchError` where the request cannot be run as written.
 import contextlib
 import importlib
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -32,11 +32,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from accelerate import extension
-from accelerate.config.options import BY_NAME
 from accelerate.launch.errors import PREFIX, LaunchError, to_stderr
 from accelerate.launch.guard import bound
-from accelerate.launch.plan import LaunchPlan, Resolved, Source, worker_environment
-from accelerate.launch.secrets import command, masked
+from accelerate.launch.plan import LaunchPlan, Resolved, worker_environment
 
 # Those of this folder.
 _MODULES = ("single", "local")
@@ -82,11 +80,11 @@ def module_for(plan: LaunchPlan) -> types.ModuleType:
     return module_of(plan.runner)
 
 
-def arranging(values: Mapping[str, Resolved]) -> str | None:
-    """Return the runner of an extension whose option is set and which has `arrange`, or None."""
+def asked_for(values: Mapping[str, Resolved], function: str) -> str | None:
+    """Return the runner of an extension whose option is set and which has a function of this name, or None."""
     runners = [name for spec in extension.all_specs() for name in spec.runners]
     names = [name for name in runners if name in values and values[name].value not in (None, False)]
-    return next((name for name in names if hasattr(module_of(name), "arrange")), None)
+    return next((name for name in names if hasattr(module_of(name), function)), None)
 
 
 def module_of(name: str) -> types.ModuleType:
@@ -104,72 +102,6 @@ def print_info(plan: LaunchPlan, *lines: str, always: bool = False) -> None:
     """Print lines of information, without a prefix here, unless the plan is quiet; `always` overrides that."""
     if always or not plan["quiet"]:
         to_stderr("".join(f"{PREFIX}{line}\n" for line in lines))
-
-
-# -- what a plan would start, as text ----------------------------------------------------------------------------------
-
-
-def describe(plan: LaunchPlan, environ: Mapping[str, str] | None = None) -> str:
-    """Return what would be started, the source of each setting, and the command and variables of each process."""
-    environ = os.environ if environ is None else environ
-    runner = module_for(plan)
-    count = getattr(runner, "summary", summary)(plan)
-    lines = [f"{count} would be started {runner.BY}.", *_rendezvous(plan)]
-    lines += ["", settings_table(plan.settings), ""]
-    lines += _process(plan, process(plan), environ)
-    return "\n".join([*lines, *(f"note: {note}" for note in plan.notes)])
-
-
-def summary(plan: LaunchPlan, devices: str = "") -> str:
-    """Return how many processes of a plan run on what, in words; `devices` is what they run on where the plan does not say."""
-    where = devices or ("the CPU" if plan.on_cpu else f"{plan.hardware.device} devices")
-    # A scheduler has started a launch for each process.
-    is_one_of_them = plan.runner == "single" and plan.num_processes > 1
-    count = f"1 of {plan.num_processes}" if is_one_of_them else plan.num_processes
-    return f"{count} {'process' if plan.num_processes == 1 else 'processes'} on {where}"
-
-
-def _rendezvous(plan: LaunchPlan) -> list[str]:
-    if not plan.elastic:
-        return []
-    meet = plan.rendezvous
-    lines = [f"They meet at {meet.host}, port {meet.port or 'chosen by the system'} ({meet.backend})."]
-    if meet.machines > 1:
-        number = "takes its number when they meet" if meet.machine is None else f"is machine {meet.machine}"
-        lines.append(f"{meet.machines} machines take part, {plan.local_processes} processes each; this one {number}.")
-    return lines
-
-
-def settings_table(settings: Mapping[str, Resolved], every: bool = False) -> str:
-    """Return the settings that are set and those that every rank receives, or all, and where each comes from, as a table."""
-    from accelerate.base.table import table  # a launch needs none
-
-    rows = []
-    for name, resolved in settings.items():
-        option = BY_NAME[name]
-        received = option.feature is None and option.encode(resolved.value)
-        if every or resolved.source is not Source.DEFAULT or received:
-            value = masked(resolved.value, name)
-            rows.append((name, "yes" if value is True else "no" if value is False else str(value), resolved.origin))
-    own = {name for name, _, _ in rows}
-    if "use_deepspeed" in own and not own & {"zero_stage", "deepspeed_config_file"}:
-        rows.append(("zero_stage", "2", "default"))  # of DeepSpeedPlugin
-    return table(["SETTING", "VALUE", "SOURCE"], rows)
-
-
-def _process(plan: LaunchPlan, started: Process, environ: Mapping[str, str]) -> list[str]:
-    """Return the command of a process, and what its variables have next to those of this shell."""
-    first, *others = started.command
-    called = f"{first}({', '.join(others)})" if started.is_call else shlex.join(command(started.command))
-    own = sorted(set(started.environment.items()) - set(environ.items()))
-    gone = sorted(set(environ) - set(started.environment))
-    lines = [f"{started.label}: {called}"]
-    lines += [f"  {name}={shlex.quote(str(masked(value, name)))}" for name, value in own]
-    lines += ["  and its rank and size, and where they meet, as torchrun spells them"] if plan.elastic else []
-    return [*lines, f"  without {', '.join(gone)}"] if gone and not started.is_call else lines
-
-
-# -- programs ------------------------------------------------------------------------------------------------------------
 
 
 def start(

@@ -1,7 +1,7 @@
 """What `launch --dry-run` prints for every configuration file of users, on a machine without GPUs and on one with eight.
 
 The files in `tests/fixtures/dry_run` were written before launching was rebuilt; since then only the order of lines has changed. To write them again after a change that is meant:
-`ACCELERATE_WRITE_GOLDEN=1 pytest tests/unit/commands/test_dry_run_golden.py`, and read the diff.
+`ACCELERATE_WRITE_GOLDEN=1 pytest tests/extensions/dry_run/test_golden.py`, and read the diff.
 """
 
 import os
