@@ -1,6 +1,5 @@
 """Warnings that point at the user's line, however deep in this package they are raised, and text that is safe to print."""
 
-import os
 import re
 import sys
 import warnings
@@ -25,20 +24,11 @@ def printable(text: str, limit: int | None = None) -> str:
 
 def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
     """Issue a warning that points at the first line outside this package."""
-    depth, _ = _outside()
+    depth, _ = outside()
     warnings.warn(message, category, stacklevel=depth)
 
 
-def user_lines(most: int = 4) -> list[str]:
-    """Return the lines outside this package that run now, innermost first, each as file name and number."""
-    frame, lines = _outside()[1], []
-    while frame is not None and len(lines) < most:
-        lines.append(f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}")
-        frame = frame.f_back
-    return lines
-
-
-def _outside() -> tuple[int, FrameType]:
+def outside() -> tuple[int, FrameType]:
     """Return the frame of the user's line, and how far above the caller's it is."""
     depth, frame = 2, sys._getframe(2)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _INSIDE:

@@ -1,6 +1,5 @@
-"""Reports in plain text: the one printer of tables, the one type of reports, and sizes and times."""
+"""Reports in plain text: the one printer of tables, the one type of reports, and sizes."""
 
-import datetime
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -50,8 +49,3 @@ def size_text(size: int) -> str:
             break
         amount /= 1000
     return f"{size} B" if unit == "B" else f"{amount:.3g} {unit}"
-
-
-def age_text(seconds: float | None) -> str:
-    """Return a length of time as days and hours, minutes and seconds; "-" if it is not known."""
-    return "-" if seconds is None else str(datetime.timedelta(seconds=int(seconds)))

@@ -71,14 +71,6 @@ def find(given: str | os.PathLike[str] | None, environ: Mapping[str, str] | None
     raise FileNotFoundError(f"--config_file is {str(path)!r}: there is no such file; `accelerate config` writes it.")
 
 
-def find_required(given: str | os.PathLike[str] | None) -> pathlib.Path:
-    """Return the file given, else the default one, which has to exist."""
-    path = find(given)
-    if path is None:
-        raise FileNotFoundError(f"There is no file {default_path()!r}. Write one with `accelerate config default`.")
-    return path
-
-
 def load_mapping(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read a YAML file, or a JSON file by its ending, unchanged; a LaunchError if it is no mapping."""
     return _load(path)[0]

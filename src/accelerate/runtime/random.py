@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from accelerate import comm
-from accelerate.base.constants import CUDA_DISTRIBUTED_TYPES as CUDA_DISTRIBUTED_TYPES
 from accelerate.config.enums import RNGType
 from accelerate.devices import detect
 from accelerate.devices.table import DEVICES

@@ -1,5 +1,4 @@
 """File names, versions and words of other programs. The public path of `accelerate.base.constants`."""
 
 from accelerate.base.constants import *  # noqa: F403
-from accelerate.base.constants import __dir__ as __dir__
 from accelerate.base.constants import __getattr__ as __getattr__

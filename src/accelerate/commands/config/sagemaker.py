@@ -1,11 +1,11 @@
 """The interview about Amazon SageMaker. The public path of `accelerate.extensions.sagemaker.interview`."""
 
 from accelerate.base._lazy import front
-from accelerate.base.constants import SAGEMAKER_PARALLEL_EC2_INSTANCES, TORCH_DYNAMO_MODES  # noqa: F401
+from accelerate.base.constants import TORCH_DYNAMO_MODES  # noqa: F401
 
 _HOMES = {
     "accelerate.extensions.sagemaker.interview": (
-        "_create_iam_role_for_sagemaker _get_iam_role_arn ask_sagemaker get_sagemaker_input"
+        "SAGEMAKER_PARALLEL_EC2_INSTANCES _create_iam_role_for_sagemaker _get_iam_role_arn ask_sagemaker get_sagemaker_input"
     ),
     "accelerate.extensions.configure.config_args": "SageMakerConfig",
     "accelerate.extensions.configure.config_utils": "DYNAMO_BACKENDS",

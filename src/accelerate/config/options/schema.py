@@ -255,11 +255,6 @@ def at_least(least: int) -> Check:
     return lambda value: None if value >= least else f"it must be at least {least}"
 
 
-def above_zero(value: float) -> str | None:
-    """Refuse numbers that are not above zero."""
-    return None if value > 0 else "it must be above 0"
-
-
 def fraction(value: float) -> str | None:
     """Refuse a value that is not a fraction."""
     return None if 0 <= value < 1 else "it must be at least 0 and below 1"

@@ -26,6 +26,18 @@ HOMES: dict[str, str] = {
         "_StoreAction _StoreConstAction _StoreTrueAction _validate_launch_command simple_launcher multi_gpu_launcher "
         "deepspeed_launcher tpu_launcher tpu_pod_launcher sagemaker_launcher"
     ),
+    "accelerate.extensions.big_models.big_modeling": "SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING",
+    "accelerate.extensions.compat.constants": (
+        "BETA_CP_AVAILABLE_PYTORCH_VERSION BETA_SP_AVAILABLE_DEEPSPEED_VERSION BETA_TP_AVAILABLE_PYTORCH_VERSION "
+        "CUDA_DISTRIBUTED_TYPES DTENSOR_PYTORCH_VERSION FSDP2_PYTORCH_VERSION FSDP_PYTORCH_VERSION "
+        "MITA_PROFILING_AVAILABLE_PYTORCH_VERSION TORCH_DISTRIBUTED_OPERATION_TYPES TORCH_LAUNCH_PARAMS "
+        "XPU_PROFILING_AVAILABLE_PYTORCH_VERSION"
+    ),
+    "accelerate.extensions.configure.config_args": (
+        "SAGEMAKER_PYTHON_VERSION SAGEMAKER_PYTORCH_VERSION SAGEMAKER_TRANSFORMERS_VERSION"
+    ),
+    "accelerate.extensions.notebook.launchers": "ELASTIC_LOG_LINE_PREFIX_TEMPLATE_PYTORCH_VERSION",
+    "accelerate.extensions.sagemaker.interview": "SAGEMAKER_PARALLEL_EC2_INSTANCES",
     "accelerate.extensions.compat.environment": "deepspeed_required",
     "accelerate.commands.merge": "merge_command_parser",
     "accelerate.commands.test": "test_command_parser",
@@ -132,6 +144,13 @@ NAMES: dict[str, str] = {
         "load_custom_state load_fsdp_model load_fsdp_optimizer pad_across_processes parse_choice_from_env "
         "recursively_apply reduce release_memory save save_accelerator_state save_custom_state save_fsdp_model "
         "save_fsdp_optimizer wait_for_everyone"
+    ),
+    "accelerate.base.constants": (
+        "BETA_CP_AVAILABLE_PYTORCH_VERSION BETA_SP_AVAILABLE_DEEPSPEED_VERSION BETA_TP_AVAILABLE_PYTORCH_VERSION "
+        "CUDA_DISTRIBUTED_TYPES DTENSOR_PYTORCH_VERSION ELASTIC_LOG_LINE_PREFIX_TEMPLATE_PYTORCH_VERSION FSDP2_PYTORCH_VERSION "
+        "FSDP_PYTORCH_VERSION MITA_PROFILING_AVAILABLE_PYTORCH_VERSION SAGEMAKER_PARALLEL_EC2_INSTANCES SAGEMAKER_PYTHON_VERSION "
+        "SAGEMAKER_PYTORCH_VERSION SAGEMAKER_TRANSFORMERS_VERSION SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING "
+        "TORCH_DISTRIBUTED_OPERATION_TYPES TORCH_LAUNCH_PARAMS XPU_PROFILING_AVAILABLE_PYTORCH_VERSION"
     ),
     "accelerate.big_modeling": (
         "OffloadedWeightsLoader _attach_context_parallel_hooks "
@@ -289,7 +308,7 @@ NAMES: dict[str, str] = {
         "write_basic_config"
     ),
     "accelerate.utils.random": (
-        "AcceleratorState DistributedType is_hpu_available is_mlu_available is_musa_available is_neuron_available "
+        "CUDA_DISTRIBUTED_TYPES AcceleratorState DistributedType is_hpu_available is_mlu_available is_musa_available is_neuron_available "
         "is_npu_available is_sdaa_available is_torch_xla_available is_xpu_available"
     ),
     "accelerate.utils.tqdm": "PartialState is_tqdm_available",

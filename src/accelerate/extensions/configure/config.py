@@ -142,7 +142,7 @@ def validate_command(args: argparse.Namespace) -> None:
     """Run `accelerate config validate`: status 2 if something is wrong with the file."""
     if args.file is not None and args.config_file is not None:
         raise LaunchError("Name one file: either FILE or --config_file FILE.")
-    path = files.find_required(args.config_file if args.file is None else args.file)
+    path = config_utils.find_required(args.config_file if args.file is None else args.file)
     problems, notes = check(files.inspect(path))
     for problem in problems:
         place = f"{path}:{problem.line}" if problem.line else str(path)

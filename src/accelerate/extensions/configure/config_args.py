@@ -8,11 +8,6 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from accelerate.base.constants import (
-    SAGEMAKER_PYTHON_VERSION,
-    SAGEMAKER_PYTORCH_VERSION,
-    SAGEMAKER_TRANSFORMERS_VERSION,
-)
 from accelerate.config.enums import ComputeEnvironment, DistributedType, SageMakerDistributedType
 from accelerate.config.options import SECTIONS
 from accelerate.extensions.configure import config_utils
@@ -24,6 +19,9 @@ hf_cache_home = os.path.dirname(cache_dir)
 default_json_config_file = default_yaml_config_file = os.path.join(cache_dir, "default_config.yaml")
 # For a new file; where only an old JSON file exists, that one.
 default_config_file = files.default_path()
+SAGEMAKER_PYTORCH_VERSION = "1.10.2"
+SAGEMAKER_PYTHON_VERSION = "py38"
+SAGEMAKER_TRANSFORMERS_VERSION = "4.17.0"
 
 
 def load_config_from_file(config_file: str | os.PathLike[str] | None) -> "BaseConfig":
@@ -46,7 +44,7 @@ def load_config_from_file(config_file: str | os.PathLike[str] | None) -> "BaseCo
         ...     load_config_from_file(file.name).num_processes
         2
     """
-    path = files.find_required(config_file)
+    path = config_utils.find_required(config_file)
     return config_of(files.load_mapping(path), path)
 
 
@@ -113,7 +111,7 @@ class BaseConfig:
     @classmethod
     def from_yaml_file(cls, yaml_file: str | None = None) -> "BaseConfig":
         """Load a YAML file, the default one for None; raises as `load_config_from_file`."""
-        path = files.find_required(yaml_file)
+        path = config_utils.find_required(yaml_file)
         return cls._from_mapping(files.load_mapping(path), path)
 
     def to_json_file(self, json_file: str | os.PathLike[str]) -> None:

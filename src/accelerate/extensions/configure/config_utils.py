@@ -12,6 +12,7 @@ from typing import Any
 from accelerate.base import _lazy
 from accelerate.commands.utils import CustomArgumentParser, make_parser
 from accelerate.config.options import DYNAMO_WORDS
+from accelerate.launch.config_file import default_path, find
 from accelerate.launch.errors import LaunchError
 from accelerate.runtime.durable import written_whole
 
@@ -39,6 +40,14 @@ def add_command(
 
 
 # Files
+
+
+def find_required(given: Path | None) -> pathlib.Path:
+    """Return the file given, else the default one, which has to exist."""
+    path = find(given)
+    if path is None:
+        raise FileNotFoundError(f"There is no file {default_path()!r}. Write one with `accelerate config default`.")
+    return path
 
 
 def check_writable(path: Path) -> None:

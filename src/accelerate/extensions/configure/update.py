@@ -37,7 +37,7 @@ def update_config(args: argparse.Namespace) -> str:
         if os.path.isdir(args.config_file):
             raise
         raise LaunchError(str(error)) from None
-    path = files.find_required(args.config_file)
+    path = config_utils.find_required(args.config_file)
     _update(path)
     return str(path)
 
@@ -66,7 +66,7 @@ def update_command_parser(parser: Any, parents: list[argparse.ArgumentParser]) -
 
 def update_config_command(args: argparse.Namespace) -> None:
     """Run `accelerate config update`; raises as `update_config`."""
-    path = files.find_required(args.config_file)
+    path = config_utils.find_required(args.config_file)
     backup, notes = _update(path)
     for note in notes:
         print(f"note: {note}")

@@ -5,6 +5,7 @@ It needs no GPU and no process group. Only `accept`, `export` and `reshard` load
 
 import argparse
 import contextlib
+import datetime
 import json
 import pickle
 import sys
@@ -14,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from accelerate.base._warn import printable
-from accelerate.base.table import age_text, size_text, table
+from accelerate.base.table import size_text, table
 from accelerate.checkpoint.manifest import CHECKPOINTS_FOLDER
 from accelerate.checkpoint.storage import CheckpointStorage, storage_of
 from accelerate.commands.utils import brief, make_parser
@@ -73,7 +74,12 @@ def list_command(args: argparse.Namespace) -> int:
 def _row(one: Summary) -> list[str]:
     keys = ("step", "iteration", "world_size", "strategy")
     step, iteration, ranks, strategy = (str(getattr(one.state.manifest, key, "-")) for key in keys)
-    return [one.name, step, iteration, size_text(one.size), age_text(one.age), ranks, strategy, _state(one)]
+    return [one.name, step, iteration, size_text(one.size), _age(one.age), ranks, strategy, _state(one)]
+
+
+def _age(seconds: float | None) -> str:
+    """Return a length of time as days and hours, minutes and seconds; "-" if it is not known."""
+    return "-" if seconds is None else str(datetime.timedelta(seconds=int(seconds)))
 
 
 def _state(one: Summary) -> str:
@@ -156,7 +162,7 @@ def _facts(found: Details) -> Iterator[tuple[str, str]]:
     yield "State", _state(one)
     if one.saved is not None:
         saved = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(one.saved))
-        yield "Saved", f"{saved}, {age_text(one.age)} ago"
+        yield "Saved", f"{saved}, {_age(one.age)} ago"
     yield "Size", size_text(one.size)
     if (manifest := one.state.manifest) is not None:
         mesh = ", ".join(f"{dim}={size}" for dim, size in (manifest.mesh or {}).items())
@@ -231,7 +237,7 @@ def prune_command(args: argparse.Namespace) -> int:
 
 def _lines(plan: Pruning, folder: CheckpointStorage) -> Iterator[str]:
     for one in [*plan.old, *plan.unfinished]:
-        yield f"{one.name}  {size_text(one.size)}  {age_text(one.age)} old, {_state(one)}"
+        yield f"{one.name}  {size_text(one.size)}  {_age(one.age)} old, {_state(one)}"
     for path, left in plan.left.items():
         yield f"{path}  {size_text(left.size)}  left behind by a save or a removal"
     for one in plan.unread:

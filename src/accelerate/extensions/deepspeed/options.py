@@ -11,7 +11,6 @@ from accelerate.config.options.schema import (
     SEVERAL,
     TRUE_OR_FALSE,
     Chapter,
-    above_zero,
     existing_file,
     json_file,
     rows,
@@ -60,7 +59,7 @@ _AFTER_STEPS = (
         unset=("auto",),
         type="float",
         optional=True,
-        check=above_zero,
+        check=lambda value: None if value > 0 else "it must be above 0",
     ),
     _deepspeed_truth(
         "zero3_init_flag",

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from accelerate.base._warn import warn_user
-from accelerate.base.constants import ELASTIC_LOG_LINE_PREFIX_TEMPLATE_PYTORCH_VERSION
 from accelerate.base.environment import is_colab, patch_environment
 from accelerate.extensions.notebook import processes as notebook
 from accelerate.extensions.notebook.processes import MeetingError, Request, WorkerError, check
@@ -25,6 +24,7 @@ __all__ = [
     "notebook_launcher",
     "test_launch",
 ]
+ELASTIC_LOG_LINE_PREFIX_TEMPLATE_PYTORCH_VERSION = "2.2.0"
 
 
 class NotAvailableError(LaunchError, NotImplementedError):

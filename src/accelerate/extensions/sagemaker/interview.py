@@ -8,7 +8,6 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from accelerate.base.constants import SAGEMAKER_PARALLEL_EC2_INSTANCES
 from accelerate.config.enums import ComputeEnvironment
 from accelerate.config.options import CHAPTERS, OPTIONS, Option
 from accelerate.config.options.schema import Check, matching, rows
@@ -30,6 +29,7 @@ def _like(pattern: str, example: str) -> Check:
 
 
 _INSTANCE, _JOB = "ml.p3.2xlarge", "accelerate-sagemaker-1"
+SAGEMAKER_PARALLEL_EC2_INSTANCES = ["ml.p3.16xlarge", "ml.p3dn.24xlarge", "ml.p4dn.24xlarge"]
 _TYPES = ({"distributed_type": ("DATA_PARALLEL", "MODEL_PARALLEL")}, tuple(SAGEMAKER_PARALLEL_EC2_INSTANCES))
 _FILES = "Which file lists the {} (columns: name, {}, separated by a tabulator)?"
 _REGION, _JOB_NAMES = r"[a-z]{2}(-[a-z]+)+-\d+", r"[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}"

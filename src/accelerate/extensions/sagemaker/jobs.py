@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from accelerate.base import constants
 from accelerate.config.enums import SageMakerDistributedType
 from accelerate.config.options import FEATURES
+from accelerate.extensions.configure import config_args
 from accelerate.extensions.machines import launchers
 from accelerate.launch import config_file
 from accelerate.launch.errors import PREFIX, LaunchError, MissingPackageError, to_stderr
@@ -39,9 +39,9 @@ _DISTRIBUTIONS: Mapping[SageMakerDistributedType, dict[str, Any]] = {
 # Keys of the configuration file that are arguments of the estimator as well, and all of its keys; with their defaults.
 _ARGUMENTS = {
     "image_uri": None,
-    "transformers_version": constants.SAGEMAKER_TRANSFORMERS_VERSION,
-    "pytorch_version": constants.SAGEMAKER_PYTORCH_VERSION,
-    "py_version": constants.SAGEMAKER_PYTHON_VERSION,
+    "transformers_version": config_args.SAGEMAKER_TRANSFORMERS_VERSION,
+    "pytorch_version": config_args.SAGEMAKER_PYTORCH_VERSION,
+    "py_version": config_args.SAGEMAKER_PYTHON_VERSION,
     "base_job_name": "accelerate-sagemaker-1",
 }
 _JOB = {**dict.fromkeys(FEATURES["sagemaker"].keys), **_ARGUMENTS, "region": "us-east-1", "distributed_type": "NO"}

@@ -8,6 +8,7 @@ that only some ranks run ends as it would without the comparison.
 from __future__ import annotations
 
 import json
+import os
 import time
 import weakref
 from collections import Counter
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from accelerate.base._warn import user_lines, warn_user
+from accelerate.base._warn import outside, warn_user
 from accelerate.data import adapter, reading
 from accelerate.data.loader import PreparedLoader
 from accelerate.extension import Extension
@@ -70,6 +71,15 @@ def _drawn_order(loader: PreparedLoader) -> tuple[str | None, int | None]:
     return contents.digest(getattr(adapter.sharding(base), "order_head", ())), adapter.samples_per_epoch(base)
 
 
+def _user_lines(most: int = 4) -> list[str]:
+    """Return the lines outside this package that run now, innermost first, each as file name and number."""
+    frame, lines = outside()[1], []
+    while frame is not None and len(lines) < most:
+        lines.append(f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}")
+        frame = frame.f_back
+    return lines
+
+
 class Agreement:
     """Compares what the ranks read through one loader; the views of `skip_first_batches` share it.
 
@@ -81,7 +91,7 @@ class Agreement:
 
     def __init__(self, dataset: Any, decided: bool, read_by_all: bool) -> None:
         # By the lines, because some ranks may prepare loaders that others do not, also by a function that all ranks call.
-        lines = user_lines()
+        lines = _user_lines()
         self.line, place = lines[0], "<".join(lines)
         self.name = f"{place}#{_prepared_at[place]}"
         _prepared_at[place] += 1

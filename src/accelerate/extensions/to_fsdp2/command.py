@@ -54,7 +54,8 @@ def load_config(config_file: str) -> dict[str, Any]:
         FileNotFoundError: there is no such file.
         LaunchError: it is no YAML or JSON, or holds no keys and values.
     """
-    from accelerate.launch.config_file import find_required, load_mapping
+    from accelerate.extensions.configure.config_utils import find_required  # not for --help
+    from accelerate.launch.config_file import load_mapping
 
     return load_mapping(find_required(config_file))
 
