@@ -25,7 +25,6 @@ from torch.utils.hooks import RemovableHandle
 import accelerate.runtime.exit  # noqa: F401 - its hook runs after those that programs register later
 from accelerate import comm
 from accelerate.base._lazy import front
-from accelerate.base.constants import PROFILE_PATTERN_NAME
 from accelerate.comm import operations
 from accelerate.comm.base import Communicator
 from accelerate.config.enums import DistributedType, DynamoBackend, RNGType
@@ -36,14 +35,12 @@ from accelerate.config.handlers import (
     GradScalerKwargs,
     InitProcessGroupKwargs,
     KwargsHandler,
-    ProfileKwargs,
     TorchDynamoPlugin,
 )
 from accelerate.config.project import DataLoaderConfiguration, ProjectConfiguration
 from accelerate.config.strategies import traits_of
 from accelerate.data.build import plan_of, prepare_data_loader, skip_first_batches  # noqa: F401 - see `_replaceable`
 from accelerate.data.plan import DataPlan
-from accelerate.devices.memory import memory_snapshot
 from accelerate.extension import Extensions, specs, third_parties
 from accelerate.logging import get_logger
 from accelerate.parallelism_config import ParallelismConfig
@@ -65,7 +62,7 @@ _HOMES = {
     "accelerate.modules.unwrap": "model_has_dtensor",
     "accelerate.extensions.big_models.weights": "get_state_dict_offloaded_model",
     "accelerate.base.constants": (
-        "DTENSOR_PYTORCH_VERSION FSDP2_PYTORCH_VERSION FSDP_PYTORCH_VERSION MODEL_NAME SAFE_WEIGHTS_INDEX_NAME "
+        "DTENSOR_PYTORCH_VERSION FSDP2_PYTORCH_VERSION FSDP_PYTORCH_VERSION MODEL_NAME PROFILE_PATTERN_NAME SAFE_WEIGHTS_INDEX_NAME "
         "SAFE_WEIGHTS_NAME SAFE_WEIGHTS_PATTERN_NAME SCALER_NAME WEIGHTS_INDEX_NAME WEIGHTS_NAME WEIGHTS_PATTERN_NAME"
     ),
     "accelerate.utils.ao": "convert_model_to_fp8_ao",
@@ -201,7 +198,6 @@ class Accelerator(Processes, ExtensionMethods):
     scaler_handler: GradScalerKwargs | None
     init_handler: InitProcessGroupKwargs | None
     autocast_handler: AutocastKwargs | None
-    profile_handler: ProfileKwargs | None
     deepspeed_config: dict[str, Any]  # set when DeepSpeed makes an engine
 
     # Subclasses of libraries set what the constructor sets, and do not call it; these are the attributes that they do not know.
@@ -919,34 +915,6 @@ class Accelerator(Processes, ExtensionMethods):
         handler = self.autocast_handler if autocast_handler is None else autocast_handler
         kind = "no" if traits_of(self.distributed_type).casts_itself else self.mixed_precision
         return amp.autocast_context(self.device.type, precision(kind), handler)
-
-    @contextlib.contextmanager
-    def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[torch.profiler.profile]:
-        """Return a context that profiles its region, and writes a trace per rank where a folder is set.
-
-        Collective: call on every rank.
-
-        Args:
-            profile_handler: Settings for this region, instead of the Accelerator's.
-
-        Example:
-            >>> accelerator = Accelerator(cpu=True)
-            >>> with accelerator.profile() as profiler:
-            ...     _ = torch.ones(2, 2) @ torch.ones(2, 2)
-            >>> any("mm" in row.key for row in profiler.key_averages())
-            True
-
-        Source:
-            https://docs.pytorch.org/docs/stable/profiler.html
-        """
-        handler = profile_handler or self.profile_handler or ProfileKwargs()
-        with memory_snapshot(handler.snapshot_folder, self.device, self.process_index), handler.build() as profiler:
-            yield profiler
-        if handler.output_trace_dir is not None:
-            name = PROFILE_PATTERN_NAME.format(suffix=self.process_index)
-            os.makedirs(handler.output_trace_dir, exist_ok=True)
-            profiler.export_chrome_trace(os.path.join(handler.output_trace_dir, name))
-            self.wait_for_everyone()
 
     def maybe_context_parallel(
         self,

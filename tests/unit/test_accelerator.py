@@ -8,7 +8,6 @@ import logging
 import pickle
 import textwrap
 from collections import OrderedDict
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -16,7 +15,7 @@ import torch
 from torch import nn
 
 import accelerate.accelerator as home
-from accelerate import Accelerator, DistributedDataParallelKwargs, GradScalerKwargs, ParallelismConfig, ProfileKwargs
+from accelerate import Accelerator, DistributedDataParallelKwargs, GradScalerKwargs, ParallelismConfig
 from accelerate.state import AcceleratorState, GradientState, PartialState, is_initialized
 from accelerate.utils import (
     DataLoaderConfiguration,
@@ -92,38 +91,6 @@ def test_backward_divides_by_the_steps_and_refuses_what_means_nothing():
             accelerator.backward(loss, num_items=count)
     with pytest.raises(TypeError, match="1.5"):
         accelerator.backward(1.5)
-
-
-def test_profile_writes_a_trace(tmp_path):
-    accelerator = Accelerator(cpu=True)
-    with accelerator.profile(ProfileKwargs(activities=["cpu"], output_trace_dir=str(tmp_path))) as profiler:
-        torch.ones(2) + 1
-    assert profiler.key_averages()
-    assert (tmp_path / "profile_0.json").stat().st_size > 0
-
-
-@pytest.mark.parametrize("given", [True, "folder"])
-def test_a_memory_snapshot_is_written_even_after_an_error(monkeypatch, tmp_path, given):
-    calls = []
-    memory = SimpleNamespace(
-        _record_memory_history=lambda **options: calls.append(options), _dump_snapshot=lambda path: calls.append(path)
-    )
-    monkeypatch.setattr(torch.cpu, "memory", memory, raising=False)
-    trace = str(tmp_path / "trace") if given is True else None
-    folder = trace or str(tmp_path / given)
-    handler = ProfileKwargs(output_trace_dir=trace, memory_snapshot=given if given is True else folder)
-    with pytest.raises(MemoryError), Accelerator(cpu=True).profile(handler):
-        raise MemoryError
-    assert calls == [{}, f"{folder}/memory_0.pickle", {"enabled": None}] and (tmp_path / folder).is_dir()
-
-
-def test_a_memory_snapshot_that_cannot_be_taken_is_refused(tmp_path):
-    accelerator = Accelerator(cpu=True)
-    with pytest.raises(ValueError, match="memory_snapshot=True needs output_trace_dir"):
-        accelerator.profile(ProfileKwargs(memory_snapshot=True)).__enter__()
-    handler = ProfileKwargs(memory_snapshot=tmp_path)
-    with pytest.raises(ValueError, match="no allocations on 'cpu'. Set profile_memory=True"):
-        accelerator.profile(handler).__enter__()
 
 
 def test_it_pickles_and_still_knows_what_it_prepared():

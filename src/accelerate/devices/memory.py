@@ -1,9 +1,6 @@
 """Freeing device memory, and recognising that memory ran out."""
 
-import contextlib
 import gc
-import os
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -72,23 +69,3 @@ def should_reduce_batch_size(exception: Exception) -> bool:
         return False
     text = str(exception).lower()
     return any(sign in text for sign in OUT_OF_MEMORY_TEXTS)
-
-
-@contextlib.contextmanager
-def memory_snapshot(folder: str | None, device: torch.device, rank: int) -> Iterator[None]:
-    """Record the allocations on a device inside, and write them to a file in a folder, after an error too; None does nothing."""
-    if folder is None:
-        yield
-        return
-    memory = getattr(getattr(torch, device.type, None), "memory", None)
-    if not hasattr(memory, "_record_memory_history"):
-        raise ValueError(
-            f"memory_snapshot={folder!r}: torch records no allocations on {device.type!r}. Set profile_memory=True instead, "
-            "which puts them into the trace."
-        )
-    os.makedirs(folder, exist_ok=True)
-    with contextlib.ExitStack() as last:
-        last.callback(memory._record_memory_history, enabled=None)
-        memory._record_memory_history()
-        last.callback(memory._dump_snapshot, os.path.join(folder, f"memory_{rank}.pickle"))
-        yield

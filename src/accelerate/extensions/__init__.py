@@ -32,6 +32,7 @@ TABLE = (
     "pipeline",
     "plan",
     "preemption",
+    "profile",
     "quantize",
     "regional_compilation",
     "replicas",

@@ -17,7 +17,6 @@ from accelerate.config.handlers import (
     GradScalerKwargs,
     InitProcessGroupKwargs,
     KwargsHandler,
-    ProfileKwargs,
     TorchDynamoPlugin,
 )
 from accelerate.config.options import BY_NAME
@@ -35,7 +34,6 @@ HANDLERS: dict[type, str] = {
     GradScalerKwargs: "scaler_handler",
     InitProcessGroupKwargs: "init_handler",
     AutocastKwargs: "autocast_handler",
-    ProfileKwargs: "profile_handler",
 }
 
 

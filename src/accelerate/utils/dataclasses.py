@@ -11,11 +11,12 @@ _HOMES = {
         "EnumWithContains FP8BackendType LoggerType PrecisionType RNGType SageMakerDistributedType"
     ),
     "accelerate.extensions.fp8.recipes": "AORecipeKwargs FP8RecipeKwargs MSAMPRecipeKwargs TERecipeKwargs",
+    "accelerate.extensions.profile.settings": "ProfileKwargs",
     "accelerate.extensions.quantize.config": "BnbQuantizationConfig",
     "accelerate.config.fsdp": "FullyShardedDataParallelPlugin get_module_class_from_name",
     "accelerate.config.handlers": (
         "AutocastKwargs DistributedDataParallelKwargs GradientAccumulationPlugin GradScalerKwargs "
-        "InitProcessGroupKwargs KwargsHandler ProfileKwargs TorchDynamoPlugin"
+        "InitProcessGroupKwargs KwargsHandler TorchDynamoPlugin"
     ),
     "accelerate.extensions.megatron.plugin": (
         "MODEL_CONFIGS_TO_MEGATRON_PARSERS MegatronLMPlugin add_model_config_to_megatron_parser parse_bert_config "

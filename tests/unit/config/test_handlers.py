@@ -4,7 +4,6 @@ from datetime import timedelta
 from unittest.mock import Mock
 
 import pytest
-import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 from accelerate.config.enums import DDPCommunicationHookType
@@ -12,7 +11,6 @@ from accelerate.config.handlers import DistributedDataParallelKwargs as DDPKwarg
 from accelerate.config.handlers import (
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
-    ProfileKwargs,
     TorchDynamoPlugin,
 )
 from cases import cases
@@ -69,21 +67,3 @@ def test_a_hook_that_is_set_later_and_settings_without_effect():
         DDPKwargs(comm_wrapper="bf16")
     with pytest.warns(UserWarning, match="comm_state_option has no effect with comm_hook=fp16"):
         DDPKwargs(comm_hook="fp16", comm_state_option={"random_seed": 1})
-
-
-def test_profile_builds_torchs_profiler():
-    traces = []
-    handler = ProfileKwargs(
-        activities=["cpu"],
-        schedule_option={"wait": 1, "warmup": 1, "active": 1, "repeat": 1},
-        on_trace_ready=traces.append,
-        record_shapes=True,
-        with_flops=True,
-    )
-    profiler = handler.build()
-    assert list(profiler.activities) == [torch.profiler.ProfilerActivity.CPU]
-    assert (profiler.record_shapes, profiler.with_flops, profiler.with_stack) == (True, True, False)
-    assert profiler.on_trace_ready == traces.append
-    assert profiler.schedule(2) is torch.profiler.ProfilerAction.RECORD_AND_SAVE
-    with pytest.raises(ValueError, match="Invalid profiler activity: 'tpu'.*cpu.*cuda"):
-        ProfileKwargs(activities=["cpu", "tpu"]).build()

@@ -64,7 +64,7 @@ HOMES: dict[str, str] = {
         "AORecipeKwargs AutocastKwargs BnbQuantizationConfig ComputeEnvironment CustomDtype DeepSpeedPlugin "
         "DistributedDataParallelKwargs DistributedType DynamoBackend FP8BackendType FP8RecipeKwargs "
         "FullyShardedDataParallelPlugin GradScalerKwargs GradientAccumulationPlugin InitProcessGroupKwargs LoggerType MSAMPRecipeKwargs "
-        "MegatronLMPlugin PrecisionType RNGType SageMakerDistributedType TERecipeKwargs TensorInformation "
+        "MegatronLMPlugin PrecisionType ProfileKwargs RNGType SageMakerDistributedType TERecipeKwargs TensorInformation "
         "TorchTensorParallelPlugin get_module_class_from_name"
     ),
     "accelerate.utils.environment": (
@@ -131,7 +131,7 @@ NAMES: dict[str, str] = {
         "AORecipeKwargs AcceleratedOptimizer AcceleratedScheduler DataLoaderDispatcher DeepSpeedPlugin "
         "DistributedDataParallelKwargs FP8RecipeKwargs FullyShardedDataParallelPlugin GradScalerKwargs "
         "GeneralTracker InitProcessGroupKwargs LOGGER_TYPE_TO_CLASS LoggerType MSAMPRecipeKwargs MegatronLMPlugin PartialState "
-        "PrecisionType TERecipeKwargs TorchTensorParallelPlugin _attach_context_parallel_hooks "
+        "PrecisionType ProfileKwargs TERecipeKwargs TorchTensorParallelPlugin _attach_context_parallel_hooks "
         "_refuse_recurrent_layers_under_sequence_parallelism apply_fp8_autowrap check_os_kernel "
         "clean_state_dict_for_safetensors compare_versions compile_regions compile_regions_deepspeed "
         "compile_regions_fsdp2 convert_model convert_outputs_to_fp32 ensure_weights_retied "
