@@ -180,8 +180,7 @@ class Details:
         }
         if tensors:
             values["tensors"]["list"] = {
-                file: {name: vars(entry) for name, entry in entries.items()}
-                for file, entries in self.tensors.items()
+                file: {name: vars(entry) for name, entry in entries.items()} for file, entries in self.tensors.items()
             }
         return values
 
