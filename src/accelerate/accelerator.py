@@ -39,8 +39,7 @@ from accelerate.config.handlers import (
 )
 from accelerate.config.project import DataLoaderConfiguration, ProjectConfiguration
 from accelerate.config.strategies import traits_of
-from accelerate.data.build import plan_of, prepare_data_loader, skip_first_batches  # noqa: F401 - see `_replaceable`
-from accelerate.data.plan import DataPlan
+from accelerate.data.build import prepare_data_loader, skip_first_batches  # noqa: F401 - see `_replaceable`
 from accelerate.extension import Extensions, specs, third_parties
 from accelerate.logging import get_logger
 from accelerate.parallelism_config import ParallelismConfig
@@ -1163,40 +1162,6 @@ class Accelerator(Processes, ExtensionMethods):
         from accelerate.training import saving
 
         return saving.register_hook(self._load_model_state_pre_hook, hook)
-
-    def data_plan(self, loader: Any) -> DataPlan:
-        """Return who reads what of a prepared loader: shards, samples, batches, duplicates.
-
-        The plan is made when the loader is prepared, and then also logged in one line at the level INFO.
-
-        Not a collective.
-
-        Args:
-            loader: A prepared data loader.
-
-        Returns:
-            A `DataPlan`; `str()` of it is a table. Numbers that are not known beforehand are None.
-
-        Raises:
-            TypeError: The loader was not prepared.
-
-        Example:
-            >>> accelerator = Accelerator()
-            >>> loader = accelerator.prepare(torch.utils.data.DataLoader(range(10), batch_size=4))
-            >>> plan = accelerator.data_plan(loader)
-            >>> plan.samples, plan.own.batches, plan.reading
-            (10, 3, 'own shard by index')
-            >>> print(plan)
-            data     map-style, 10 samples
-            read     own shard by index
-            order    SequentialSampler
-            epoch    10 samples, 0 duplicates, 0 dropped
-            batch    4 per process, 4 in total
-            workers  0 per process
-            shard  ranks  samples  duplicates  batches  reads
-            0      0      10       0           3        100%
-        """
-        return plan_of(loader)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """Return a loader that omits the first batches of its next epoch, to continue in the middle of one.

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from accelerate.config.parallel import TorchTensorParallelConfig
-from accelerate.data.plan import ShardLayout
+from accelerate.data.layout import ShardLayout
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.strategies.mesh import submesh
 from cases import cases

@@ -35,7 +35,7 @@ _LOADER_PARAMETERS = tuple(inspect.signature(DataLoader.__init__).parameters)[1:
 _DIVISIONS = [("num_replicas", "rank"), ("world_size", "rank")]
 _DIVISIONS += [("data_parallel_size", "data_parallel_rank"), ("num_processes", "process_index")]
 # Attributes of prepared loaders that are not pickled.
-_OF_THE_PROCESS = ("gradient_state", "_connection", "_layouts", "_undivided")
+_OF_THE_PROCESS = ("gradient_state", "_connection", "_layouts")
 
 # Questions -------------------------------------------------------------------------------------------------------------
 

@@ -18,8 +18,8 @@ from accelerate.config.strategies import record_of
 from accelerate.data import adapter, iterable
 from accelerate.data.adapter import as_stateful, batching_sampler, is_stateful, is_stream, skipping, variant
 from accelerate.data.dispatcher import DataLoaderDispatcher
+from accelerate.data.layout import ShardLayout
 from accelerate.data.loader import DataLoaderShard, PreparedLoader, SkipDataLoader
-from accelerate.data.plan import DataPlan, ShardLayout
 from accelerate.data.reading import AlreadySplit, ByPieces, Dispatched, OwnShard, Reading, ReadsEverything
 from accelerate.data.samplers import SeedableRandomSampler, check_split, draw_seed
 from accelerate.data.workers import EpochStream, SeededDataset, WorkerDataset
@@ -134,14 +134,14 @@ def prepare_data_loader(
     reading = way(dataloader, layouts, process_index, split_batches, even_batches)
     if isinstance(reading, Dispatched):
         reading.counts_samples = layout.num_shards > 1 or slice_fn_for_dispatch is not None
-    data_plan, changes = reading.plan(), reading.sharded()
+    changes = reading.sharded()
     changes |= _for_workers(dataloader, changes.get("dataset", dataloader.dataset))
     stateful = use_stateful_dataloader or is_stateful(dataloader)
     base = as_stateful(dataloader, **changes) if stateful else variant(dataloader, **changes)
     common = {
         "skip_batches": skipped,
         "use_stateful_dataloader": stateful,
-        "_drop_last": data_plan.drop_last,
+        "_drop_last": reading.drop_last,
         "_non_blocking": non_blocking,
         "torch_device_mesh": torch_device_mesh,
         "_base": base,
@@ -154,22 +154,10 @@ def prepare_data_loader(
         kind = imported(loader_class)() if loader_class else DataLoaderShard
         own_device = (state.device if device is None else device) if put_on_device else None
         loader = kind(base.dataset, own_device, rng_types, generator, **common)
-    loader.plan = data_plan
-    loader._undivided = dataloader.dataset
+    loader._reading = reading
     if state.is_main_process:
-        logger.info("Prepared a data loader: %s.", data_plan.summary)
+        logger.info("Prepared a data loader of %d shards; read: %s.", layout.num_shards, way.name)
     return loader
-
-
-def plan_of(loader: DataLoader) -> DataPlan:
-    """Return the plan of a prepared loader, or of a view of one; TypeError if it was not prepared."""
-    # By the real type, because prepared loaders pass as the loader they wrap.
-    if not (issubclass(type(loader), PreparedLoader) and isinstance(loader.plan, DataPlan)):
-        raise TypeError(
-            f"loader is a {type(loader).__name__} that was not prepared, so nothing was planned for it. Pass what "
-            "accelerator.prepare(loader) returned."
-        )
-    return loader.plan
 
 
 def _is_divided(

@@ -15,8 +15,8 @@ from accelerate.data import resume
 from accelerate.data.adapter import DataLoaderAdapter, is_stateful, placer, variant
 from accelerate.data.dividing import Divider, agreed_length, first_length, shares
 from accelerate.data.iterable import SizingCollate
+from accelerate.data.layout import ShardLayout
 from accelerate.data.loader import PreparedLoader
-from accelerate.data.plan import ShardLayout
 from accelerate.data.progress import Position
 from accelerate.data.samplers import EndAhead, ReplayableRandomSampler, Rounds, unskipped
 from accelerate.process import PartialState

@@ -14,8 +14,8 @@ from accelerate.data import adapter, resume, samplers
 from accelerate.data.adapter import DataLoaderAdapter, DataLoaderStateMixin, is_stateful, is_stream, placer, skipping
 from accelerate.data.epoch import FromPosition, FromStart, epoch_start, replacement_iterator, take_pending_position
 from accelerate.data.iterable import has_buffer
-from accelerate.data.plan import DataPlan
 from accelerate.data.progress import Position, Progress
+from accelerate.data.reading import Reading
 from accelerate.data.samplers import BatchSamplerShard, EndAhead, Part, ReplayableRandomSampler, layers
 from accelerate.data.workers import SeededDataset, WorkerDataset
 from accelerate.extension import NO_EXTENSIONS
@@ -29,16 +29,14 @@ from accelerate.state import GradientState
 class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     """Everything that the loaders of this package share, except how they get their batches."""
 
-    # Who reads what, worked out when the loader was prepared.
-    plan: DataPlan | None = None
+    # How the processes read the data, decided when the loader was prepared.
+    _reading: Reading | None = None
     # Whether an epoch that was running when a checkpoint was saved continues automatically after a load.
     continue_after_load = True
     # Whether this kind of loader reads a batch before the loop asks for it.
     _reads_ahead = False
     # Whether a thread reads so many steps ahead that a continued run does not repeat them.
     _notes_nothing = False
-    # The dataset before preparing divided it.
-    _undivided: Any = None
     # Those of the Accelerator that prepared it.
     _extensions = NO_EXTENSIONS
 
@@ -128,14 +126,18 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         shard = adapter.sharding(self.base_dataloader)
         if isinstance(shard, Part):
             return shard.round_log.get(self._progress.batches - 1)
-        return self.plan.filled_ends if self.plan is not None and self._progress.at_end else None
+        return self._filled_ends if self._progress.at_end else None
+
+    @property
+    def _filled_ends(self) -> tuple[int, ...] | None:
+        return None if self._reading is None else self._reading.filled_ends
 
     def _ends_unevenly(self) -> bool:
-        return self.plan is not None and self.plan.ends_by_vote
+        return self._reading is not None and self._reading.ends_by_vote
 
     def _parts(self) -> int:
         """Return in how many parts the ranks read, where the wrapped loader knows only its part; 1 where its shard knows all."""
-        parts = 1 if self.plan is None else len(self.plan.shards) if self.plan.ends_by_vote else self.plan.parts
+        parts = 1 if self._reading is None else self._reading.parts
         return 1 if parts == 1 or isinstance(adapter.sharding(self.base_dataloader), Part) else parts
 
     def _batches_per_step(self) -> int:

@@ -12,6 +12,7 @@ TABLE = (
     "conditional",
     "configure",
     "convert",
+    "data_plan",
     "deepspeed",
     "dry_run",
     "ema",

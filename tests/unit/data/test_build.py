@@ -14,6 +14,7 @@ from accelerate.data import reading
 from accelerate.data.build import prepare_data_loader
 from accelerate.data.dispatcher import DataLoaderDispatcher
 from accelerate.data.iterable import is_datapipe
+from accelerate.data.layout import ShardLayout
 from accelerate.data.loader import DataLoaderShard
 from accelerate.data.workers import SeededDataset
 from loader_samples import TWO, Numbers, Stream, values
@@ -39,17 +40,17 @@ def test_streams_that_can_divide_themselves_do(caplog):
     with caplog.at_level(logging.INFO):
         prepared = prepare_data_loader(DataLoader(Pieces(), 2), **TWO)
     assert values(prepared) == [[2, 3]] and "read: by pieces" in caplog.text
-    assert prepared.plan.reading == reading.ByPieces.name and prepared.plan.ends_by_vote
+    assert type(prepared._reading) is reading.ByPieces and prepared._ends_unevenly()
     with caplog.at_level(logging.INFO):
         prepared = prepare_data_loader(DataLoader(Pieces(), 2), num_processes=3, process_index=1)
-    assert prepared.plan.reading == reading.ReadsEverything.name and not prepared.plan.ends_by_vote
+    assert type(prepared._reading) is reading.ReadsEverything and not prepared._ends_unevenly()
     assert "reads everything, keeps its part" in caplog.text
 
 
 def test_a_stream_divided_by_its_user_is_not_divided_again():
     prepared = prepare_data_loader(DataLoader(Stream(8), 4), put_on_device=True, shard_iterable_dataset=False, **TWO)
     assert type(prepared) is DataLoaderShard and values(prepared) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert prepared.plan.reading == reading.AlreadySplit.name
+    assert type(prepared._reading) is reading.AlreadySplit
     halved = prepare_data_loader(DataLoader(Stream(8), 4), split_batches=True, shard_iterable_dataset=False, **TWO)
     assert values(halved) == [[0, 1], [2, 3], [4, 5], [6, 7]] and halved.batch_size == 2
     map_style = prepare_data_loader(DataLoader(Numbers(8), 2), shard_iterable_dataset=False, **TWO)
@@ -157,3 +158,15 @@ def test_workers_of_two_loaders_draw_other_numbers_and_those_of_the_same_run_the
 
     first, second = views()
     assert not torch.equal(first, second) and all(map(torch.equal, (first, second), views()))
+
+
+def mesh(names, shape):
+    ranks = torch.arange(torch.Size(shape).numel()).view(shape)
+    return SimpleNamespace(mesh=ranks, mesh_dim_names=names)
+
+
+def test_a_mesh_that_does_not_tell_is_refused():
+    with pytest.raises(ValueError, match="dimension names None"):
+        ShardLayout.of_all(2, mesh(None, (2,)))
+    with pytest.raises(ValueError, match="holds process 2 0 times"):
+        ShardLayout.of_all(6, mesh(("dp_shard",), (2,)))

@@ -49,13 +49,12 @@ class SameData(Extension):
 
     def registered(self, kind: str, prepared: Any, evaluation: bool) -> None:
         """Begin to compare a loader, unless each rank reads its own part, or what is dispatched has no table."""
-        data_plan = prepared.plan if issubclass(type(prepared), PreparedLoader) else None
-        if data_plan is None or len(data_plan.shards) == 1 or data_plan.reading == reading.AlreadySplit.name:
+        way = prepared._reading if issubclass(type(prepared), PreparedLoader) else None
+        if way is None or way.shards == 1 or isinstance(way, reading.AlreadySplit):
             return
-        dispatched = data_plan.reading == reading.Dispatched.name
-        if not dispatched or contents.tables(prepared._undivided):
-            indexed = data_plan.reading == reading.OwnShard.name
-            self._agreements[prepared] = Agreement(prepared._undivided, indexed, not dispatched)
+        dataset, dispatched = way.loader.dataset, isinstance(way, reading.Dispatched)
+        if not dispatched or contents.tables(dataset):
+            self._agreements[prepared] = Agreement(dataset, isinstance(way, reading.OwnShard), not dispatched)
 
     def first_batches(self, loader: PreparedLoader, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield the batches until the ranks are compared."""

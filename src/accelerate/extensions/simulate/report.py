@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from accelerate.base.table import size_text, table
-from accelerate.data.plan import DataPlan
+from accelerate.extensions.data_plan import counting
+from accelerate.extensions.data_plan.plan import DataPlan
 from accelerate.extensions.reports import device_specs
 from accelerate.extensions.reports.collectives import EVERYONE, Collective
 from accelerate.extensions.reports.estimator import Fleet, Transfer, step_time
@@ -60,7 +61,7 @@ class Facts:
             "batches_a_step": accumulation,
             "models": [type(model).__name__ for model in models],
         }
-        plans = [loader.plan for loader in loaders if isinstance(getattr(loader, "plan", None), DataPlan)]
+        plans = [counting.plan(loader._reading) for loader in loaders if getattr(loader, "_reading", None) is not None]
         self._prepared = {
             "layout": list(_groups(accelerator.torch_device_mesh)),
             "data": [_data(plan, accumulation) for plan in plans],

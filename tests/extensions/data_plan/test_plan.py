@@ -1,17 +1,16 @@
 """The data plan against what really happens: every shard is iterated and its samples are counted."""
 
 import itertools
-from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from accelerate.data import reading
-from accelerate.data.build import plan_of, prepare_data_loader
+from accelerate.data.build import prepare_data_loader
 from accelerate.data.loader import DataLoaderShard
-from accelerate.data.plan import ShardLayout
 from accelerate.data.samplers import SeedableRandomSampler
+from accelerate.extensions.data_plan.method import plan_of
 from loader_samples import Numbers, SizedStream, Stream, dispatched
 
 
@@ -131,6 +130,28 @@ def test_of_a_stream_divided_by_the_user_only_the_own_part_is_known():
     assert "stop when the first shard ends" in str(found) and "stop when the first shard ends" in found.summary
 
 
+@pytest.mark.filterwarnings("ignore:.*gives part")
+@pytest.mark.parametrize("sampler_drops", [True, False])
+@pytest.mark.parametrize("drop_last", [True, False])
+@pytest.mark.parametrize("shards", [2, 3, 4])
+def test_the_numbers_of_a_distributed_sampler_are_true(shards, drop_last, sampler_drops):
+    for length in range(shards, 14):
+        loaders = []
+        for rank in range(shards):
+            sampler = DistributedSampler(Rows(length), shards, rank, shuffle=False, drop_last=sampler_drops)
+            source = DataLoader(Rows(length), 2, sampler=sampler, drop_last=drop_last)
+            loaders.append(prepare_data_loader(source, num_processes=shards, process_index=rank))
+        plans = [plan_of(loader) for loader in loaders]
+        assert told(plans) == counted([iterate(loader) for loader in loaders]), (length, plans[0])
+        assert plans[0].dropped == length - plans[0].samples and not plans[0].ends_by_vote
+
+
+def test_the_parts_of_a_custom_sampler_are_known_to_their_rank_only():
+    loader = DataLoader(Rows(4), batch_sampler=[[0], [1, 2]])
+    found = plan_of(prepare_data_loader(loader, num_processes=2, process_index=1, already_sharded=True))
+    assert found.reading == reading.AlreadySplit.name and found.ends_by_vote and found.parts == 2
+
+
 @pytest.mark.parametrize("loader", [DataLoader(Rows(4)), [1], None, DataLoaderShard(Rows(4), batch_size=2)])
 def test_a_loader_that_was_not_prepared_has_no_plan(loader):
     with pytest.raises(TypeError, match=r"was not prepared.*accelerator\.prepare\(loader\)"):
@@ -139,7 +160,7 @@ def test_a_loader_that_was_not_prepared_has_no_plan(loader):
 
 def test_the_table_is_that_of_the_guide():
     loader = prepare_data_loader(DataLoader(Rows(10), 2, shuffle=True), num_processes=2, process_index=0)
-    assert str(loader.plan) == TABLE
+    assert str(plan_of(loader)) == TABLE
 
 
 @pytest.mark.parametrize("batched", [True, False])
@@ -149,7 +170,7 @@ def test_a_custom_sampler_is_walked_and_the_plan_says_so(batched):
 
     def planned(sampler, processes=2):
         loader = DataLoader(Rows(10), 2 if batched else None, sampler=sampler)
-        return prepare_data_loader(loader, num_processes=processes, process_index=0).plan
+        return plan_of(prepare_data_loader(loader, num_processes=processes, process_index=0))
 
     line = "find     each process goes through the batches of all, because the sampler is a custom one"
     assert planned(Custom(range(10))).walked and line in str(planned(Custom(range(10)))).splitlines()
@@ -168,15 +189,3 @@ workers  0 per process
 shard  ranks  samples  duplicates  batches  reads
 0      0      6        0           3        50%
 1      1      4        2           3        50%"""
-
-
-def mesh(names, shape):
-    ranks = torch.arange(torch.Size(shape).numel()).view(shape)
-    return SimpleNamespace(mesh=ranks, mesh_dim_names=names)
-
-
-def test_a_mesh_that_does_not_tell_is_refused():
-    with pytest.raises(ValueError, match="dimension names None"):
-        ShardLayout.of_all(2, mesh(None, (2,)))
-    with pytest.raises(ValueError, match="holds process 2 0 times"):
-        ShardLayout.of_all(6, mesh(("dp_shard",), (2,)))
