@@ -120,10 +120,11 @@ def deals_out(loader: DataLoader, parts: int) -> bool:
     return as_torch and sampler.num_replicas == parts
 
 
-def sharding(loader: DataLoader) -> Any:
-    """What gives the process its part: the shard of a stream or of a batch sampler; else the sampler itself."""
-    stream = isinstance(loader.dataset, IterableDatasetShard)
-    return loader.dataset if stream else unskipped(batching_sampler(loader))[0]
+def part_of(loader: DataLoader) -> Part | None:
+    """The shard of a stream or of a batch sampler that gives this process its part; None if there is none."""
+    dataset = loader.dataset
+    shard = dataset if isinstance(dataset, IterableDatasetShard) else unskipped(batching_sampler(loader))[0]
+    return shard if isinstance(shard, Part) else None
 
 
 def shuffling_generator(loader: Any, sampler: Any | None) -> torch.Generator | None:
@@ -400,13 +401,14 @@ class DataLoaderAdapter:
 
     def _batches_per_step(self) -> int:
         """Batches of the wrapped loader that all processes together take in a step, each counted in the size it has undivided."""
-        shard = sharding(self.base_dataloader)
-        return shard.num_processes if isinstance(shard, Part) and not shard.split_batches else 1
+        part = part_of(self.base_dataloader)
+        return 1 if part is None or part.split_batches else part.num_processes
 
     def _samples_per_step(self) -> int | None:
         """Samples that all processes together receive in one step; None if that varies."""
-        size = getattr(sharding(self.base_dataloader), "batch_size", None)
-        size = self.base_dataloader.batch_size if size is None else size
+        base, part = self.base_dataloader, part_of(self.base_dataloader)
+        size = getattr(batching_sampler(base) if part is None else part, "batch_size", None)
+        size = base.batch_size if size is None else size
         return None if size is None else size * self._batches_per_step()
 
     def _data(self) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Set
 from itertools import islice
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ import torch
 _DEEPEST, _MOST_ITEMS, _MOST_OBJECTS = 5, 64, 2000
 _LEAVES = (str, bytes, int, float, complex, type(None), type, ModuleType, torch.Tensor, torch.nn.Module, np.ndarray)
 # Packages whose objects hold no dataset of the user's in their attributes.
-_OPAQUE = frozenset(
+OPAQUE = frozenset(
     {"datasets", "transformers", "tokenizers", "numpy", "pyarrow", "logging", "threading", "multiprocessing"}
 )
 
@@ -36,13 +36,9 @@ def reachable(dataset: Any) -> Iterator[Any]:
 
 def _inside(value: Any) -> list[Any]:
     """Return the objects that a value holds directly."""
-    if isinstance(value, Mapping):
-        return list(islice(value.values(), _MOST_ITEMS))
-    if isinstance(value, (list, tuple, set)):
-        return list(islice(value, _MOST_ITEMS))
-    if isinstance(value, (functools.partial, FunctionType, MethodType)):
-        return list(references(value))
-    if type(value).__module__.partition(".")[0] in _OPAQUE:
+    if isinstance(value, (Mapping, list, tuple, set, functools.partial, FunctionType, MethodType)):
+        return list(islice(references(value), _MOST_ITEMS))
+    if type(value).__module__.partition(".")[0] in OPAQUE:
         return []
     slots = (getattr(value, name, None) for name in getattr(type(value), "__slots__", ()) if isinstance(name, str))
     return [*getattr(value, "__dict__", {}).values(), *slots]
@@ -64,18 +60,3 @@ def references(value: Any) -> Iterable[Any]:
     if callable(value) and not isinstance(value, (type, torch.nn.Module)):
         return getattr(value, "__dict__", {}).values()
     return ()
-
-
-def calls(value: Any, names: frozenset[str]) -> bool:
-    """Return whether a function, or a method of an object's class, uses one of these names."""
-    if isinstance(value, FunctionType):
-        return _uses(value.__code__, names)
-    foreign = ("torch", "builtins", *_OPAQUE)
-    kinds = [kind for kind in type(value).__mro__ if kind.__module__.partition(".")[0] not in foreign]
-    methods = [method for kind in kinds for method in vars(kind).values() if isinstance(method, FunctionType)]
-    return any(_uses(method.__code__, names) for method in methods)
-
-
-def _uses(code: CodeType, names: frozenset[str]) -> bool:
-    inner = (const for const in code.co_consts if isinstance(const, CodeType))
-    return not names.isdisjoint(code.co_names) or any(_uses(const, names) for const in inner)

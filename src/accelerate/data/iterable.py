@@ -17,8 +17,6 @@ from accelerate.data.samplers import MOST_KEPT, Part, split_head
 
 logger = logging.getLogger(__name__)
 
-# Functions of `datasets` and WebDataset that keep the part of one process.
-_SPLITTERS = frozenset({"split_dataset_by_node", "split_by_node"})
 # Looked up, because torch has announced to remove its datapipes.
 _DATAPIPE: Any = getattr(torch.utils.data, "IterDataPipe", ())
 
@@ -134,20 +132,13 @@ def is_split_by_node(dataset: Any, num_shards: int) -> bool:
         return False
     parts = list(contents.reachable(dataset))
     divided = [part for part in parts if _is_divided(part, num_shards)]
-    kind = type(dataset).__name__
     if divided:
         divided_sources = {id(getattr(part, "_ex_iterable", None)) for part in divided}
         if any(id(part._ex_iterable) not in divided_sources for part in parts if hasattr(part, "_ex_iterable")):
             warn_user(
-                f"{kind} holds streams that are divided among the processes, and streams that are not. All are read as they "
+                f"{type(dataset).__name__} holds streams that are divided among the processes, and streams that are not. All are read as they "
                 "are, so each process reads the undivided streams completely. Call split_dataset_by_node for all of them, or for none."
             )
-    elif any(contents.calls(part, _SPLITTERS) for part in parts):
-        warn_user(
-            f"{kind} calls split_dataset_by_node or split_by_node, and its samples are divided among the processes again: "
-            "most of them would not be read. Pass DataLoaderConfiguration(shard_iterable_dataset=False) if each process "
-            "reads its own part of the data; or do not split the data."
-        )
     return bool(divided)
 
 

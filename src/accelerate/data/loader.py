@@ -16,7 +16,7 @@ from accelerate.data.epoch import FromPosition, FromStart, epoch_start, replacem
 from accelerate.data.iterable import has_buffer
 from accelerate.data.progress import Position, Progress
 from accelerate.data.reading import Reading
-from accelerate.data.samplers import BatchSamplerShard, EndAhead, Part, ReplayableRandomSampler, layers
+from accelerate.data.samplers import BatchSamplerShard, EndAhead, ReplayableRandomSampler, layers
 from accelerate.data.workers import SeededDataset, WorkerDataset
 from accelerate.extension import NO_EXTENSIONS
 from accelerate.runtime import generators
@@ -123,9 +123,9 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     @property
     def batch_counts(self) -> tuple[int, ...] | None:
         """Real samples in each shard's batch of the round yielded last; None if all are real."""
-        shard = adapter.sharding(self.base_dataloader)
-        if isinstance(shard, Part):
-            return shard.round_log.get(self._progress.batches - 1)
+        part = adapter.part_of(self.base_dataloader)
+        if part is not None:
+            return part.round_log.get(self._progress.batches - 1)
         return self._filled_ends if self._progress.at_end else None
 
     @property
@@ -138,7 +138,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     def _parts(self) -> int:
         """Return in how many parts the ranks read, where the wrapped loader knows only its part; 1 where its shard knows all."""
         parts = 1 if self._reading is None else self._reading.parts
-        return 1 if parts == 1 or isinstance(adapter.sharding(self.base_dataloader), Part) else parts
+        return parts if parts == 1 or adapter.part_of(self.base_dataloader) is None else 1
 
     def _batches_per_step(self) -> int:
         return super()._batches_per_step() * self._parts()
@@ -279,25 +279,22 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
                 self.remainder = 0
 
     def _shard_fills_up(self) -> bool:
-        shard = adapter.sharding(self.base_dataloader)
-        return isinstance(shard, Part) and getattr(shard, "even_batches", True)
+        part = adapter.part_of(self.base_dataloader)
+        return part is not None and part.even_batches
 
     @property
     def _may_fill_uncounted(self) -> bool:
         """Whether the last round may have samples to drop of which `batch_counts` does not tell."""
-        by_index = isinstance(adapter.sharding(self.base_dataloader), BatchSamplerShard)
+        by_index = isinstance(adapter.part_of(self.base_dataloader), BatchSamplerShard)
         # A shard by index counts its duplicates. Its remainder, if known, is for gathered batches that a caller has padded.
         return not (self._drop_last or (by_index and self.remainder < 0))
 
     def _ends_before_others(self) -> bool:
         """Whether other ranks have a batch after the one that this rank has yielded last."""
-        shard, progress = adapter.sharding(self.base_dataloader), self._progress
-        if not isinstance(shard, BatchSamplerShard) or shard.even_batches:
+        part, progress = adapter.part_of(self.base_dataloader), self._progress
+        if not isinstance(part, BatchSamplerShard) or part.even_batches:
             return False
-        try:
-            return shard.has_round_after(progress.batches, progress.start.extra_samples)
-        except TypeError:  # the sampler has no length
-            return False
+        return part.has_round_after(progress.batches, progress.start.extra_samples)
 
     def _finish_epoch(self) -> None:
         progress = self._progress

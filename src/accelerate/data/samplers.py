@@ -275,6 +275,8 @@ def check_split(batch_size: int | None, num_shards: int) -> None:
 class Part:
     """The part of one process of data that all processes read in rounds. Attributes may be assigned between iterations."""
 
+    even_batches = True  # the last round is completed
+
     def __init__(
         self, batch_size: int | None, drop_last: bool, num_processes: int, process_index: int, split_batches: bool
     ) -> None:
@@ -374,11 +376,14 @@ class BatchSamplerShard(Part, BatchSampler):
         return 0 < len(sampler) % self.batch_size <= self._rounds().share(self.process_index).start
 
     def has_round_after(self, rounds: int, extra: int) -> bool:
-        """Whether any process has a batch after so many rounds and `extra` samples beyond them; TypeError without a length."""
-        if self.deals_samples:
-            per_round, total = self._rounds().total, len(self.batch_sampler.sampler)
-        else:
-            per_round, total = 1 if self.split_batches else self.num_processes, self.total_length
+        """Whether any process has a batch after so many rounds and `extra` samples beyond them, as far as lengths tell."""
+        try:
+            if self.deals_samples:
+                per_round, total = self._rounds().total, len(self.batch_sampler.sampler)
+            else:
+                per_round, total = 1 if self.split_batches else self.num_processes, self.total_length
+        except TypeError:
+            return False
         return rounds * per_round + extra + (per_round if self.drop_last else 1) <= total
 
     def __iter__(self) -> Iterator[list[int]]:

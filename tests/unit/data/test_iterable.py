@@ -45,13 +45,6 @@ class Holder(IterableDataset):
         return iter(())
 
 
-class SplitsWhenRead(IterableDataset):
-    def __iter__(self):
-        from datasets.distributed import split_dataset_by_node
-
-        yield from split_dataset_by_node(None, 0, 2)
-
-
 def hf_stream(rank=None):
     datasets, distributed = pytest.importorskip("datasets"), pytest.importorskip("datasets.distributed")
     stream = datasets.Dataset.from_dict({"ids": list(range(8))}).to_iterable_dataset(num_shards=2)
@@ -78,12 +71,6 @@ def test_divided_stream_is_found_inside_other_objects(around):
 def test_undivided_stream_next_to_divided_one_warns():
     with pytest.warns(UserWarning, match="reads the undivided streams completely"):
         assert is_split_by_node(Holder([hf_stream(rank=0), hf_stream()]), 2)
-
-
-def test_stream_that_splits_when_it_is_read_warns():
-    for stream in (SplitsWhenRead(), Holder(SplitsWhenRead())):
-        with pytest.warns(UserWarning, match="SplitsWhenRead|Holder.*shard_iterable_dataset=False"):
-            assert not is_split_by_node(stream, 2)
 
 
 def test_a_stream_divided_among_others_is_refused():

@@ -22,7 +22,7 @@ from accelerate.base._warn import outside, warn_user
 from accelerate.data import adapter, reading
 from accelerate.data.loader import PreparedLoader
 from accelerate.extension import Extension
-from accelerate.extensions.same_data import contents
+from accelerate.extensions.same_data import contents, splitting
 from accelerate.runtime import torch_private
 
 # How long a rank waits for the messages of others, before its second batch. Loaders that only some ranks read cost this once.
@@ -53,6 +53,8 @@ class SameData(Extension):
         if way is None or way.shards == 1 or isinstance(way, reading.AlreadySplit):
             return
         dataset, dispatched = way.loader.dataset, isinstance(way, reading.Dispatched)
+        if adapter.is_stream(way.loader):
+            splitting.warn_of_double_division(dataset)
         if not dispatched or contents.tables(dataset):
             self._agreements[prepared] = Agreement(dataset, isinstance(way, reading.OwnShard), not dispatched)
 
@@ -67,7 +69,7 @@ class SameData(Extension):
 def _drawn_order(loader: PreparedLoader) -> tuple[str | None, int | None]:
     """Return a digest of the undivided order, and the samples in it, of the epoch that runs."""
     base = loader.base_dataloader
-    return contents.digest(getattr(adapter.sharding(base), "order_head", ())), adapter.samples_per_epoch(base)
+    return contents.digest(getattr(adapter.part_of(base), "order_head", ())), adapter.samples_per_epoch(base)
 
 
 def _user_lines(most: int = 4) -> list[str]:
