@@ -29,8 +29,8 @@ from accelerate.state import GradientState
 class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     """Everything that the loaders of this package share, except how they get their batches."""
 
-    # How the processes read the data, decided when the loader was prepared.
-    _reading: Reading | None = None
+    # How the processes read the data, decided when the loader was prepared; else the class, whose defaults say one part.
+    _reading: Reading | type[Reading] = Reading
     # Whether an epoch that was running when a checkpoint was saved continues automatically after a load.
     continue_after_load = True
     # Whether this kind of loader reads a batch before the loop asks for it.
@@ -126,18 +126,11 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         part = adapter.part_of(self.base_dataloader)
         if part is not None:
             return part.round_log.get(self._progress.batches - 1)
-        return self._filled_ends if self._progress.at_end else None
-
-    @property
-    def _filled_ends(self) -> tuple[int, ...] | None:
-        return None if self._reading is None else self._reading.filled_ends
-
-    def _ends_unevenly(self) -> bool:
-        return self._reading is not None and self._reading.ends_by_vote
+        return self._reading.filled_ends if self._progress.at_end else None
 
     def _parts(self) -> int:
         """Return in how many parts the ranks read, where the wrapped loader knows only its part; 1 where its shard knows all."""
-        parts = 1 if self._reading is None else self._reading.parts
+        parts = self._reading.parts
         return parts if parts == 1 or adapter.part_of(self.base_dataloader) is None else 1
 
     def _batches_per_step(self) -> int:
@@ -363,7 +356,7 @@ class DataLoaderShard(PreparedLoader):
 
     def _iterate(self, position: Position | None) -> Iterator[Any]:
         place = placer(self.device, self._non_blocking)
-        return self._run(position, place, in_step if self._ends_unevenly() else None)
+        return self._run(position, place, in_step if self._reading.ends_by_vote else None)
 
     def _remainder_ahead(self) -> int:
         if self._drop_last:

@@ -201,7 +201,7 @@ def _behind(loader: DataLoaderAdapter, record: dict[str, Any]) -> tuple[int, int
             f"The interrupted epoch has {behind} samples behind it; with {size} a step it continues after {resume_point}."
         )
     base, before, parts = loader.base_dataloader, record.get("shards"), loader._parts()
-    if parts > 1 and loader._ends_unevenly() and before not in (None, loader._batches_per_step()):
+    if parts > 1 and loader._reading.ends_by_vote and before not in (None, loader._batches_per_step()):
         warn_user(
             f"The interrupted epoch had steps of {before} batches, and its sampler divides the data among {parts} processes now: "
             "some samples will be seen again and others omitted, unless it deals them out in turn."

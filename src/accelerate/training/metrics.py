@@ -37,7 +37,8 @@ def gather_for_metrics(accelerator: TrainingRun, data: Any, use_gather_object: b
         copies, stages = layout.tp_size, layout.pp_size  # type: ignore[assignment]  # no size is None
         inner = layout.non_data_parallel_size // stages
     # A sampler of the user's own fills up each part at its own end.
-    has_filled_ends = counts is not None and bool(getattr(state.active_dataloader, "_filled_ends", None))
+    reading = getattr(state.active_dataloader, "_reading", None)
+    has_filled_ends = counts is not None and bool(getattr(reading, "filled_ends", None))
     if inner * stages > 1 or has_filled_ends:
         limit = counts if has_filled_ends else None if whole or keep < 0 else keep
         pick = partial(

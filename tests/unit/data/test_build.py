@@ -40,10 +40,10 @@ def test_streams_that_can_divide_themselves_do(caplog):
     with caplog.at_level(logging.INFO):
         prepared = prepare_data_loader(DataLoader(Pieces(), 2), **TWO)
     assert values(prepared) == [[2, 3]] and "read: by pieces" in caplog.text
-    assert type(prepared._reading) is reading.ByPieces and prepared._ends_unevenly()
+    assert type(prepared._reading) is reading.ByPieces and prepared._reading.ends_by_vote
     with caplog.at_level(logging.INFO):
         prepared = prepare_data_loader(DataLoader(Pieces(), 2), num_processes=3, process_index=1)
-    assert type(prepared._reading) is reading.ReadsEverything and not prepared._ends_unevenly()
+    assert type(prepared._reading) is reading.ReadsEverything and not prepared._reading.ends_by_vote
     assert "reads everything, keeps its part" in caplog.text
 
 

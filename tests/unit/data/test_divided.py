@@ -72,7 +72,7 @@ def test_samplers_of_other_libraries_are_recognised(part):
         loader = prepare_data_loader(DataLoader(Numbers(7), batch_sampler=part), num_processes=2, process_index=1)
     # They may end at different steps, so the processes vote in a real run.
     assert values(loader) == want and loader.batch_sampler is part
-    assert loader._ends_unevenly() is (type(part) is not BatchSampler)
+    assert loader._reading.ends_by_vote is (type(part) is not BatchSampler)
 
 
 def test_what_is_not_divided_or_said_to_be_gives_no_warning():

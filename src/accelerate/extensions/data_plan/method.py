@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from accelerate.data.loader import PreparedLoader
+from accelerate.data.reading import Reading
 from accelerate.extensions.data_plan import counting
 from accelerate.extensions.data_plan.plan import DataPlan
 from accelerate.runtime.run import Run
@@ -48,7 +49,7 @@ def data_plan(run: Run, loader: Any) -> DataPlan:
 def plan_of(loader: Any) -> DataPlan:
     """Return the plan of a prepared loader, or of a view of one; TypeError if it was not prepared."""
     # By the real type, because prepared loaders pass as the loader they wrap.
-    if not issubclass(type(loader), PreparedLoader) or loader._reading is None:
+    if not issubclass(type(loader), PreparedLoader) or not isinstance(loader._reading, Reading):
         raise TypeError(
             f"loader is a {type(loader).__name__} that was not prepared, so nothing was planned for it. Pass what "
             "accelerator.prepare(loader) returned."

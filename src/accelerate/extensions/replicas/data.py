@@ -101,7 +101,7 @@ def check_loader(loader: Any) -> None:
             "replica_batches() got a loader of an iterable dataset, or one with use_stateful_dataloader=True, which cannot be read by "
             "position. Use a map-style dataset and a plain loader."
         )
-    if loader._ends_unevenly() or loader._origin is not None:
+    if loader._reading.ends_by_vote or loader._origin is not None:
         raise ValueError(
             "replica_batches() got a loader with even_batches=False, or one of skip_first_batches. Prepare it with even_batches=True; "
             "the position in the epoch is known without skip_first_batches."

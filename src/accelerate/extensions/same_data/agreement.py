@@ -49,8 +49,8 @@ class SameData(Extension):
 
     def registered(self, kind: str, prepared: Any, evaluation: bool) -> None:
         """Begin to compare a loader, unless each rank reads its own part, or what is dispatched has no table."""
-        way = prepared._reading if issubclass(type(prepared), PreparedLoader) else None
-        if way is None or way.shards == 1 or isinstance(way, reading.AlreadySplit):
+        way = getattr(prepared, "_reading", None)
+        if not isinstance(way, reading.Reading) or way.shards == 1 or isinstance(way, reading.AlreadySplit):
             return
         dataset, dispatched = way.loader.dataset, isinstance(way, reading.Dispatched)
         if adapter.is_stream(way.loader):

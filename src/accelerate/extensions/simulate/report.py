@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from accelerate.base.table import size_text, table
+from accelerate.data.reading import Reading
 from accelerate.extensions.data_plan import counting
 from accelerate.extensions.data_plan.plan import DataPlan
 from accelerate.extensions.reports import device_specs
@@ -61,7 +62,8 @@ class Facts:
             "batches_a_step": accumulation,
             "models": [type(model).__name__ for model in models],
         }
-        plans = [counting.plan(loader._reading) for loader in loaders if getattr(loader, "_reading", None) is not None]
+        readings = [getattr(loader, "_reading", None) for loader in loaders]
+        plans = [counting.plan(reading) for reading in readings if isinstance(reading, Reading)]
         self._prepared = {
             "layout": list(_groups(accelerator.torch_device_mesh)),
             "data": [_data(plan, accumulation) for plan in plans],
