@@ -127,11 +127,11 @@ def part_of(loader: DataLoader) -> Part | None:
     return shard if isinstance(shard, Part) else None
 
 
-def shuffling_generator(loader: Any, sampler: Any | None) -> torch.Generator | None:
-    """Return the generator that decides the order of a prepared loader's samples, by its `get_sampler`; None if there is none."""
+def shuffling_generator(loader: Any) -> torch.Generator | None:
+    """Return the generator that decides the order of the samples of a loader, prepared or not; None if there is none."""
+    sampler, dataset = get_sampler(loader), loader.dataset
     if isinstance(sampler, SeedableRandomSampler):
         return None
-    dataset = loader.dataset
     # A map-style dataset draws its samples from its generator, not their order.
     stream = dataset if isinstance(dataset, IterableDataset) else None
     for owner, name in ((sampler, "generator"), (loader, "synchronized_generator"), (stream, "generator")):
@@ -206,6 +206,11 @@ def variant(loader: DataLoader, **changes: Any) -> DataLoader:
     return copied
 
 
+def restarted(loader: DataLoader, **changes: Any) -> DataLoader:
+    """A `variant` that begins at the first batch of an epoch, whatever state torchdata's loader was given."""
+    return variant(loader, **({"next_iter_state": None} if hasattr(loader, "next_iter_state") else {}), **changes)
+
+
 def as_stateful(loader: DataLoader, **changes: Any) -> DataLoader:
     """Return a loader that saves its position, of the class and with the settings of `loader`; see `variant` for `changes`.
 
@@ -214,7 +219,7 @@ def as_stateful(loader: DataLoader, **changes: Any) -> DataLoader:
         TypeError: The class of `loader` cannot be combined with torchdata's.
     """
     if is_stateful(loader):
-        return variant(loader, **({"next_iter_state": None} if hasattr(loader, "next_iter_state") else {}), **changes)
+        return restarted(loader, **changes)
     kind = stateful_class(type(loader))
     attributes = {name: getattr(loader, name, None) for name in _LOADER_PARAMETERS} | changes
     # torch warns about an empty pin_memory_device, too.
@@ -260,8 +265,7 @@ def _new_stateful(kind: type[DataLoader]) -> DataLoader:
 
 def iterating(loader: DataLoader, sampler: Any) -> DataLoader:
     """A copy of a torch loader that iterates over another sampler: of batches, or of single indices, as `batching_sampler`."""
-    changes = {"sampler" if loader.batch_sampler is None else "batch_sampler": sampler}
-    return as_stateful(loader, **changes) if is_stateful(loader) else variant(loader, **changes)
+    return restarted(loader, **{"sampler" if loader.batch_sampler is None else "batch_sampler": sampler})
 
 
 def skipping(loader: DataLoader, number: int, extra: int = 0) -> DataLoader:

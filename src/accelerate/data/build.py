@@ -235,14 +235,12 @@ def _shared_generator(dataloader: DataLoader) -> torch.Generator | None:
     A sampler without one draws from torch's default generator, which differs between processes as soon as one of them
     has used it more than another; then shards overlap.
     """
-    owner = dataloader.dataset if is_stream(dataloader) else adapter.get_sampler(dataloader)
-    if isinstance(owner, SeedableRandomSampler):
-        return None
-    generator = getattr(owner, "generator", None)
-    if generator is None and not is_stream(dataloader) and hasattr(owner, "generator"):
-        generator = owner.generator = torch.Generator().manual_seed(draw_seed())
-        owner.generator_is_ours = True
-    return generator if isinstance(generator, torch.Generator) else None
+    sampler, generator = adapter.get_sampler(dataloader), adapter.shuffling_generator(dataloader)
+    seeded = is_stream(dataloader) or isinstance(sampler, SeedableRandomSampler)
+    if not seeded and hasattr(sampler, "generator") and sampler.generator is None:
+        generator = sampler.generator = torch.Generator().manual_seed(draw_seed())
+        sampler.generator_is_ours = True
+    return generator
 
 
 def _synchronised(kinds: list[Any], dataloader: DataLoader, generator: torch.Generator | None) -> list[Any]:

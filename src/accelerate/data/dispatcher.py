@@ -12,7 +12,7 @@ from torch.utils.data import default_collate
 from accelerate import comm
 from accelerate.comm.scatter import CPU, Received, Scatter
 from accelerate.data import resume
-from accelerate.data.adapter import DataLoaderAdapter, is_stateful, placer, variant
+from accelerate.data.adapter import DataLoaderAdapter, placer, restarted
 from accelerate.data.dividing import Divider, agreed_length, first_length, shares
 from accelerate.data.iterable import SizingCollate
 from accelerate.data.layout import ShardLayout
@@ -196,7 +196,7 @@ class DataLoaderDispatcher(PreparedLoader):
             sampler.replay = None  # drawn once more instead, like all that is drawn after it
         parts = {name: unskipped(getattr(base, name))[0] for name in ("sampler", "batch_sampler")}
         with generators.kept(self._progress.start.generators):
-            unskipped_base = variant(base, **parts, **({"next_iter_state": None} if is_stateful(base) else {}))
+            unskipped_base = restarted(base, **parts)
             reads = list(islice(iter(unskipped_base), self._reads_per_step()))
         put_back()
         return reads

@@ -15,6 +15,7 @@ import torch
 from accelerate.data import adapter
 from accelerate.data.adapter import is_stateful, is_stream
 from accelerate.data.loader import DataLoaderShard, SkipDataLoader
+from accelerate.data.reading import Reading
 from accelerate.data.samplers import layers
 
 # The first batches of an epoch, by which groups compare their orders.
@@ -140,6 +141,7 @@ def open_share(loader: Any, share: Share, epoch: int, seed: int) -> Iterator[Any
     set_order(loader, epoch, seed)
     view = loader._skipping(0)
     sampler = ShareSampler(_sampler(loader), share)
-    # Its rounds are not those of the plan, so that no batch counts as incomplete.
-    vars(view).update(base_dataloader=adapter.iterating(loader.base_dataloader, sampler), plan=None, _drop_last=True)
+    # Its rounds are not those of the loader, so that no batch counts as incomplete.
+    base = adapter.iterating(loader.base_dataloader, sampler)
+    vars(view).update(base_dataloader=base, _reading=Reading, _drop_last=True)
     return iter(view)
