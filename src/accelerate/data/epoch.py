@@ -143,12 +143,8 @@ class FromStart:
         if self.base.num_workers:  # they draw from seeded generators
             return False
         # Without an order that tells the end, the loop reads a batch ahead, as these loaders do always.
-        return (
-            self.order is None
-            or loader._reads_ahead
-            or loader._reading.ends_by_vote
-            or self.progress.micro_batches > 1
-        )
+        reads_ahead = loader._reads_ahead or loader._reading.ends_by_vote
+        return self.order is None or reads_ahead or self.progress.micro_batches > 1
 
     def _open(self) -> Iterator[Any]:
         base = self.base
