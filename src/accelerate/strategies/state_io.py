@@ -77,7 +77,9 @@ class StateIO:
 
         Collective: call on every rank.
         """
-        return layouts.read_full_model(model, folder, index, **options)
+        # Only the strategy knows a wrapper that another package has put around the model.
+        inner = accelerator._strategy.unwrap_model(model, keep_torch_compile=False)
+        return layouts.read_full_model(inner, folder, index, **options)
 
     def save_optimizer(self, accelerator: Run, optimizer: Any, plan: SavePlan, index: int, **options: Any) -> None:
         """Write an optimizer's state into a plan.

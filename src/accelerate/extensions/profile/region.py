@@ -22,6 +22,7 @@ def profile(
         profile_handler: Settings for this region, instead of the Accelerator's.
 
     Example:
+        >>> from accelerate import Accelerator
         >>> accelerator = Accelerator(cpu=True)
         >>> with accelerator.profile() as profiler:
         ...     _ = torch.ones(2, 2) @ torch.ones(2, 2)

@@ -2,7 +2,7 @@
 
 import os
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,11 @@ from accelerate.training.run import TrainingRun
 _NOTE = "save_state wrote nothing, and load_state read nothing: tensors keep the values that they have."
 
 
-@dataclass
+@dataclass(slots=True)
 class MeasuredSave(Save):
     """Goes through the steps of a save without other ranks, and remembers the sizes of files in their place."""
+
+    _scratch: tempfile.TemporaryDirectory[str] = field(init=False)
 
     def begin(self, former: BaseException | None = None) -> None:
         """Make the plan for a folder that only hooks write into, which goes away."""
