@@ -2,7 +2,6 @@
 
 import functools
 import types
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -89,24 +88,6 @@ class AcceleratedScheduler:
                 "the uninterrupted run's. Build it with the step counts of the run that saved it."
             )
         return None
-
-    def check_length(self, updates_per_epoch: int) -> None:
-        """Warn when ``total_steps`` cannot fit the optimizer steps that one pass over the prepared loader makes."""
-        total = getattr(self.scheduler, "total_steps", None)
-        replicas = self.steps_per_update
-        if not total or not updates_per_epoch or not self.step_with_optimizer:
-            return
-        needed = updates_per_epoch * replicas
-        counted_per_rank = replicas > 1 and total % needed and not total % updates_per_epoch
-        if total < needed or counted_per_rank:
-            warnings.warn(
-                f"{type(self.scheduler).__name__} was built with total_steps={total}, but one epoch of the prepared "
-                f"loader makes {updates_per_epoch} optimizer steps and the scheduler advances {replicas} time(s) for "
-                f"each, {needed} in all. Compute total_steps as epochs * {needed} (the length of the loader before "
-                "`prepare`), or pass step_scheduler_with_optimizer=False and step it yourself.",
-                UserWarning,
-                stacklevel=5,  # the line that calls `Accelerator.prepare`
-            )
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Advance the schedule, unless gradients accumulate or an optimizer step was skipped.

@@ -33,6 +33,7 @@ TABLE = (
     "pipeline",
     "plan",
     "preemption",
+    "prepare_checks",
     "profile",
     "quantize",
     "regional_compilation",

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader
 
 from accelerate.base._warn import warn_user
 from accelerate.config.enums import DynamoBackend
@@ -77,7 +77,6 @@ def prepare(accelerator: TrainingRun, objects: Sequence[Any], device_placement: 
             prepared.check_optimizers(result)
     finally:
         registry.admitted = set()
-    _check_schedules(accelerator, result)
     return result if len(result) > 1 else result[0]
 
 
@@ -300,13 +299,7 @@ def _untrained(accelerator: TrainingRun, model: nn.Module) -> nn.Module:
 
 
 def _check(accelerator: TrainingRun, model: nn.Module, evaluation: bool) -> None:
-    """Refuse a layout of the mesh that this run cannot train; warn of parts that another model has."""
-    if shared := prepared.shared_part(accelerator.prepared, model):
-        warn_user(
-            f"This model ({type(model).__name__}) shares modules with one that is already prepared: {shared}. It is "
-            "prepared as well, so the shared parameters get gradients from two wrappers. Prepare the whole model once, "
-            "and reach its parts through `accelerator.unwrap_model`."
-        )
+    """Refuse a layout of the mesh that this run cannot train."""
     layout = accelerator.parallelism_config
     if layout is None or traits_of(accelerator.distributed_type).own_groups:
         return
@@ -505,31 +498,6 @@ def prepare_data_loader(
     if not getattr(config, "continue_after_load", True) and isinstance(wrapped, PreparedLoader):
         wrapped.continue_after_load = False
     return register(accelerator, "loader", wrapped, data_loader)
-
-
-def _check_schedules(accelerator: TrainingRun, objects: Sequence[Any]) -> None:
-    """Warn of schedules whose length does not fit the training loader."""
-    schedulers = [item for item in objects if isinstance(item, AcceleratedScheduler)]
-    if not schedulers:
-        return
-    try:
-        batches = len(_training_loader(accelerator._dataloaders))
-        layout = accelerator.parallelism_config
-        if layout is not None and layout._sp_by_deepspeed:
-            batches *= layout.sp_size  # type: ignore[operator]  # no size is None
-    except (IndexError, TypeError):  # there is no loader, or it has no length
-        return
-    updates = -(-batches // max(1, accelerator.gradient_accumulation_steps))
-    for scheduler in schedulers:
-        scheduler.check_length(updates)
-
-
-def _training_loader(loaders: Sequence[Any]) -> Any:
-    """Return the first loader that shuffles, as loaders for evaluation do not; else the first one."""
-    shuffling = (
-        item for item in loaders if hasattr(item, "get_sampler") and isinstance(item.get_sampler(), RandomSampler)
-    )
-    return next(shuffling, loaders[0])
 
 
 def ensure_registered(accelerator: TrainingRun, kind: str, result: Any, given: Any) -> Any:
