@@ -24,12 +24,13 @@ IMPORT = re.compile(r"^\s*from accelerate\.extensions(?:\.| import )(\w+)", re.M
 
 
 def signature_of(function: Callable[..., Any]) -> str:
-    """Return the signature of a method whose function takes the Accelerator first, with `self` in its place."""
+    """Return the signature of a method: its function takes the Accelerator first, with `self` in its place, if it is not static."""
     signature = inspect.signature(inspect.unwrap(function))
-    _, *parameters = signature.parameters.values()
-    receiver = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = list(signature.parameters.values())
+    if not isinstance(function, staticmethod):
+        parameters[0] = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
     plain = [each.replace(default=...) if each.default is not each.empty else each for each in parameters]
-    return str(signature.replace(parameters=[receiver, *plain])).replace("Ellipsis", "...")
+    return str(signature.replace(parameters=plain)).replace("Ellipsis", "...")
 
 
 def methods() -> str:
@@ -37,7 +38,9 @@ def methods() -> str:
     lines = []
     for spec in extension.specs():
         for name, address in spec.methods.items():
-            lines.append(f"    def {name}{signature_of(extension.imported(address))}: ...")
+            function = extension.imported(address)
+            static = "    @staticmethod\n" if isinstance(function, staticmethod) else ""
+            lines.append(f"{static}    def {name}{signature_of(function)}: ...")
         for name, address in spec.attributes.items():
             lines.append(f"    @property\n    def {name}{signature_of(extension.imported(address))}: ...")
     body = re.sub(r"(?<![\w.])Any\b", "typing.Any", "\n".join(lines))  # newer Pythons shorten it

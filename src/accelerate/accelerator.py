@@ -537,32 +537,6 @@ class Accelerator(Processes, ExtensionMethods):
         """
         return fsdp2_prepare_model(self, model)
 
-    def _prepare_deepspeed(self, *args: Any) -> tuple[Any, ...]:
-        """Prepare objects for DeepSpeed."""
-        return registry.load("deepspeed").prepare_together(self, args)
-
-    def _prepare_megatron_lm(self, *args: Any) -> tuple[Any, ...]:
-        """Prepare objects for Megatron-LM."""
-        return registry.load("megatron").prepare_together(self, args)
-
-    def deepspeed_ulysses_dl_adapter(self, dl: Any, model: nn.Module) -> Any:
-        """Adapt a loader to DeepSpeed's sequence parallelism, as ``prepare`` does for those that come with their model.
-
-        Collective: call on every rank.
-
-        Args:
-            dl: A prepared loader; another one is prepared first. Its batches are dicts with "input_ids" and "position_ids".
-            model: The prepared model that trains on it.
-
-        Returns:
-            An iterable of parts of batches, as long as the loader times ``sp_size``.
-
-        Raises:
-            ValueError: DeepSpeed shares no sequences in this run, or no model was prepared yet.
-        """
-        deepspeed: Any = registry.load("deepspeed")
-        return deepspeed.share_loader(self, dl)
-
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> nn.Module:
@@ -674,25 +648,6 @@ class Accelerator(Processes, ExtensionMethods):
             ...     accelerator.backward(model(torch.ones(1, 1)).sum())
         """
         return gradients.no_sync(self, self._strategy, model)
-
-    @staticmethod
-    def trigger_sync_in_backward(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-        """Return a context whose backward pass synchronises, although the forward passes ran under ``no_sync``.
-
-        Not a collective.
-
-        Args:
-            model: The prepared model.
-
-        Example:
-            >>> accelerator = Accelerator(cpu=True)
-            >>> model = accelerator.prepare(torch.nn.Linear(1, 1))
-            >>> with accelerator.no_sync(model):
-            ...     loss = model(torch.ones(1, 1)).sum()
-            >>> with accelerator.trigger_sync_in_backward(model):
-            ...     accelerator.backward(loss)
-        """
-        return gradients.trigger_sync(model)
 
     def backward(self, loss: torch.Tensor, *, num_items: Any = None, **kwargs: Any) -> None:
         """Run the backward pass, with the loss scaled for accumulation and for float16.
@@ -867,36 +822,6 @@ class Accelerator(Processes, ExtensionMethods):
         """
         return operations.pad_with(self._communicator, tensor, dim, pad_index, pad_first)
 
-    def set_trigger(self) -> None:
-        """Raise a flag on this rank, which ``check_trigger`` shows to every rank.
-
-        Not a collective.
-
-        Example:
-            >>> accelerator = Accelerator(cpu=True)
-            >>> accelerator.set_trigger()  # on the rank whose loss is no number, say
-            >>> accelerator.check_trigger()
-            True
-        """
-        self.flag_tensor = torch.tensor(1, device=self.device)
-
-    def check_trigger(self) -> bool:
-        """Return whether some rank raised its flag, and lower it.
-
-        Collective: call on every rank.
-
-        Example:
-            >>> accelerator = Accelerator(cpu=True)
-            >>> accelerator.set_trigger()
-            >>> accelerator.check_trigger(), accelerator.check_trigger()
-            (True, False)
-        """
-        flag = torch.tensor(0, device=self.device) if self.flag_tensor is None else self.flag_tensor
-        raised: bool = self._communicator.all_reduce(flag.clone(), "sum").item() >= 1
-        if raised:
-            self.flag_tensor = torch.tensor(0, device=self.device)
-        return raised
-
     # -- contexts ------------------------------------------------------------------------------------------------
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> contextlib.AbstractContextManager[None]:
@@ -914,32 +839,6 @@ class Accelerator(Processes, ExtensionMethods):
         handler = self.autocast_handler if autocast_handler is None else autocast_handler
         kind = "no" if traits_of(self.distributed_type).casts_itself else self.mixed_precision
         return amp.autocast_context(self.device.type, precision(kind), handler)
-
-    def maybe_context_parallel(
-        self,
-        buffers: list[torch.Tensor] | None = None,
-        buffer_seq_dims: list[int] | None = None,
-        no_restore_buffers: set[torch.Tensor] | None = None,
-    ) -> contextlib.AbstractContextManager[None]:
-        """Return the context in which buffers are sharded along their sequence, if context parallelism is on.
-
-        Collective: call on every rank.
-
-        Args:
-            buffers: Tensors to shard in place.
-            buffer_seq_dims: The sequence dimension of each.
-            no_restore_buffers: Those that stay sharded afterwards.
-
-        Example:
-            >>> ids = torch.arange(8).unsqueeze(0)
-            >>> with Accelerator(cpu=True).maybe_context_parallel(buffers=[ids], buffer_seq_dims=[1]):
-            ...     ids.shape[1]  # a part of it where context parallelism is on
-            8
-        """
-        context = self._cp_context
-        if context is None:
-            return contextlib.nullcontext()
-        return context(buffers=buffers, buffer_seq_dims=buffer_seq_dims, no_restore_buffers=no_restore_buffers)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
 

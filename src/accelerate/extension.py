@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import entry_points
-from types import MethodType
 from typing import Any, ClassVar, TypeVar
 
 GROUP = "accelerate.extensions"
@@ -219,7 +218,8 @@ class Spec:
         late: Whether `attaches` is asked before each new model, too, since it looks at settings that are not in the state.
         arrives: Says whether new models bring what the extension handles; a run without it then attaches it, before the hook `arrives`.
         needs: A module without which no model brings that; `arrives` is asked only if the module is imported.
-        methods: Methods that an Accelerator gets, each with the ``"module:function"`` whose first argument is the Accelerator.
+        methods: Methods that an Accelerator gets, each with the ``"module:function"`` whose first argument is the Accelerator, or with a
+            ``staticmethod`` of the module.
         attributes: The same for read-only attributes.
         handlers: ``"module:Class"`` of each class of ``kwargs_handlers``, by the attribute of the Accelerator that it becomes.
         strategies: Records (`StrategySpec`) for `config.strategies`, which sorts them by their `order`. Not in other packages.
@@ -276,8 +276,7 @@ class Method:
         self.address = address
 
     def __get__(self, run: Any, owner: type | None = None) -> Any:
-        function = imported(self.address)
-        return function if run is None else MethodType(function, run)
+        return imported(self.address).__get__(run, owner)  # as that of a method in the class
 
 
 class Attribute(Method):

@@ -48,13 +48,6 @@ class Strategy:
         """Whether ``wrap_model`` would put a module around this one for training. Not a collective."""
         return False
 
-    def prepare_together(self, accelerator: Run, objects: Sequence[Any]) -> tuple[Any, ...]:
-        """Return the objects of one call prepared, in their order, if they become one engine: the body of `prepares_together`.
-
-        Collective: call on every rank.
-        """
-        raise NotImplementedError(f"The strategy {self.name!r} prepares each object separately.")
-
     def wrap_model(self, accelerator: Run, model: nn.Module) -> nn.Module:
         """Return the model as it trains under this strategy.
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from accelerate.base._warn import warn_user
 from accelerate.comm.in_step import ends_are_uneven
@@ -287,27 +286,6 @@ def clip_value(accelerator: TrainingRun, parameters: Any, clip_value: float) -> 
         )
     parameters = _unscale_owners(accelerator, parameters)
     accelerator._strategy.clip_grad_value(accelerator, parameters, clip_value)
-
-
-@contextlib.contextmanager
-def trigger_sync(model: nn.Module) -> Iterator[None]:
-    """Make the next backward pass synchronise, although the forward passes ran without synchronisation."""
-    inner: Any = model._orig_mod if is_compiled_module(model) else model
-    if hasattr(inner, "trigger_sync"):  # a model that runs its backward pass itself
-        with inner.trigger_sync():
-            yield
-        return
-    if not isinstance(inner, DistributedDataParallel):
-        yield
-        return
-    before = inner.require_backward_grad_sync, inner.require_forward_param_sync
-    inner.require_backward_grad_sync = inner.require_forward_param_sync = True
-    # The forward passes left the reducer unarmed; an empty list says that every parameter takes part.
-    inner.reducer.prepare_for_backward([])
-    try:
-        yield
-    finally:
-        inner.require_backward_grad_sync, inner.require_forward_param_sync = before
 
 
 def lomo_backward(accelerator: TrainingRun, loss: torch.Tensor, learning_rate: float | None) -> None:

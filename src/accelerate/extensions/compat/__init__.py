@@ -2,4 +2,8 @@
 
 from accelerate.extension import Spec
 
-SPEC = Spec("compat")
+_METHODS = "accelerate.extensions.compat.accelerator"
+SPEC = Spec(
+    "compat",
+    methods={name: f"{_METHODS}:{name}" for name in ("trigger_sync_in_backward", "set_trigger", "check_trigger")},
+)

@@ -9,6 +9,7 @@ SPEC = Spec(
     "deepspeed",
     options=f"{_HERE}.options",
     runners={"deepspeed": f"{_HERE}.runner"},
+    methods={name: f"{_HERE}.together:{name}" for name in ("_prepare_deepspeed", "deepspeed_ulysses_dl_adapter")},
     strategies=(
         StrategySpec(
             "deepspeed",

@@ -224,20 +224,6 @@ class DeepSpeed(Strategy):
 
     # -- prepare -------------------------------------------------------------------------------------------------
 
-    def prepare_together(self, accelerator: Any, objects: Sequence[Any]) -> tuple[Any, ...]:
-        """Prepare loaders, and then a new model with its optimizer and scheduler as one engine.
-
-        Collective: call on every rank.
-        """
-        return together.prepare(accelerator, objects)
-
-    def share_loader(self, accelerator: Any, loader: Any) -> Any:
-        """Return what hands out parts of a loader's batches to the ranks that share a sequence.
-
-        Collective: call on every rank.
-        """
-        return together.share_loader(accelerator, loader)
-
     def needs_wrapper(self, accelerator: Run, model: nn.Module) -> bool:
         """Always: the engine runs the model, also a frozen one."""
         return True

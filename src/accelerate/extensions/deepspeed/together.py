@@ -1,7 +1,8 @@
 """Preparing for DeepSpeed's engine, and loaders of the ranks that share a sequence."""
 
-from collections.abc import Sequence
 from typing import Any
+
+from torch import nn
 
 from accelerate.data.loader import PreparedLoader
 from accelerate.extensions.deepspeed import ulysses
@@ -21,7 +22,7 @@ def kind_of(obj: Any) -> str | None:
     return "scheduler" if is_schedule(obj) else preparation.kind_of(obj)
 
 
-def prepare(accelerator: TrainingRun, objects: Sequence[Any]) -> tuple[Any, ...]:
+def _prepare_deepspeed(accelerator: TrainingRun, *objects: Any) -> tuple[Any, ...]:
     """Prepare loaders, and then a new model with its optimizer and scheduler as one engine.
 
     Collective: call on every rank.
@@ -60,11 +61,20 @@ def prepare(accelerator: TrainingRun, objects: Sequence[Any]) -> tuple[Any, ...]
     return tuple(results)
 
 
-def share_loader(accelerator: TrainingRun, loader: Any) -> Any:
-    """Return what hands out parts of a loader's batches to the ranks that share a sequence.
+def deepspeed_ulysses_dl_adapter(accelerator: Any, dl: Any, model: nn.Module) -> Any:
+    """Adapt a loader to DeepSpeed's sequence parallelism, as ``prepare`` does for those that come with their model.
+
+    Collective: call on every rank.
+
+    Args:
+        dl: A prepared loader; another one is prepared first. Its batches are dicts with "input_ids" and "position_ids".
+        model: The prepared model that trains on it.
+
+    Returns:
+        An iterable of parts of batches, as long as the loader times ``sp_size``.
 
     Raises:
-        ValueError: DeepSpeed shares no sequences here, or no engine was made yet.
+        ValueError: DeepSpeed shares no sequences in this run, or no model was prepared yet.
     """
     layout = accelerator.parallelism_config
     if layout is None or not layout._sp_by_deepspeed or accelerator.deepspeed_engine_wrapped is None:
@@ -72,6 +82,6 @@ def share_loader(accelerator: TrainingRun, loader: Any) -> Any:
             "deepspeed_ulysses_dl_adapter belongs to an engine that shares sequences. Pass deepspeed_plugin=DeepSpeedPlugin(...) and "
             "ParallelismConfig(sp_size=..., sp_backend='deepspeed') to the Accelerator, and prepare the model first."
         )
-    if not isinstance(loader, PreparedLoader):
-        loader = accelerator.prepare_data_loader(loader)
-    return ulysses.adapter(accelerator, loader)
+    if not isinstance(dl, PreparedLoader):
+        dl = accelerator.prepare_data_loader(dl)
+    return ulysses.adapter(accelerator, dl)

@@ -11,6 +11,7 @@ _HERE = "accelerate.extensions.megatron"
 SPEC = Spec(
     "megatron",
     options=f"{_HERE}.options",
+    methods={"_prepare_megatron_lm": f"{_HERE}.strategy:_prepare_megatron_lm"},
     strategies=(
         StrategySpec(
             "megatron",

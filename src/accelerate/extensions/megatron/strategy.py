@@ -24,6 +24,14 @@ from accelerate.strategies.base import Strategy
 from accelerate.training import engines
 
 
+def _prepare_megatron_lm(accelerator: Any, *objects: Any) -> tuple[Any, ...]:
+    """Prepare loaders, and then a new model with its optimizer and scheduler as one engine.
+
+    Collective: call on every rank.
+    """
+    return tuple(engines.prepare(accelerator, objects, "Megatron-LM")[0])
+
+
 class MegatronLM(Strategy):
     """Tensor, pipeline and data parallelism of Megatron core.
 
@@ -33,13 +41,6 @@ class MegatronLM(Strategy):
     prepares_together = "_prepare_megatron_lm"
 
     # -- prepare -------------------------------------------------------------------------------------------------
-
-    def prepare_together(self, accelerator: Any, objects: Sequence[Any]) -> tuple[Any, ...]:
-        """Prepare loaders, and then a new model with its optimizer and scheduler as one engine.
-
-        Collective: call on every rank.
-        """
-        return tuple(engines.prepare(accelerator, objects, "Megatron-LM")[0])
 
     def make_scaler(self, accelerator: Run, handler: GradScalerKwargs | None) -> None:
         """Return no scaler, as core has its own; make core's groups and the layout of the ranks. The Accelerator calls it first, all ranks.

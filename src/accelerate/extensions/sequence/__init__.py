@@ -17,5 +17,8 @@ SPEC = Spec(
     extension="accelerate.extensions.sequence.extension:SharedSequences",
     attaches=_attaches,
     late=False,
-    methods={"_prepare_cp": "accelerate.extensions.sequence.sequence:_prepare_cp"},
+    methods={
+        "_prepare_cp": "accelerate.extensions.sequence.sequence:_prepare_cp",
+        "maybe_context_parallel": "accelerate.extensions.sequence.context:maybe_context_parallel",
+    },
 )
