@@ -44,7 +44,7 @@ from accelerate.extension import Extensions, specs, third_parties
 from accelerate.logging import get_logger
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.precision import amp
-from accelerate.precision.amp import apply_downcast, precision
+from accelerate.precision.amp import precision
 from accelerate.process import Processes
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.strategies import mesh, registry
@@ -266,7 +266,6 @@ class Accelerator(Processes, ExtensionMethods):
                 **plugins,
                 **options,
             )
-            apply_downcast(self.device.type, self.state.mixed_precision)
             self.scaler = self._strategy.make_scaler(self, self.scaler_handler)
             self.has_fp8_handler, self.delayed_fp8_autocast = self.fp8_enabled, False
             self.native_amp = precision(self.state.mixed_precision).autocast_dtype is not None

@@ -16,6 +16,7 @@ TABLE = (
     "deepspeed",
     "dry_run",
     "ema",
+    "engines",
     "env",
     "export",
     "four_bit",

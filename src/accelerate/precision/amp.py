@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import os
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,8 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate.base._warn import warn_user
-from accelerate.base.environment import parse_flag_from_env
 from accelerate.comm.operations import convert_to_fp32
 from accelerate.config.enums import PrecisionType
 from accelerate.config.handlers import AutocastKwargs, GradScalerKwargs
@@ -51,31 +48,6 @@ def precision(name: str | PrecisionType) -> Precision:
     if key not in _TABLE:
         raise ValueError(f"mixed_precision={name!r} is unknown. Choose one of {list(_TABLE)}.")
     return _TABLE[key]
-
-
-# torch_xla stores float32 and float64 as bfloat16 under the first; under the second float32 as bfloat16, float64 as float32.
-USE, DOWNCAST = "XLA_USE_BF16", "XLA_DOWNCAST_BF16"
-FLAG = "ACCELERATE_DOWNCAST_BF16"
-
-
-def apply_downcast(device_type: str, mixed_precision: str) -> None:
-    """Set the variable of torch_xla that ACCELERATE_DOWNCAST_BF16 stands for, or warn that it has no effect.
-
-    It is for a worker started manually: ``accelerate launch --downcast_bf16`` sets torch_xla's own variable before the worker
-    starts.
-
-    Collective: call on every rank.
-    """
-    if not parse_flag_from_env(FLAG):
-        return
-    if device_type != "xla" or mixed_precision != "bf16":
-        warn_user(
-            f"{FLAG} has no effect: it is for mixed_precision='bf16' on TPUs, and this run has "
-            f"mixed_precision={mixed_precision!r} on {device_type!r}."
-        )
-        return
-    os.environ.pop(USE, None)
-    os.environ[DOWNCAST] = "1"
 
 
 def autocast_context(

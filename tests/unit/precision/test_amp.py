@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-import os
 import pickle
 import types
 
@@ -11,8 +10,7 @@ import torch
 from torch import nn
 
 from accelerate.precision import amp
-from accelerate.precision.amp import apply_downcast, precision
-from cases import cases
+from accelerate.precision.amp import precision
 
 
 class Named(nn.Module):
@@ -74,20 +72,3 @@ def test_float16_weights_are_refused_by_name():
         amp.check_weights(nn.Linear(1, 1).half(), scaler)
     amp.check_weights(nn.Linear(1, 1).half().requires_grad_(False), scaler)
     amp.check_weights(nn.Linear(1, 1).half(), None)
-
-
-@cases(
-    "flag, device, name, works",
-    ("true", "xla", "bf16", True),
-    ("1", "cpu", "bf16", False),
-    ("1", "xla", "no", False),
-    (None, "xla", "bf16", None),
-)
-def test_downcast_reaches_torch_xla_or_is_said_to_have_no_effect(monkeypatch, recwarn, flag, device, name, works):
-    monkeypatch.setenv("XLA_USE_BF16", "1")
-    monkeypatch.delenv("XLA_DOWNCAST_BF16", raising=False)
-    monkeypatch.setenv("ACCELERATE_DOWNCAST_BF16", flag or "false")
-    apply_downcast(device, name)
-    assert (os.environ.get("XLA_DOWNCAST_BF16") == "1") is bool(works) is ("XLA_USE_BF16" not in os.environ)
-    said = [str(warning.message) for warning in recwarn.list]
-    assert [f"{name!r} on {device!r}" in text for text in said] == ([True] if works is False else [])

@@ -22,7 +22,6 @@ def trigger_sync_in_backward(model: nn.Module) -> contextlib.AbstractContextMana
 
     Example:
         >>> import torch
-        >>> import torch
         >>> from accelerate import Accelerator
         >>> accelerator = Accelerator(cpu=True)
         >>> model = accelerator.prepare(torch.nn.Linear(1, 1))

@@ -56,6 +56,7 @@ HOMES: dict[str, str] = {
     "accelerate.extensions.sequence.models": "_attach_context_parallel_hooks _refuse_recurrent_layers_under_sequence_parallelism",
     "accelerate.extensions.quantize.quantize": "_replace_with_bnb_layers",
     "accelerate.scheduler": "AcceleratedScheduler",
+    "accelerate.extensions.compat.state": "ThreadLocalSharedDict",
     "accelerate.state": "AcceleratorState GradientState PartialState",
     "accelerate.test_utils.testing": "execute_subprocess_async path_in_accelerate_package",
     "accelerate.extensions.trackers.registry": "_available_trackers logger",
@@ -241,7 +242,7 @@ NAMES: dict[str, str] = {
     "accelerate.optimizer": "DistributedType honor_type is_lomo_available is_torch_xla_available move_to_device",
     "accelerate.parallelism_config": "DistributedType is_torch_version",
     "accelerate.state": (
-        "DistributedType GradientAccumulationPlugin SageMakerDistributedType check_cuda_fp8_capability check_cuda_p2p_ib_support deepspeed_required "
+        "DistributedType GradientAccumulationPlugin SageMakerDistributedType ThreadLocalSharedDict check_cuda_fp8_capability check_cuda_p2p_ib_support deepspeed_required "
         "get_cpu_distributed_information get_int_from_env is_datasets_available is_deepspeed_available "
         "is_habana_gaudi1 is_hpu_available is_mlu_available is_mps_available is_musa_available "
         "is_neuron_available is_npu_available is_sdaa_available is_torch_xla_available is_xccl_available "

@@ -7,7 +7,7 @@ from torch import nn
 from accelerate.data.loader import PreparedLoader
 from accelerate.extensions.deepspeed import ulysses
 from accelerate.extensions.deepspeed.wrappers import DeepSpeedEngineWrapper
-from accelerate.training import engines
+from accelerate.extensions.engines import engines
 from accelerate.training import prepare as preparation
 from accelerate.training.run import TrainingRun
 

@@ -12,6 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from accelerate.checkpoint.state import run_on_all_ranks
 from accelerate.config.handlers import GradScalerKwargs
 from accelerate.data import adapter
+from accelerate.extensions.engines import engines
 from accelerate.extensions.megatron.engine import MegatronEngine
 from accelerate.extensions.megatron.steps import (
     MegatronLMDummyDataLoader,
@@ -21,7 +22,6 @@ from accelerate.extensions.megatron.steps import (
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.runtime.run import Run
 from accelerate.strategies.base import Strategy
-from accelerate.training import engines
 
 
 def _prepare_megatron_lm(accelerator: Any, *objects: Any) -> tuple[Any, ...]:

@@ -1,14 +1,16 @@
 """torch_xla: data parallelism of TPUs, whose steps are traced."""
 
+from accelerate.base.environment import parse_flag_from_env
 from accelerate.config.enums import DistributedType
 from accelerate.config.strategies import StrategySpec, Traits, traits_of
 from accelerate.extension import Spec
 
 _HERE = "accelerate.extensions.xla"
+DOWNCAST_FLAG = "ACCELERATE_DOWNCAST_BF16"
 SPEC = Spec(
     "xla",
     extension=f"{_HERE}.strategy:ReduceBeforeStep",
-    attaches=lambda run: traits_of(run.distributed_type).traced,
+    attaches=lambda run: traits_of(run.distributed_type).traced or parse_flag_from_env(DOWNCAST_FLAG),
     late=False,
     strategies=(
         StrategySpec(

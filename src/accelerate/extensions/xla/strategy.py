@@ -4,8 +4,12 @@ from typing import Any
 
 import torch
 
+from accelerate.base.environment import parse_flag_from_env
+from accelerate.config.strategies import traits_of
 from accelerate.devices.table import DEVICES
 from accelerate.extension import Extension
+from accelerate.extensions.xla import DOWNCAST_FLAG
+from accelerate.extensions.xla.downcast import apply_downcast
 from accelerate.runtime.run import Run
 from accelerate.strategies.base import Strategy
 
@@ -29,6 +33,13 @@ class ReduceBeforeStep(Extension):
     """Reduces the gradients of each optimizer before its step, unless clipping has, and runs the traced operations after it."""
 
     order = 0  # The hooks of others see reduced gradients, and the weights after the step.
+
+    @classmethod
+    def attach(cls, run: Any) -> "ReduceBeforeStep | None":
+        """Let torch_xla store numbers in fewer bits if the environment asks for it, on TPUs."""
+        if parse_flag_from_env(DOWNCAST_FLAG):
+            apply_downcast(run.device.type, run.mixed_precision)
+        return cls(run) if traits_of(run.distributed_type).traced else None
 
     def step_begins(self, optimizer: Any) -> None:
         """Reduce the gradients, unless clipping has done so."""
