@@ -2,6 +2,7 @@
 
 # Options with the same position in the table, and runners that would start the same run, follow this order: so mpi is behind sagemaker and tpu.
 TABLE = (
+    "activation_checkpointing",
     "affinity",
     "async_save",
     "batch_size",

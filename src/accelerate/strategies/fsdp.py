@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin, layer_classes
 from accelerate.logging import get_logger
@@ -96,30 +95,3 @@ def fsdp2_prepare_auto_wrap_policy(
 
 def _numel(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
-
-
-# Operators that take long compared to the memory of their results: matrix products, and attention by each torch kernel.
-_ATTENTION = "flash_attention efficient_attention cudnn_attention fused_attention_overrideable flash_attention_for_cpu"
-_KEPT = ("mm", "addmm", "bmm", "baddbmm", *(f"_scaled_dot_product_{name}" for name in _ATTENTION.split()))
-
-
-def checkpoint_activations(
-    model: nn.Module, plugin: FullyShardedDataParallelPlugin, is_part: Callable[[nn.Module], bool] | None
-) -> None:
-    """Let parts of a model recompute their activations in backward, in place."""
-    if is_part is None:
-        logger.warning("activation_checkpointing has no effect without an auto_wrap_policy that chooses layers.")
-        return
-
-    options: dict[str, Any] = {}
-    if plugin.activation_checkpointing == "selective":
-        kept = [getattr(torch.ops.aten, name).default for name in _KEPT if hasattr(torch.ops.aten, name)]
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, kept)
-
-    def wrap(module: nn.Module) -> nn.Module:
-        wrapped: nn.Module = torch_private.checkpoint_wrapper(module, **options)
-        if plugin.activation_checkpointing_offload:
-            wrapped = torch_private.offload_wrapper(wrapped)
-        return wrapped
-
-    torch_private.apply_activation_checkpointing(model, checkpoint_wrapper_fn=wrap, check_fn=is_part)

@@ -11,14 +11,11 @@ from accelerate.base._lazy import front
 from accelerate.logging import get_logger
 from accelerate.modules.unwrap import is_compiled_module
 from accelerate.strategies import shard
-from accelerate.strategies.fsdp import (
-    checkpoint_activations,
-    fsdp2_prepare_auto_wrap_policy,
-    get_parameters_from_modules,
-)
+from accelerate.strategies.fsdp import fsdp2_prepare_auto_wrap_policy, get_parameters_from_modules, public_module
 
 # Names of other modules that this module also gives.
 _HOMES = {
+    "accelerate.extensions.activation_checkpointing.recompute": "fsdp2_apply_ac",
     "accelerate.extensions.convert.convert": "_distributed_checkpoint_to_merged_weights merge_fsdp_weights",
     "accelerate.modules.unwrap": "is_peft_model",
     "accelerate.extensions.fsdp1.strategy": "ensure_weights_retied",
@@ -33,23 +30,6 @@ _HOMES = {
 __getattr__, __dir__, _ = front(__name__, _HOMES, [])
 
 logger = get_logger(__name__)
-
-
-def fsdp2_apply_ac(accelerator: Any, model: nn.Module) -> nn.Module:
-    """Let the parts that become shards recompute their activations in backward, in place, and return the model.
-
-    Args:
-        accelerator: its state holds the FSDP plugin, whose wrapping policy chooses the parts.
-        model: the model before it is sharded.
-
-    Source: https://arxiv.org/abs/1604.06174
-    """
-    plugin = accelerator.state.fsdp_plugin
-    is_part = fsdp2_prepare_auto_wrap_policy(plugin, model)
-    checkpoint_activations(
-        model, plugin, is_part and (lambda module: not isinstance(module, shard.CONTAINERS) and is_part(module))
-    )
-    return model
 
 
 def fsdp2_prepare_model(accelerator: Any, model: nn.Module) -> nn.Module:
@@ -69,7 +49,7 @@ def fsdp2_prepare_model(accelerator: Any, model: nn.Module) -> nn.Module:
         return model
     plugin = accelerator.state.fsdp_plugin
     if plugin.activation_checkpointing:
-        inner = fsdp2_apply_ac(accelerator, inner)
+        inner = public_module().fsdp2_apply_ac(accelerator, inner)
     ignored = get_parameters_from_modules(plugin.ignored_modules, inner, accelerator.device)
     shard.shard(accelerator, inner, fsdp2_prepare_auto_wrap_policy(plugin, inner), ignored)
     return model

@@ -11,6 +11,7 @@ from torch import nn
 from accelerate.checkpoint.model_io import inner_optimizer
 from accelerate.config.handlers import GradScalerKwargs
 from accelerate.devices import row
+from accelerate.extensions.activation_checkpointing.recompute import checkpoint_activations
 from accelerate.extensions.fsdp1 import is_fsdp1
 from accelerate.extensions.fsdp1.torch_private import member_names
 from accelerate.modules import tensor_kinds
@@ -75,7 +76,7 @@ class FSDP1(Sharded):
         if plugin.activation_checkpointing:
             parts = [part for part in wrapped.modules() if isinstance(part, FullyShardedDataParallel)]
             units = {part.module for part in parts if part is not wrapped}
-            fsdp.checkpoint_activations(wrapped, plugin, units.__contains__ if units else None)
+            checkpoint_activations(wrapped, plugin, units.__contains__ if units else None)
         if plugin.use_orig_params:
             remap_optimizers(accelerator, wrapped, before)
         else:
