@@ -325,7 +325,7 @@ def _place(
     amp.remember(inner)
     if not evaluation:
         amp.check_weights(model, accelerator.scaler)
-    mapped = _check_device_map(accelerator, model)
+    mapped = accelerator.verify_device_map(model)
     if device_placement is None:
         # An engine moves what it wraps, and does not wrap a model for evaluation.
         moved = not evaluation and traits_of(accelerator.distributed_type).custom_device_placement
@@ -382,28 +382,6 @@ def compile_by_regions(
         )
     compiled: nn.Module = compile_regions(model, in_place, options)
     return compiled
-
-
-def _check_device_map(accelerator: TrainingRun, model: nn.Module) -> bool:
-    """Return whether another library spread a model over devices; refuse it where this run cannot train it there."""
-    mapped = accelerator.verify_device_map(model)
-    if mapped and traits_of(accelerator.distributed_type).distributed:
-        raise ValueError(
-            "This model was loaded with a `device_map` over several devices, which cannot be combined with several "
-            f"processes (num_processes={accelerator.num_processes}). Load it without a device map, or run one process."
-        )
-    quantized = getattr(model, "is_loaded_in_8bit", False) or getattr(model, "is_loaded_in_4bit", False)
-    devices = set((getattr(model, "hf_device_map", None) or {}).values())
-    if quantized and len(devices) == 1 and accelerator.device.type != "cpu":
-        where = next(iter(devices))
-        placed = torch.device(accelerator.device.type, where) if isinstance(where, int) else torch.device(where)
-        index = accelerator.device.index or 0
-        if (placed.type, placed.index or 0) != (accelerator.device.type, index):
-            raise ValueError(
-                f"This quantized model is on {placed}, but this process trains on {accelerator.device}. Load it with "
-                f"device_map={{'': {index}}}."
-            )
-    return mapped
 
 
 def prepare_optimizer(

@@ -6,6 +6,15 @@ Read in this order: `tensors` (names, ties and bytes), `planner` and `device_map
 The public names are in `accelerate.big_modeling`, `accelerate.hooks`, `accelerate.utils.modeling` and `accelerate.utils.offload`.
 """
 
+from typing import Any
+
 from accelerate.extension import Spec
 
-SPEC = Spec("big_models")
+
+def _are_placed(models: list[Any]) -> bool:
+    return any("hf_device_map" in vars(module) for model in models for module in model.modules())
+
+
+SPEC = Spec(
+    "big_models", extension="accelerate.extensions.big_models.extension:PlacedModels", arrives=_are_placed, late=False
+)
