@@ -1,4 +1,4 @@
-"""How a model is described to FSDP: which modules become shards, recompute or stay unsharded, and how tied and loaded weights reach them."""
+"""How a model is described to FSDP: which modules become shards or stay unsharded, and how tied and loaded weights reach them."""
 
 import importlib
 import inspect

@@ -1,10 +1,10 @@
 """The strategy that serves a state: matched late, imported on first use. The records are in `config.strategies`."""
 
-import importlib
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from accelerate.config import strategies
+from accelerate.extension import imported
 from accelerate.strategies.base import Strategy
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 @cache
 def load(name: str) -> Strategy:
     """Return the strategy of a name, imported on first use; ValueError if unknown."""
-    strategy: Strategy = _imported(_spec(name).strategy)()
+    strategy: Strategy = imported(_spec(name).strategy)()
     strategy.name = name
     return strategy
 
@@ -22,7 +22,7 @@ def load(name: str) -> Strategy:
 @cache
 def load_state_io(name: str) -> "StateIO":
     """Return a strategy's `StateIO`, by its name, imported on first use; ValueError if unknown."""
-    state_io: StateIO = _imported(_spec(name).state_io)()
+    state_io: StateIO = imported(_spec(name).state_io)()
     return state_io
 
 
@@ -35,11 +35,6 @@ def _spec(name: str) -> strategies.StrategySpec:
             f"There is no strategy {name!r}: its extension is not installed, or the name is wrong. Known: {registered}."
         )
     return spec
-
-
-def _imported(address: str) -> Any:
-    module, _, name = address.partition(":")
-    return getattr(importlib.import_module(module), name)
 
 
 def resolve(state: Any) -> Strategy:
