@@ -64,7 +64,7 @@ class Wrapping(Strategy):
 def test_states_have_the_names_of_the_model_inside_a_third_partys_wrapper(monkeypatch, tmp_path):
     records = list(strategies.specs())
     monkeypatch.setattr(strategies, "specs", lambda: records)
-    monkeypatch.setattr(registry, "_imported", lambda address: Wrapping if address == "m:Wrapping" else StateIO)
+    monkeypatch.setattr(registry, "imported", lambda address: Wrapping if address == "m:Wrapping" else StateIO)
     strategies.register(strategies.StrategySpec("wrapping", "m:Wrapping", matches=lambda state: True))
     accelerator = Accelerator(cpu=True)
     try:
