@@ -10,7 +10,7 @@ import os
 import pickle
 import re
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -102,22 +102,33 @@ def _buildable() -> dict[str, Any]:
     return _RECORDS | {f"{module}.{name}": kind for (module, name), kind in values.items()} | paths
 
 
+def _path_of(allowed: Any) -> str:
+    """Return the path under which a pickle names what torch allows."""
+    return allowed[1] if isinstance(allowed, tuple) else f"{allowed.__module__}.{allowed.__qualname__}"
+
+
 @contextlib.contextmanager
-def _values_allowed() -> Iterator[None]:
-    """Let torch build values of the standard library, and numpy's arrays and numbers from records, whatever else may be allowed."""
-    serialization = torch.serialization
+def _values_allowed(classes: Mapping[str, Any]) -> Iterator[None]:
+    """Let torch build values of the standard library, numpy's arrays and numbers from records, and more classes by their paths.
+
+    What else is allowed stays, also what another thread allows meanwhile.
+    """
+    ours = {**_buildable(), **classes}
     with _loading:
-        former, ours = serialization.get_safe_globals(), _buildable()
-        paths = [one[1] if isinstance(one, tuple) else f"{one.__module__}.{one.__qualname__}" for one in former]
-        others = [one for one, path in zip(former, paths, strict=True) if path not in ours]
+        hidden = [one for one in torch.serialization.get_safe_globals() if _path_of(one) in ours]
+        _replace_allowed(ours, [(kind, path) for path, kind in ours.items()])
         try:
-            serialization.clear_safe_globals()
-            serialization.add_safe_globals([*others, *[(kind, path) for path, kind in ours.items()]])
             yield
         finally:
             _built.clear()
-            serialization.clear_safe_globals()
-            serialization.add_safe_globals(former)
+            _replace_allowed(ours, hidden)
+
+
+def _replace_allowed(paths: Collection[str], allowed: list[Any]) -> None:
+    """Let torch build some objects in place of those that have these paths."""
+    others = [one for one in torch.serialization.get_safe_globals() if _path_of(one) not in paths]
+    torch.serialization.clear_safe_globals()
+    torch.serialization.add_safe_globals([*others, *allowed])
 
 
 _CHANGED = (dict, list, collections.deque)
@@ -222,11 +233,20 @@ def load(f: Path | BinaryIO, map_location: Any = None, **kwargs: Any) -> Any:
     return load_each([f], map_location, **kwargs)[0]
 
 
-def load_each(files: Iterable[Path | BinaryIO], map_location: Any = None, **kwargs: Any) -> list[Any]:
-    """Load several objects as `load` does. What torch may build is the same for all threads, so it is set once for all files."""
+def load_each(
+    files: Iterable[Path | BinaryIO],
+    map_location: Any = None,
+    classes: Mapping[str, Any] | None = None,
+    **kwargs: Any,
+) -> list[Any]:
+    """Load several objects as `load` does. What torch may build is the same for all threads, so it is set once for all files.
+
+    `classes` are further ones that the files may build, by the paths that they name; not by `torch.serialization.safe_globals`, which
+    a load in another thread would undo.
+    """
     options = {"weights_only": True, "map_location": map_location, **kwargs}
     found = []
-    with _values_allowed() if options["weights_only"] else contextlib.nullcontext():
+    with _values_allowed(classes or {}) if options["weights_only"] else contextlib.nullcontext():
         for file in files:
             value = torch.load(file, **options)
             if options["weights_only"] and _built:  # otherwise it is another thread's

@@ -161,6 +161,36 @@ def test_arrays_and_numbers_of_numpy_are_read_as_they_were(tmp_path):
     assert generator.rand() == numpy.random.RandomState(3).rand()
 
 
+class Levels:
+    """A class that only its owner lets a file build."""
+
+
+class MoreLevels:
+    """One that another thread allows."""
+
+
+def test_a_load_and_what_other_threads_allow_meanwhile_leave_each_other_alone(tmp_path, monkeypatch):
+    """What torch may build is the same for all threads: a load took the classes of another away, which failed."""
+    torch.save(Levels(), tmp_path / "levels.bin")
+    path = f"{Levels.__module__}.Levels"
+    before = torch.serialization.get_safe_globals()
+    load = torch.load
+
+    def load_while_another_thread_begins(*args, **kwargs):
+        torch.serialization.add_safe_globals([MoreLevels])
+        return load(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "load", load_while_another_thread_begins)
+    try:
+        assert type(other.load(tmp_path / "levels.bin", classes={path: Levels})) is Levels
+        assert set(torch.serialization.get_safe_globals()) == {*before, MoreLevels}
+        with pytest.raises(pickle.UnpicklingError, match="Levels"):
+            other.load(tmp_path / "levels.bin")
+    finally:
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(before)
+
+
 @pytest.mark.parametrize("rows", [3, 1000])
 def test_tensors_of_a_pickle_are_read_as_they_were(tmp_path, rows):
     """From their places in the file, or all at once if some of them are not contiguous plain tensors."""

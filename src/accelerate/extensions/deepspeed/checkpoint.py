@@ -71,10 +71,11 @@ class _Files:
 
     def load(self, path: str, map_location: Any = None) -> Any:
         """Read a file; UnpicklingError for objects of other classes."""
-        paths = [name.rpartition(".") for name in zero.CLASSES]
-        classes = [getattr(importlib.import_module(module), name) for module, _, name in paths]
-        with torch.serialization.safe_globals(classes):
-            return torch_files.load(path, map_location)
+        classes = {}
+        for name in zero.CLASSES:
+            module, _, kind = name.rpartition(".")
+            classes[name] = getattr(importlib.import_module(module), kind)
+        return torch_files.load(path, map_location, classes=classes)
 
 
 # -- loading -----------------------------------------------------------------------------------------------------------

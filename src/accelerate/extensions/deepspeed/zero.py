@@ -155,8 +155,7 @@ class Folder:
                 checkpoint.check([os.path.basename(path)], below=os.path.basename(folder))
             if not weights_only:
                 return self._files.open(path, {"weights_only": False})
-            with torch.serialization.safe_globals([(_Record, name) for name in CLASSES]):
-                return self._files.open(path)
+            return self._files.open(path, {"classes": dict.fromkeys(CLASSES, _Record)})
 
         self._folder, self._files = folder, FullFiles(folder)
         self._models = _Files(model_files(folder), opened)
