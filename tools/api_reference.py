@@ -136,10 +136,12 @@ def page() -> str:
 
 
 def methods() -> str:
-    """Return the section of the methods and attributes that extensions add to the Accelerator."""
+    """Return the section of the public methods and attributes that extensions add to the Accelerator."""
     rows, blocks = ["| name | extension | purpose |", "|---|---|---|"], []
     for spec in extension.specs():
         for name, address in (*spec.methods.items(), *spec.attributes.items()):
+            if name.startswith("_"):
+                continue
             rows.append(f"| `Accelerator.{name}` | {spec.name} | {purpose_of(extension.imported(address), address)} |")
             options = f"    options:\n      heading: Accelerator.{name}\n"
             blocks.append(f"::: {address.replace(':', '.')}\n{options}")

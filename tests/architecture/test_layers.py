@@ -139,3 +139,22 @@ def test_the_core_imports_no_extension_by_a_name_that_it_writes_down():
     assert len(core) > 150 and not named, (
         "look the extension up in its spec, or in a table of accelerate/extensions/__init__.py"
     )
+
+
+# Paths of transformers, and of upstream where this package has no file.
+_ELSEWHERE = {"commands/menu/", "trainer.py", "trainer_utils.py", "training_args.py"}
+
+
+def test_the_page_of_the_architecture_names_files_that_exist():
+    """A move leaves a page behind that sends readers nowhere."""
+    page = (source.SRC.parent / "docs/architecture.md").read_text("utf-8")
+    named = set(re.findall(r"`([a-z_0-9]+/[a-z_0-9/]*(?:\.py)?|[a-z_0-9]+\.py)`", page)) - _ELSEWHERE
+    below = [path for path in source.SRC.rglob("*") if "__pycache__" not in path.parts]
+    paths = {f"/{path.relative_to(source.SRC).as_posix()}" for path in below}
+    repository = source.SRC.parent
+    lost = [
+        name
+        for name in sorted(named)
+        if not (repository / name).exists() and not any(path.endswith(f"/{name.rstrip('/')}") for path in paths)
+    ]
+    assert len(named) > 60 and lost == []
