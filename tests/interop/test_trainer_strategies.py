@@ -13,7 +13,7 @@ SHARDS = {"pytorch_model_fsdp_0/.metadata", "pytorch_model_fsdp_0/__1_0.distcp",
 FULL = {"pytorch_model_fsdp.bin", "optimizer.bin", "model.safetensors"}
 ENGINE = {"latest", "global_step6/zero_pp_rank_1_mp_rank_00_optim_states.pt"}
 FSDP = {
-    "fsdp2+sharded": SHARDS, "fsdp1+full+apply+async": FULL, "fsdp2+full+apply": FULL, "fsdp1+sharded+async": SHARDS,
+    "fsdp2+sharded": SHARDS, "fsdp2+sharded+async": SHARDS, "fsdp1+full+apply+async": FULL, "fsdp2+full+apply": FULL, "fsdp1+sharded+async": SHARDS,
 }  # fmt: skip
 ADAPTERS = {
     "ddp+lora": {"adapter_model.safetensors", "optimizer.pt"}, "fsdp2+lora+sharded": SHARDS,
@@ -43,6 +43,8 @@ def check(found, cases):
         # Each rank has hashed its own shards.
         ranks = {name: rank for name, rank in one["files"].items() if name.endswith(".distcp")}
         assert all(name.endswith(f"__{rank}_0.distcp") for name, rank in ranks.items()), ranks
+        # Two threads in one group would take each other's collectives.
+        assert not any(one["in_training_group"]) and bool(one["in_training_group"]) == ("sharded+async" in case), case
 
 
 @pytest.mark.parametrize("cases", first({**STREAM, **FSDP, **ADAPTERS, **AVERAGES}, 3))

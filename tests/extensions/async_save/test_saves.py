@@ -21,6 +21,13 @@ class Run:
         self.accelerator = Accelerator(cpu=True, project_config=project)
         self.model = self.accelerator.prepare(torch.nn.Linear(3, 2))
 
+    def fail_to_save(self, monkeypatch, *folder):
+        """Save in the background, where it fails, and wait for the thread."""
+        with monkeypatch.context() as patch:
+            patch.setattr("accelerate.checkpoint.formats.os.fsync", lambda descriptor: 1 / 0)
+            self.accelerator.save_state(*folder, blocking=False)
+            self.background._thread.join()
+
     @property
     def background(self):
         (saves,) = self.accelerator.extensions.of_kind(AsyncSaves)
@@ -31,10 +38,7 @@ class Run:
 def test_an_error_of_the_background_comes_out_of_the_next_call(tmp_path, monkeypatch, next_call):
     run = Run(tmp_path)
     run.accelerator.save_state()
-    with monkeypatch.context() as patch:
-        patch.setattr("accelerate.checkpoint.formats.os.fsync", lambda descriptor: 1 / 0)
-        run.accelerator.save_state(blocking=False)
-        run.background._thread.join()
+    run.fail_to_save(monkeypatch)
     with pytest.raises(RuntimeError, match="checkpoint_1.*could not be saved.*division by zero"):
         getattr(run.accelerator, next_call)()
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["checkpoint_0"]
@@ -44,10 +48,7 @@ def test_an_error_of_the_background_comes_out_of_the_next_call(tmp_path, monkeyp
 
 def test_a_wrong_argument_leaves_the_error_of_the_background_for_the_next_call(tmp_path, monkeypatch):
     run = Run()
-    with monkeypatch.context() as patch:
-        patch.setattr("accelerate.checkpoint.formats.os.fsync", lambda descriptor: 1 / 0)
-        run.accelerator.save_state(tmp_path / "c", blocking=False)
-        run.background._thread.join()
+    run.fail_to_save(monkeypatch, tmp_path / "c")
     with pytest.raises(TypeError, match="map_location"):
         run.accelerator.load_state(tmp_path / "c", map_location="nowhere")
     with pytest.raises(ValueError, match="no output_dir"):
@@ -67,10 +68,7 @@ def refuse_to_agree(*args):
 def test_a_failed_save_does_not_keep_trackers_from_finishing(tmp_path, monkeypatch):
     run, finished = Run(), []
     run.accelerator.trackers = [SimpleNamespace(name="tracker", finish=lambda: finished.append(1))]
-    with monkeypatch.context() as patch:
-        patch.setattr("accelerate.checkpoint.formats.os.fsync", lambda descriptor: 1 / 0)
-        run.accelerator.save_state(tmp_path / "c", blocking=False)
-        run.background._thread.join()
+    run.fail_to_save(monkeypatch, tmp_path / "c")
     with pytest.raises(RuntimeError, match="could not be saved.*division by zero"):
         run.accelerator.end_training()
     assert finished == [1]
@@ -79,10 +77,7 @@ def test_a_failed_save_does_not_keep_trackers_from_finishing(tmp_path, monkeypat
 def test_a_save_that_reports_the_former_error_is_not_written_and_has_no_number(tmp_path, monkeypatch):
     run = Run(tmp_path)
     run.accelerator.save_state()
-    with monkeypatch.context() as patch:
-        patch.setattr("accelerate.checkpoint.formats.os.fsync", lambda descriptor: 1 / 0)
-        run.accelerator.save_state(blocking=False)
-        run.background._thread.join()
+    run.fail_to_save(monkeypatch)
     with pytest.raises(RuntimeError, match="checkpoint_1.*could not be saved"):
         run.accelerator.save_state(blocking=False)
     assert os.listdir(tmp_path / "checkpoints") == ["checkpoint_0"]

@@ -13,6 +13,7 @@ import shutil
 import signal
 import socket
 import sys
+import threading
 import time
 
 import tiny
@@ -22,6 +23,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
 import transformers_patch
 from accelerate import ParallelismConfig
+from accelerate.checkpoint import dcp
 from accelerate.checkpoint.manifest import NAME, Manifest
 from accelerate.runtime.torch_private import local_part
 from accelerate.state import PartialState
@@ -267,17 +269,35 @@ def damage(folder, words):
         last.unlink()
 
 
+@contextlib.contextmanager
+def noting_shards():
+    """Give a list with an entry for each folder of shards that a thread writes: whether the training's own group writes it."""
+    save, in_training_group = dcp.save, []
+
+    def noted(state, place, group=None, **options):
+        if threading.current_thread() is not threading.main_thread():
+            in_training_group.append(group is None)
+        return save(state, place, group, **options)
+
+    dcp.save = noted
+    try:
+        yield in_training_group
+    finally:
+        dcp.save = save
+
+
 def halves(folder, case):
     """Train whole, and once more from the middle; return whether the losses are the same, and what the checkpoint has."""
     words = case.split("+")
     folder = f"{folder}/{case}"
-    with patched(words):
+    with patched(words), noting_shards() as in_training_group:
         whole = build(folder, words)
         whole.train()
         by_rank = tiny.everywhere(whole.losses)
         last = f"{folder}/checkpoint-{STEPS}"
         listed = {name: entry.rank for name, entry in Manifest.read(last).files.items()}
         found = {"files": listed, "unlisted": sorted(files(last) ^ listed.keys())}
+        found["in_training_group"] = in_training_group
         if "weights" in words:
             return found
         tiny.everywhere(None)

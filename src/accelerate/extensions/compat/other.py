@@ -134,7 +134,7 @@ def move_to_device(state: Any, device: torch.device) -> Any:
     """Return optimizer state with its tensors on a device.
 
     Args:
-        state: A tensor, or lists, tuples and dicts of them, nested; anything else is returned as it is.
+        state: A tensor, or lists, tuples and dicts of them, nested; anything else is returned unchanged.
         device: Where the tensors go.
     """
     if isinstance(state, torch.Tensor):

@@ -105,7 +105,7 @@ def _needs_identity(module: nn.Module) -> bool:
 
 
 def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
-    """Return a module whose regions are compiled, its parameters shared with the one given, which stays as it is.
+    """Return a module with compiled regions that shares its parameters with the given one, which stays unchanged.
 
     Each block of a list of equal blocks is a region, so that its code is compiled once; elsewhere the largest modules
     without such a list inside are regions. The modules above the regions stay uncompiled.
