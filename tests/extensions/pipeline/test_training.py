@@ -1,6 +1,7 @@
 """What a pipeline refuses before it is made; training is compared on real processes by `check_pipeline.py`."""
 
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -51,7 +52,9 @@ def test_models_that_are_not_divided():
         accelerator.prepare(torch.optim.SGD(teacher.parameters()))
 
 
-def test_stages_of_transformers_are_refused_for_training():
+def test_stages_of_transformers_are_refused_for_training(monkeypatch):
+    if "transformers" not in sys.modules:  # without it no model is asked whether it is such a stage
+        monkeypatch.setitem(sys.modules, "transformers", ModuleType("transformers"))
     model, accelerator = nn.Linear(2, 2), Accelerator(cpu=True)
     model._pp_stage = SimpleNamespace(pp_size=2)
     for prepare in (accelerator.prepare, accelerator.prepare_model):
