@@ -7,7 +7,6 @@
 from accelerate.base import _lazy
 from accelerate.data.adapter import DataLoaderAdapter, DataLoaderStateMixin, get_sampler
 from accelerate.data.build import prepare_data_loader, skip_first_batches
-from accelerate.data.dispatcher import DataLoaderDispatcher
 from accelerate.data.iterable import IterableDatasetShard
 from accelerate.data.loader import DataLoaderShard, SkipDataLoader
 from accelerate.data.samplers import BatchSamplerShard, SeedableRandomSampler, SkipBatchSampler
@@ -43,7 +42,7 @@ _PYTORCH_DATALOADER_ADDITIONAL_KWARGS = {v: additional_kwargs}
 __all__ = [
     "BatchSamplerShard",
     "DataLoaderAdapter",
-    "DataLoaderDispatcher",
+    "DataLoaderDispatcher",  # noqa: F822  # of an extension, by `__getattr__`
     "DataLoaderShard",
     "DataLoaderStateMixin",
     "IterableDatasetShard",

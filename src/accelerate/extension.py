@@ -234,6 +234,7 @@ class Spec:
         storage: ``"module:Class"`` of a `checkpoint.storage.CheckpointStorage` for locations that are URLs.
         background_save: ``"module:function"`` that takes an Accelerator and a `checkpoint.save.Save` whose state is collected, for
             ``save_state(blocking=False)``: it copies the state, and finishes the save while the training continues.
+        dispatch: ``"module:Class"`` of a `data.reading.Dispatched`, for loaders that rank 0 reads for all ranks.
     """
 
     name: str
@@ -255,6 +256,7 @@ class Spec:
     tensor_kinds: tuple[str, ...] = ()
     storage: str = ""
     background_save: str = ""
+    dispatch: str = ""
 
     def install(self, owner: type) -> None:
         """Give a class the methods and attributes of the extension; ValueError if it has one of these names.

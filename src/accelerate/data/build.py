@@ -17,13 +17,12 @@ from accelerate.config.enums import RNGType
 from accelerate.config.strategies import record_of
 from accelerate.data import adapter, iterable
 from accelerate.data.adapter import as_stateful, batching_sampler, is_stateful, is_stream, skipping, variant
-from accelerate.data.dispatcher import DataLoaderDispatcher
 from accelerate.data.layout import ShardLayout
 from accelerate.data.loader import DataLoaderShard, PreparedLoader, SkipDataLoader
 from accelerate.data.reading import AlreadySplit, ByPieces, Dispatched, OwnShard, Reading, ReadsEverything
 from accelerate.data.samplers import SeedableRandomSampler, check_split, draw_seed
 from accelerate.data.workers import EpochStream, SeededDataset, WorkerDataset
-from accelerate.extension import imported
+from accelerate.extension import all_specs, imported
 from accelerate.process import PartialState
 
 logger = logging.getLogger(__name__)
@@ -103,6 +102,7 @@ def prepare_data_loader(
     if isinstance(dataloader, PreparedLoader):
         warn_user("dataloader is prepared already; it is returned as it is, not sharded again.")
         return dataloader
+    dispatching = _dispatching(required=bool(dispatch_batches) or slice_fn_for_dispatch is not None)
     state = PartialState()
     num_processes = state.num_processes if num_processes is None else num_processes
     process_index = state.process_index if process_index is None else process_index
@@ -113,8 +113,8 @@ def prepare_data_loader(
         ShardLayout(state.num_processes, state.process_index) if num_processes == 1 < state.num_processes else layout
     )
     divided = already_sharded or _is_divided(dataloader, layout, expected, shard_iterable_dataset, dispatch_batches)
-    way = _way_of_reading(dataloader, layout.num_shards, divided, dispatch_batches, put_on_device)
-    dispatch = way is Dispatched
+    way = _way_of_reading(dataloader, layout.num_shards, divided, dispatch_batches, put_on_device, dispatching)
+    dispatch = issubclass(way, Dispatched)
     if slice_fn_for_dispatch is not None and not dispatch:
         warn_user(
             "slice_fn_for_dispatch has no effect, because this loader does not dispatch. Pass dispatch_batches=True."
@@ -133,7 +133,7 @@ def prepare_data_loader(
 
     reading = way(dataloader, layouts, process_index, split_batches, even_batches)
     if isinstance(reading, Dispatched):
-        reading.counts_samples = layout.num_shards > 1 or slice_fn_for_dispatch is not None
+        reading.slice_fn = slice_fn_for_dispatch
     changes = reading.sharded()
     changes |= _for_workers(dataloader, changes.get("dataset", dataloader.dataset))
     stateful = use_stateful_dataloader or is_stateful(dataloader)
@@ -146,9 +146,8 @@ def prepare_data_loader(
         "torch_device_mesh": torch_device_mesh,
         "_base": base,
     }
-    if dispatch:
-        common |= {"split_batches": split_batches, "slice_fn": slice_fn_for_dispatch}
-        loader: PreparedLoader = DataLoaderDispatcher(base.dataset, **common)
+    if isinstance(reading, Dispatched):
+        loader: PreparedLoader = reading.prepared(base.dataset, **common)
     else:
         loader_class = record_of(state.distributed_type).loader if put_on_device else ""
         kind = imported(loader_class)() if loader_class else DataLoaderShard
@@ -187,20 +186,32 @@ def _is_divided(
     return True
 
 
+def _dispatching(required: bool) -> str:
+    """Return the address of an extension's way of reading that dispatches, an empty text if there is none; ValueError if required."""
+    address = next((spec.dispatch for spec in all_specs() if spec.dispatch), "")
+    if required and not address:
+        raise ValueError(
+            "dispatch_batches=True and slice_fn_for_dispatch need an extension that is not in this installation of accelerate. Remove "
+            "the setting, so that each rank reads its part, or install the complete package."
+        )
+    return address
+
+
 def _way_of_reading(
-    dataloader: DataLoader, shards: int, divided: bool, dispatch: bool | None, put_on_device: bool
+    dataloader: DataLoader, shards: int, divided: bool, dispatch: bool | None, put_on_device: bool, dispatching: str
 ) -> type[Reading]:
     """Choose how the data is read; warn of parts that no process would read."""
     stream = is_stream(dataloader)
     if dispatch and not put_on_device:
         raise ValueError("dispatch_batches=True needs put_on_device=True: batches arrive on a process's device.")
-    if dispatch or (dispatch is None and stream and put_on_device and not divided):
+    if dispatch or (dispatching and dispatch is None and stream and put_on_device and not divided):
         if divided:
             warn_user(
                 "dispatch_batches=True reads on the main process only, but the data is divided already: the parts of the "
                 "other processes will not be read. Use dispatch_batches=False, or do not divide the data."
             )
-        return Dispatched
+        way: type[Dispatched] = imported(dispatching)
+        return way
     if divided:
         return AlreadySplit
     if not stream:

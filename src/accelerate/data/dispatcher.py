@@ -14,7 +14,7 @@ from accelerate.comm.scatter import CPU, Received, Scatter
 from accelerate.data import resume
 from accelerate.data.adapter import DataLoaderAdapter, placer, restarted
 from accelerate.data.dividing import Divider, agreed_length, first_length, shares
-from accelerate.data.iterable import SizingCollate
+from accelerate.data.iterable import CollateWrapper
 from accelerate.data.layout import ShardLayout
 from accelerate.data.loader import PreparedLoader
 from accelerate.data.progress import Position
@@ -69,6 +69,13 @@ class Group(NamedTuple):
             return Round(batches, samples)
         bounds = [(0, total)] if joined else shares(total, shards)
         return Round(divider.divide(batches, sizes, bounds, len(self.batches)), samples, counts)
+
+
+class SizingCollate(CollateWrapper):
+    """Pairs each batch with the number of samples that it was made of."""
+
+    def __call__(self, samples: Any) -> tuple[Any, int]:
+        return self.collate_fn(samples), len(samples)
 
 
 class DataLoaderDispatcher(PreparedLoader):

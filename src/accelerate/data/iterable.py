@@ -89,13 +89,6 @@ class CollateWrapper:
         self.collate_fn = collate_fn
 
 
-class SizingCollate(CollateWrapper):
-    """Pairs each batch with the number of samples that it was made of."""
-
-    def __call__(self, samples: Any) -> tuple[Any, int]:
-        return self.collate_fn(samples), len(samples)
-
-
 class CountingCollate(CollateWrapper):
     """Pairs each batch with the real samples in each shard's batch of its round; None if all are real."""
 

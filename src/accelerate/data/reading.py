@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-from torch.utils.data import BatchSampler, ChainDataset, DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 
-from accelerate.data import adapter, iterable
+from accelerate.data import adapter
 from accelerate.data.adapter import batching_sampler, is_stream, variant
-from accelerate.data.iterable import CountingCollate, IterableDatasetShard, SizingCollate
+from accelerate.data.iterable import CountingCollate, IterableDatasetShard
 from accelerate.data.layout import ShardLayout
 from accelerate.data.samplers import BatchSamplerShard, SamplerShard
 
@@ -163,18 +163,15 @@ class AlreadySplit(Reading):
 
 
 class Dispatched(Reading):
-    """The main process reads, and sends each process its part."""
+    """The main process reads, and sends each process its part. An extension has the loader; `Spec.dispatch` names a subclass.
+
+    Attributes:
+        slice_fn: cuts a process's part from a batch; None if batches are divided by samples.
+    """
 
     name = "main process reads and sends"
-    # Whether rounds are divided by the number of samples that their batches were made of.
-    counts_samples = False
+    slice_fn: Callable[..., Any] | None = None
 
-    def sharded(self) -> dict[str, Any]:
-        """Change no sampler: the loader divides batches."""
-        loader, changes = self.loader, {}
-        if iterable.is_datapipe(loader.dataset):
-            # Hidden in a plain stream: torch's loader of a datapipe exchanges a seed between all processes at its start.
-            changes["dataset"] = ChainDataset([loader.dataset])
-        if self.counts_samples and loader.batch_sampler is not None and adapter.iterates_plainly(loader):
-            changes["collate_fn"] = SizingCollate(loader.collate_fn)
-        return changes
+    def prepared(self, dataset: Any, **options: Any) -> Any:
+        """Return the `PreparedLoader`, of options that all kinds of them have."""
+        raise NotImplementedError

@@ -15,6 +15,7 @@ TABLE = (
     "convert",
     "data_plan",
     "deepspeed",
+    "dispatch",
     "dry_run",
     "ema",
     "engines",

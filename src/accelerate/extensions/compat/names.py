@@ -44,7 +44,7 @@ HOMES: dict[str, str] = {
     "accelerate.commands.to_fsdp2": "to_fsdp2_command_parser",
     "accelerate.commands.tpu": "tpu_command_parser",
     "accelerate.commands.utils": "CustomArgumentParser",
-    "accelerate.data_loader": "DataLoaderDispatcher",
+    "accelerate.data.dispatcher": "DataLoaderDispatcher",
     "accelerate.extensions.budget.sampler": "PackingCollator TokenBudgetSampler",
     "accelerate.devices.cores": "_parse_cpu_list",
     "accelerate.logging": "get_logger",
@@ -219,7 +219,7 @@ NAMES: dict[str, str] = {
     "accelerate.commands.tpu": "default_config_file load_config_from_file",
     "accelerate.commands.utils": "_StoreAction _StoreConstAction _StoreTrueAction",
     "accelerate.data_loader": (
-        "PackingCollator TokenBudgetSampler DistributedType GradientState PartialState RNGType broadcast broadcast_object_list compare_versions "
+        "DataLoaderDispatcher PackingCollator TokenBudgetSampler DistributedType GradientState PartialState RNGType broadcast broadcast_object_list compare_versions "
         "concatenate find_batch_size get_data_structure get_logger initialize_tensors is_datasets_available "
         "is_torch_version is_torch_xla_available is_torchdata_stateful_dataloader_available send_to_device "
         "slice_tensors synchronize_rng_states"

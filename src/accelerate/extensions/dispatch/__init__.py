@@ -1,0 +1,5 @@
+"""Dispatched batches: rank 0 reads the data, and sends each rank its part."""
+
+from accelerate.extension import Spec
+
+SPEC = Spec("dispatch", dispatch="accelerate.extensions.dispatch.reading:RankZeroReads")
