@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from accelerate.comm.scatter import Scatter
 from accelerate.data.build import prepare_data_loader
+from accelerate.extensions.dispatch.scatter import Scatter
 from accelerate.utils.imports import is_torchdata_stateful_dataloader_available
 
 CPU = torch.device("cpu")

@@ -12,11 +12,11 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 from accelerate.config.enums import RNGType
 from accelerate.data import reading
 from accelerate.data.build import prepare_data_loader
-from accelerate.data.dispatcher import DataLoaderDispatcher
 from accelerate.data.iterable import is_datapipe
 from accelerate.data.layout import ShardLayout
 from accelerate.data.loader import DataLoaderShard
 from accelerate.data.workers import SeededDataset
+from accelerate.extensions.dispatch.dispatcher import DataLoaderDispatcher
 from loader_samples import TWO, Numbers, Stream, values
 
 

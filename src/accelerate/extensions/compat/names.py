@@ -44,7 +44,7 @@ HOMES: dict[str, str] = {
     "accelerate.commands.to_fsdp2": "to_fsdp2_command_parser",
     "accelerate.commands.tpu": "tpu_command_parser",
     "accelerate.commands.utils": "CustomArgumentParser",
-    "accelerate.data.dispatcher": "DataLoaderDispatcher",
+    "accelerate.extensions.dispatch.dispatcher": "DataLoaderDispatcher",
     "accelerate.extensions.budget.sampler": "PackingCollator TokenBudgetSampler",
     "accelerate.devices.cores": "_parse_cpu_list",
     "accelerate.logging": "get_logger",

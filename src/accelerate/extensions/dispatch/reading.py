@@ -7,8 +7,8 @@ from typing import Any
 from torch.utils.data import ChainDataset
 
 from accelerate.data import adapter, iterable
-from accelerate.data.dispatcher import DataLoaderDispatcher, SizingCollate
 from accelerate.data.reading import Dispatched
+from accelerate.extensions.dispatch.dispatcher import DataLoaderDispatcher, SizingCollate
 
 
 class RankZeroReads(Dispatched):

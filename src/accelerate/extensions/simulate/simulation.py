@@ -29,9 +29,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from accelerate.accelerator import Accelerator
 from accelerate.base._warn import printable
-from accelerate.comm.scatter import Received, Scatter
 from accelerate.comm.torch_dist import TorchCommunicator
 from accelerate.config import env
+from accelerate.extensions.dispatch.scatter import Received, Scatter
 from accelerate.extensions.reports import out_of_memory
 from accelerate.extensions.reports.allocations import EXCHANGED, AllocationTracker, label
 from accelerate.extensions.reports.collectives import CollectiveRecorder

@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 from torch.utils.data import default_collate
 
 from accelerate import comm
-from accelerate.comm.scatter import CPU, Received, Scatter
 from accelerate.data import resume
 from accelerate.data.adapter import DataLoaderAdapter, placer, restarted
-from accelerate.data.dividing import Divider, agreed_length, first_length, shares
 from accelerate.data.iterable import CollateWrapper
 from accelerate.data.layout import ShardLayout
 from accelerate.data.loader import PreparedLoader
 from accelerate.data.progress import Position
 from accelerate.data.samplers import EndAhead, ReplayableRandomSampler, Rounds, unskipped
+from accelerate.extensions.dispatch.dividing import Divider, agreed_length, first_length, shares
+from accelerate.extensions.dispatch.scatter import CPU, Received, Scatter
 from accelerate.process import PartialState
 from accelerate.runtime import generators
 

@@ -5,8 +5,8 @@ from collections import OrderedDict, namedtuple
 import pytest
 import torch
 
-from accelerate.comm.scatter import Scatter
-from accelerate.data.dividing import Divider, agreed_length
+from accelerate.extensions.dispatch.dividing import Divider, agreed_length
+from accelerate.extensions.dispatch.scatter import Scatter
 from cases import cases
 from loader_samples import CPU, Line
 
