@@ -93,9 +93,6 @@ def test_every_way_to_log_names_the_line_that_logs(caplog):
         lambda: DistributedDataParallelKwargs(comm_wrapper="bf16"),
         lambda: Accelerator(cpu=True, split_batches=True),
         lambda: [one.prepare(MODEL) for one in [Accelerator(cpu=True)] for _ in "12"],
-        lambda: Accelerator(cpu=True).prepare_data_loader(
-            torch.utils.data.DataLoader([1]), slice_fn_for_dispatch=lambda *given: None
-        ),
     ],
 )
 def test_warnings_point_at_the_users_line(call):

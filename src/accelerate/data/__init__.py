@@ -1,4 +1,4 @@
-"""How batches reach the processes: samplers that shard, loaders that place, and the dispatcher that sends.
+"""How batches reach the processes: samplers that shard, and loaders that place.
 
 `accelerate.data_loader` is the public front of this package.
 """

@@ -11,7 +11,8 @@ from accelerate.data.build import prepare_data_loader
 from accelerate.data.loader import DataLoaderShard
 from accelerate.data.samplers import SeedableRandomSampler
 from accelerate.extensions.data_plan.method import plan_of
-from loader_samples import Numbers, SizedStream, Stream, dispatched
+from dispatch_samples import dispatched
+from loader_samples import Numbers, SizedStream, Stream
 
 
 class Rows(Numbers):

@@ -8,7 +8,7 @@ import torch
 from accelerate.extensions.dispatch.dividing import Divider, agreed_length
 from accelerate.extensions.dispatch.scatter import Scatter
 from cases import cases
-from loader_samples import CPU, Line
+from dispatch_samples import CPU, Line
 
 DIVIDER = Divider(lists_are_samples=True, remedy="Do something else.")
 

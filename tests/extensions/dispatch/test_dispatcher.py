@@ -11,7 +11,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from accelerate.data.build import skip_first_batches
 from accelerate.state import GradientState
 from cases import cases
-from loader_samples import Stream, dispatched, values
+from dispatch_samples import dispatched
+from loader_samples import Stream, values
 
 UNSENDABLE = threading.Lock()
 

@@ -7,16 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.utils.data import DataLoader, RandomSampler, get_worker_info
-from torch.utils.data.datapipes.iter import IterableWrapper
 
 from accelerate.config.enums import RNGType
-from accelerate.data import reading
+from accelerate.data import build, reading
 from accelerate.data.build import prepare_data_loader
-from accelerate.data.iterable import is_datapipe
 from accelerate.data.layout import ShardLayout
 from accelerate.data.loader import DataLoaderShard
 from accelerate.data.workers import SeededDataset
-from accelerate.extensions.dispatch.dispatcher import DataLoaderDispatcher
 from loader_samples import TWO, Numbers, Stream, values
 
 
@@ -55,17 +52,6 @@ def test_a_stream_divided_by_its_user_is_not_divided_again():
     assert values(halved) == [[0, 1], [2, 3], [4, 5], [6, 7]] and halved.batch_size == 2
     map_style = prepare_data_loader(DataLoader(Numbers(8), 2), shard_iterable_dataset=False, **TWO)
     assert values(map_style) == [[2, 3], [6, 7]], "data with indices is divided all the same"
-    with pytest.warns(UserWarning, match="will not be read"):
-        prepare_data_loader(
-            DataLoader(Stream(8), 4), put_on_device=True, dispatch_batches=True, shard_iterable_dataset=False, **TWO
-        )
-
-
-def test_a_dispatched_datapipe_does_not_wait_for_processes_that_do_not_read():
-    pipe = IterableWrapper(range(8))
-    prepared = prepare_data_loader(DataLoader(pipe, 2), put_on_device=True)
-    assert type(prepared) is DataLoaderDispatcher and not is_datapipe(prepared.base_dataloader.dataset)
-    assert values(prepared) == values(DataLoader(Stream(8), 2)) and len(prepared) == 4
 
 
 @pytest.mark.parametrize("options", [{}, TWO])
@@ -101,8 +87,6 @@ def test_streams_that_are_divided_already_are_left_alone():
     assert prepared.dataset is stream and values(prepared) == [[4, 5]]
     prepared = prepare_data_loader(DataLoader(stream, 2), put_on_device=True, **TWO)
     assert type(prepared) is DataLoaderShard, "dispatching would read the main process's part only"
-    with pytest.warns(UserWarning, match="will not be read"):
-        prepare_data_loader(DataLoader(stream, 2), put_on_device=True, dispatch_batches=True, **TWO)
 
 
 def test_a_seedable_sampler_keeps_the_settings_and_the_seed():
@@ -118,20 +102,25 @@ def test_contradictions_are_refused():
     loader = DataLoader(Numbers(8), 3)
     with pytest.raises(TypeError, match="dataloader is a list"):
         prepare_data_loader([1])
-    with pytest.raises(ValueError, match="put_on_device=True"):
-        prepare_data_loader(loader, dispatch_batches=True)
     with pytest.raises(ValueError, match="2 equal parts, which a batch size of 3 does not"):
         prepare_data_loader(loader, split_batches=True, **TWO)
     with pytest.raises(ValueError, match="batch size of None"):
         prepare_data_loader(DataLoader(Numbers(8), batch_sampler=[[0]]), split_batches=True, **TWO)
 
 
-def test_a_slice_function_without_dispatching_and_a_loader_prepared_already_are_warned_about():
+def test_without_an_extension_that_dispatches_each_rank_reads_a_stream(monkeypatch):
+    monkeypatch.setattr(build, "all_specs", tuple)
+    loader = prepare_data_loader(DataLoader(Stream(8), 2), put_on_device=True, **TWO)
+    assert type(loader._reading) is reading.ReadsEverything and values(loader) == [[2, 3], [6, 7]]
+    for options in ({"dispatch_batches": True}, {"slice_fn_for_dispatch": max}):
+        with pytest.raises(ValueError, match=f"{next(iter(options))}.* an extension that is not in this installation"):
+            prepare_data_loader(DataLoader(Stream(8), 2), put_on_device=True, **options)
+
+
+def test_a_loader_prepared_already_is_warned_about():
     prepared = prepare_data_loader(DataLoader(Numbers(8), 2), **TWO)
     with pytest.warns(UserWarning, match="prepared already"):
         assert prepare_data_loader(prepared, **TWO) is prepared
-    with pytest.warns(UserWarning, match="slice_fn_for_dispatch has no effect"):
-        prepare_data_loader(DataLoader(Numbers(8), 2), slice_fn_for_dispatch=lambda *args: args)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         prepare_data_loader(DataLoader(Numbers(8), 2), put_on_device=True, rng_types=["torch"], **TWO)

@@ -132,16 +132,6 @@ def test_split_batches_makes_the_batches_smaller_or_is_refused():
         prepared(DataLoader(Numbers(7), batch_sampler=part), 1, 2, split_batches=True)
 
 
-def test_dispatching_what_is_divided_warns_that_parts_are_not_read():
-    with pytest.warns(
-        UserWarning, match="data is divided already: the parts of the other processes will not be read"
-    ) as c:
-        prepare_data_loader(
-            loader_of(0, 2, 8), num_processes=2, process_index=0, put_on_device=True, dispatch_batches=True
-        )
-    assert len(c) == 1
-
-
 def test_epochs_reach_the_sampler_and_a_shortened_epoch_is_its_own():
     loader, plain = prepared(loader_of(1, 2, 12, 2, shuffle=True), 1, 2), loader_of(1, 2, 12, 2, shuffle=True)
     for epoch in range(2):

@@ -1,4 +1,4 @@
-"""Dispatched batches: rank 0 reads the data, and sends each rank its part."""
+"""Dispatched batches: rank 0 reads, and sends each rank its part."""
 
 from accelerate.extension import Spec
 

@@ -20,7 +20,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,7 @@ from accelerate.accelerator import Accelerator
 from accelerate.base._warn import printable
 from accelerate.comm.torch_dist import TorchCommunicator
 from accelerate.config import env
-from accelerate.extensions.dispatch.scatter import Received, Scatter
+from accelerate.extension import imported
 from accelerate.extensions.reports import out_of_memory
 from accelerate.extensions.reports.allocations import EXCHANGED, AllocationTracker, label
 from accelerate.extensions.reports.collectives import CollectiveRecorder
@@ -170,14 +170,15 @@ def _answer_for_others(last: contextlib.ExitStack) -> None:
         (dist, "init_process_group", init_process_group),
         (dist, "broadcast_object_list", broadcast_object_list),
         (TorchCommunicator, "broadcast", lambda self, tensors, src=0: broadcast(self, tensors, self.rank)),
-        (Scatter, "receive", _refuse_to_receive),
         (saving, "Save", checkpoints.MeasuredSave),
         (restoring, "_load", checkpoints.read),
     ]
+    with contextlib.suppress(ModuleNotFoundError):  # without that folder, each rank reads its part
+        places.append((imported("accelerate.extensions.dispatch.scatter:Scatter"), "receive", _refuse_to_receive))
     last.enter_context(replaced(*places))
 
 
-def _refuse_to_receive(scatter: Scatter) -> Received:
+def _refuse_to_receive(scatter: Any) -> NoReturn:
     raise ValueError(
         f"Rank {dist.get_rank()} is simulated, and would be sent its batches by rank 0, which is made up. "
         "Simulate the rank that reads (--simulate_rank 0), or set dispatch_batches=False."

@@ -19,6 +19,7 @@ from accelerate.comm.operations import broadcast, broadcast_object_list, gather,
 from accelerate.config.handlers import GradientAccumulationPlugin
 from accelerate.config.project import DataLoaderConfiguration
 from accelerate.config.strategies import traits_of
+from accelerate.extension import all_specs
 from accelerate.extensions.testing.testing import are_the_same_tensors
 from accelerate.runtime.random import set_seed
 from accelerate.state import AcceleratorState, PartialState
@@ -136,6 +137,8 @@ def check_loader(dispatch: bool) -> Check:
     """Return the check of one way of loading: every sample arrives once, whether or not the ranks can share them evenly."""
 
     def check(accelerator: Accelerator) -> None:
+        if dispatch and not any(spec.dispatch for spec in all_specs()):
+            raise Skipped("no extension dispatches")
         loading = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch))
         whole = 3 * BATCH * loading.num_processes
         for length in (whole, whole + BATCH + 1):
