@@ -142,3 +142,15 @@ def test_the_status_of_the_program_is_that_of_the_launch_and_the_report_comes_al
     assert ended.returncode == 5, ended.stderr
     assert "rank 5 of 8" in ended.stdout and "the program ended with status 5" in ended.stdout
     assert "\nwarning: this has no effect\n" in ended.stdout and "Estimated" not in ended.stdout
+
+
+def test_a_rank_that_is_sent_its_batches_is_refused(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "from torch.utils.data import DataLoader\nfrom accelerate import Accelerator, DataLoaderConfiguration\n"
+        "accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=True))\n"
+        "list(accelerator.prepare(DataLoader(range(8))))\n"
+    )
+    words = ["--simulate", "2x1", "--simulate_rank", "1", str(script)]
+    ended = done([*LAUNCH, *words], cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert ended.returncode and "Simulate the rank that reads (--simulate_rank 0)" in ended.stderr, ended.stderr
