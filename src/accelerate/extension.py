@@ -232,6 +232,8 @@ class Spec:
         process: ``"module:Class"`` of a `runtime.peers.ProcessExtension`, for processes that work together with others.
         tensor_kinds: ``"module:Class"`` of each `modules.tensor_kinds.TensorKind`.
         storage: ``"module:Class"`` of a `checkpoint.storage.CheckpointStorage` for locations that are URLs.
+        operation_checks: A module that finds out whether the ranks call the same operation. Its ``CheckedCommunicator`` takes the place of
+            `comm.torch_dist.TorchCommunicator`, and collectives call its ``compare_arguments`` first in debug mode.
         background_save: ``"module:function"`` that takes an Accelerator and a `checkpoint.save.Save` whose state is collected, for
             ``save_state(blocking=False)``: it copies the state, and finishes the save while the training continues.
         dispatch: ``"module:Class"`` of a `data.reading.Dispatched`, for loaders that rank 0 reads for all ranks.
@@ -255,6 +257,7 @@ class Spec:
     process: str = ""
     tensor_kinds: tuple[str, ...] = ()
     storage: str = ""
+    operation_checks: str = ""
     background_save: str = ""
     dispatch: str = ""
 

@@ -25,7 +25,7 @@ TYPE_TESTERS = {"accelerate/config/strategies.py"}
 
 
 # Processes of one run send each other objects, as torch's own collectives do; they trust each other with everything anyway.
-UNPICKLERS = {"accelerate/comm/torch_dist.py", "accelerate/extensions/notebook/processes.py"}
+UNPICKLERS = {"accelerate/extensions/notebook/processes.py", "accelerate/extensions/operation_checks/communicator.py"}
 
 
 def relative(path: pathlib.Path) -> str:

@@ -1,7 +1,10 @@
 """Names and sizes as text."""
 
 import re
+from collections.abc import Sequence
 from typing import Any
+
+LISTED = 16  # ranks that a message lists
 
 _UNITS = {"GIB": 2**30, "MIB": 2**20, "KIB": 2**10, "GB": 10**9, "MB": 10**6, "KB": 10**3}
 
@@ -63,3 +66,9 @@ def convert_file_size_to_int(size: int | str) -> int:
     number, unit = parts.groups()
     in_bits = unit.endswith("b") and "i" not in unit.lower()
     return int(float(number) * _UNITS[unit.upper()] // (8 if in_bits else 1))
+
+
+def listed(ranks: Sequence[int]) -> str:
+    """Return the first ranks, and how many more there are."""
+    more = len(ranks) - LISTED
+    return ", ".join(map(str, ranks[:LISTED])) + (f" and {more} more" if more > 0 else "")

@@ -1,5 +1,6 @@
 """How processes exchange tensors and objects: one `Communicator` per way of cooperating."""
 
+import importlib
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from accelerate.comm import base
 from accelerate.config.enums import DistributedType
 from accelerate.config.strategies import record_of
-from accelerate.extension import imported
+from accelerate.extension import all_specs, imported
 from accelerate.runtime import storage
 
 _SINGLE = base.Communicator()
@@ -28,6 +29,12 @@ def for_type(distributed_type: DistributedType | str) -> base.Communicator:
 def current() -> base.Communicator:
     """Return the communicator of this process's state, which is built with the defaults if there is none."""
     return for_type(storage.process.filled()["distributed_type"])
+
+
+def operation_checks() -> Any:
+    """Return the module of an extension that compares the ranks' calls, or None. See `Spec.operation_checks`."""
+    names = (spec.operation_checks for spec in all_specs() if spec.operation_checks)
+    return next(map(importlib.import_module, names), None)
 
 
 def forget() -> None:
@@ -83,5 +90,6 @@ def _torch() -> base.Communicator:
     if live is None or live.group is not group:  # also forgets calls of a group that was destroyed
         from accelerate.comm.torch_dist import TorchCommunicator
 
-        live = _live["torch"] = TorchCommunicator(group)
+        checks = operation_checks()
+        live = _live["torch"] = (TorchCommunicator if checks is None else checks.CheckedCommunicator)(group)
     return live

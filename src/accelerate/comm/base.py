@@ -1,16 +1,23 @@
 """The contract of a communicator. Its defaults work for a single process."""
 
+import hashlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from accelerate.base.nested import outline, rebuild
 
-if TYPE_CHECKING:
-    from accelerate.comm.check import Call
-
 REDUCTIONS = ("sum", "mean", "max", "min")
+
+
+class DistributedOperationException(Exception):
+    """The ranks call an operation differently: another kind, or another structure, shape or dtype of its argument.
+
+    All ranks raise it, so that the run ends at once instead of hanging.
+    """
+
+    __module__ = "accelerate.utils.operations"  # the path in pickles
 
 
 class Communicator:
@@ -65,17 +72,8 @@ class Communicator:
         """Gather (`argument` is None), reduce (its name) or broadcast (its source) tensors that have at least one dimension."""
         return [tensor.clone() for tensor in tensors]
 
-    def require_same(self, call: "Call") -> None:
-        """Compare a call on all ranks, which raise a DistributedOperationException together."""
-        if not self.is_same(call):
-            from accelerate.comm.check import disagreement
-
-            raise disagreement(self.gather_object((call.operation, call.in_words())))
-
     def is_same(self, value: Any) -> bool:
         """Return whether all ranks pass values with the same `repr`."""
-        from accelerate.comm.check import checksum
-
         return len(set(self.gather_object(checksum(value)))) == 1
 
     def gather_object(self, obj: Any) -> list[Any]:
@@ -88,6 +86,11 @@ class Communicator:
 
     def barrier(self) -> None:
         """Wait until every rank has come here."""
+
+
+def checksum(value: Any) -> int:
+    """Return a number of 56 bits that is equal for values with equal `repr`, in every process (unlike `hash`)."""
+    return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=7).digest(), "big")
 
 
 def _divided(total: torch.Tensor, count: int) -> torch.Tensor:

@@ -31,8 +31,7 @@ from accelerate.base.nested import (  # noqa: F401
     recursively_apply,
     send_to_device,
 )
-from accelerate.comm.base import Communicator
-from accelerate.comm.check import Call, DistributedOperationException
+from accelerate.comm.base import Communicator, DistributedOperationException  # noqa: F401
 from accelerate.runtime import storage
 
 _PUBLIC_PATH = "accelerate.utils.operations"  # in messages, and in pickles
@@ -54,21 +53,13 @@ class CannotPadNestedTensorWarning(UserWarning):
 
 def compare_arguments(communicator: Communicator, operation: str, data: Any, module: str = _PUBLIC_PATH) -> None:
     """Compare the arguments of a collective between the ranks, in debug mode."""
-    process = storage.process.current
-    if not process.get("debug") or communicator.world_size == 1:
-        return
-    tensors: list[torch.Tensor] = []
-    structure, pads = outline(data, tensors), operation == "pad_across_processes"
-    kinds = ", ".join(sorted({item.device.type for item in tensors}))
-    # Padding makes sizes equal, but not their number.
-    shapes = [(item.dtype, "?" * item.ndim if pads or item.is_nested else item.shape) for item in tensors]
-    communicator.require_same(Call(f"{module}.{operation}", None, f"{structure} on {kinds}", kinds, tuple(shapes)))
-    device = process.get("device")
-    if device is not None and tensors and kinds != device.type:
-        raise DistributedOperationException(
-            f"`{module}.{operation}` was given tensors on {kinds}, and the device type of this run is {device.type!r}. Move "
-            "them there first, with `tensor.to(accelerator.device)`."
-        )
+    if storage.process.current.get("debug") and communicator.world_size > 1:
+        if (checks := comm.operation_checks()) is None:
+            raise ValueError(
+                "ACCELERATE_DEBUG_MODE needs an extension with `operation_checks` that is not in this installation of accelerate. "
+                "Remove the setting, or install the complete package."
+            )
+        checks.compare_arguments(communicator, f"{module}.{operation}", data)
 
 
 def gather_with(communicator: Communicator, tensor: Any, differentiable: bool = False) -> Any:

@@ -32,6 +32,7 @@ TABLE = (
     "megatron",
     "notebook",
     "object_store",
+    "operation_checks",
     "peer_memory",
     "pipeline",
     "plan",

@@ -50,11 +50,8 @@ def test_broadcast_fills_what_it_is_given(two):
     assert ops.broadcast(one.expand(3), from_process=1).tolist() == [1, 1, 1] and one.item() == 0
 
 
-def test_debug_mode_compares_first(two, monkeypatch):
+def test_debug_mode_without_its_extension_raises(two, monkeypatch):
     storage.process.current["debug"] = True
-    seen = []
-    monkeypatch.setattr(Two, "require_same", lambda self, call: seen.append(call.operation))
-    ops.gather(torch.ones(1)), ops.reduce(torch.ones(1)), ops.broadcast(torch.ones(1))
-    ops.pad_across_processes(torch.ones(1))
-    names = [name.rpartition(".")[2] for name in seen]
-    assert names == ["gather", "reduce", "broadcast", "pad_across_processes"]
+    monkeypatch.setattr(ops.comm, "operation_checks", lambda: None)
+    with pytest.raises(ValueError, match="ACCELERATE_DEBUG_MODE needs an extension with `operation_checks`"):
+        ops.gather(torch.ones(1))

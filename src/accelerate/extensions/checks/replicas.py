@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from accelerate.base._warn import warn_user
 from accelerate.base.environment import get_int_from_env, parse_flag_from_env
-from accelerate.comm.check import LISTED, listed
+from accelerate.base.text import LISTED, listed
 from accelerate.comm.in_step import ends_are_uneven
 from accelerate.config.strategies import traits_of
 from accelerate.extension import Extension

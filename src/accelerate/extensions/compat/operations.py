@@ -11,8 +11,7 @@ import torch
 
 from accelerate import comm
 from accelerate.base.nested import padded, recursively_apply, shape_of
-from accelerate.comm.base import Communicator
-from accelerate.comm.check import DistributedOperationException
+from accelerate.comm.base import Communicator, DistributedOperationException
 from accelerate.comm.operations import (
     TENSOR_INT_TO_DTYPE,
     TENSOR_TYPE_TO_INT,

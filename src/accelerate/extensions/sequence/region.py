@@ -14,7 +14,7 @@ from torch import Tensor, distributed
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from accelerate.comm.check import same_on_all
+from accelerate.comm.torch_dist import same_on_all
 from accelerate.extensions.sequence.documents import Documents
 from accelerate.extensions.sequence.torch_private import skip_when_compiling
 from accelerate.runtime import torch_private

@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from accelerate.base._warn import warn_user
-from accelerate.comm.check import same_on_all
+from accelerate.comm.torch_dist import same_on_all
 from accelerate.modules.optimizer_remap import named, remap_optimizers, tie, ties
 from accelerate.modules.unwrap import is_compiled_module
 from accelerate.runtime import torch_private

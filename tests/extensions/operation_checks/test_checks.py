@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from accelerate import comm
-from accelerate.comm import check
 from accelerate.comm import operations as ops
-from accelerate.comm.base import Communicator
-from accelerate.comm.check import Call, CallChecker, DistributedOperationException
+from accelerate.comm.base import Communicator, DistributedOperationException
+from accelerate.extensions.operation_checks import calls
+from accelerate.extensions.operation_checks.calls import Call, CallChecker
 from accelerate.process import PartialState
+from unit.comm.test_operations import Two
 
 
 def call(length, operation="gather"):
@@ -91,7 +92,7 @@ def test_ranks_whose_objects_have_grown_are_waited_for(checker):
 def test_an_error_lists_few_of_many_ranks():
     said = [("gather", "float32[2]")] * 1024
     said[100:200] = [("gather", "float32[3]")] * 100
-    lines = str(check.disagreement(said)).splitlines()
+    lines = str(calls.disagreement(said)).splitlines()
     assert len(lines) < 30 and "  - Process 0: float32[2]" in lines and "  - Process 100: float32[3]" in lines
     assert "100, 101" in lines[0] and "and 84 more" in lines[0]
 
@@ -130,6 +131,17 @@ def errors_of_two(operation, *data):
 
     with ThreadPoolExecutor() as pool:
         return list(pool.map(run, range(2)))
+
+
+def test_debug_mode_compares_first(monkeypatch):
+    PartialState(cpu=True).debug = True
+    monkeypatch.setattr(ops.comm, "current", Two)
+    seen = []
+    monkeypatch.setattr(calls, "require_same", lambda communicator, call: seen.append(call.operation))
+    ops.gather(torch.ones(1)), ops.reduce(torch.ones(1)), ops.broadcast(torch.ones(1))
+    ops.pad_across_processes(torch.ones(1))
+    names = [name.rpartition(".")[2] for name in seen]
+    assert names == ["gather", "reduce", "broadcast", "pad_across_processes"]
 
 
 def test_debug_mode_names_ranks_shapes_and_devices():

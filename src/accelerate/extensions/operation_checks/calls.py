@@ -13,37 +13,22 @@ operation. A second flag says whether any rank made the expected call. A rank th
 have continued. Debug mode compares before each call, on all devices.
 """
 
-import hashlib
 import math
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
-from accelerate.base.nested import filled
+from accelerate.base.nested import filled, outline
+from accelerate.base.text import LISTED, listed
+from accelerate.comm.base import Communicator, DistributedOperationException, checksum
+from accelerate.runtime import storage
 
 PACKED = 256 << 10  # bytes: above this, packing takes longer than a separate collective, and no call is expected
 _REMEMBERED = 16  # calls
 _TEXT = 512  # characters of a call's description
-LISTED = 16  # ranks that an error lists
 OBJECTS = "gather_object"
-
-
-class DistributedOperationException(Exception):
-    """The ranks call an operation differently: another kind, or another structure, shape or dtype of its argument.
-
-    All ranks raise it, so that the run ends at once instead of hanging.
-    """
-
-    __module__ = "accelerate.utils.operations"  # the path in pickles
-
-
-def listed(ranks: Sequence[int]) -> str:
-    """Return the first ranks, and how many more there are."""
-    more = len(ranks) - LISTED
-    return ", ".join(map(str, ranks[:LISTED])) + (f" and {more} more" if more > 0 else "")
 
 
 def disagreement(calls: Sequence[tuple[str, str]]) -> DistributedOperationException:
@@ -63,23 +48,6 @@ def disagreement(calls: Sequence[tuple[str, str]]) -> DistributedOperationExcept
 
 def _full_name(operation: str) -> str:
     return operation if "." in operation else f"accelerate.utils.operations.{operation}"
-
-
-def checksum(value: Any) -> int:
-    """Return a number of 56 bits that is equal for values with equal `repr`, in every process (unlike `hash`)."""
-    return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=7).digest(), "big")
-
-
-def same_on_all(value: Any, device: torch.device | str, group: Any = None) -> bool:
-    """Return whether all ranks of a group pass values with the same `repr`, by one all-reduce on a device.
-
-    Collective: call on every rank of the group.
-    """
-    number = checksum(value)
-    words = torch.tensor([number, ~number], device=device)
-    dist.all_reduce(words, dist.ReduceOp.MAX, group=group)
-    highest, lowest = words.tolist()
-    return highest == ~lowest
 
 
 class Call(NamedTuple):
@@ -157,4 +125,32 @@ class CallChecker:
         return DistributedOperationException(
             f"The processes disagree about a distributed operation: {what} `{_full_name(call.operation)}` of {call.in_words()}. "
             "All must pass the same structure, shapes and dtypes; ACCELERATE_DEBUG_MODE=1 compares before each."
+        )
+
+
+def require_same(communicator: Communicator, call: Call) -> None:
+    """Compare a call on all ranks, which raise a DistributedOperationException together.
+
+    Collective: call on every rank.
+    """
+    if not communicator.is_same(call):
+        raise disagreement(communicator.gather_object((call.operation, call.in_words())))
+
+
+def compare_arguments(communicator: Communicator, operation: str, data: Any) -> None:
+    """Compare the arguments of a collective between the ranks, in debug mode.
+
+    Collective: call on every rank.
+    """
+    tensors: list[torch.Tensor] = []
+    structure, pads = outline(data, tensors), operation.endswith(".pad_across_processes")
+    kinds = ", ".join(sorted({item.device.type for item in tensors}))
+    # Padding makes sizes equal, but not their number.
+    shapes = [(item.dtype, "?" * item.ndim if pads or item.is_nested else item.shape) for item in tensors]
+    require_same(communicator, Call(operation, None, f"{structure} on {kinds}", kinds, tuple(shapes)))
+    device = storage.process.current.get("device")
+    if device is not None and tensors and kinds != device.type:
+        raise DistributedOperationException(
+            f"`{operation}` was given tensors on {kinds}, and the device type of this run is {device.type!r}. Move "
+            "them there first, with `tensor.to(accelerator.device)`."
         )
