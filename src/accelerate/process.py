@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from accelerate import comm
-from accelerate.base.environment import check_cuda_p2p_ib_support, parse_flag_from_env
+from accelerate.base.environment import parse_flag_from_env
 from accelerate.base.nested import piece
 from accelerate.config import env
 from accelerate.config.enums import DistributedType, SageMakerDistributedType
@@ -460,11 +460,6 @@ def _join(backend: str | None, hardware: Device, settings: dict[str, Any]) -> re
     ranks = rendezvous.resolve() or rendezvous.ALONE
     if backend is None:
         return ranks
-    if hardware.type == "cuda" and ranks.world_size > 1 and not check_cuda_p2p_ib_support():
-        for name in ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE"):
-            if name not in os.environ:
-                logger.warning("%s=1 is set: GPUs of this kind cannot exchange data directly.", name)
-                os.environ[name] = "1"
     if hardware.type == "cpu" and "OMP_NUM_THREADS" not in os.environ and (ranks.local_world_size or 1) > 1:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks.local_world_size))
     crowded = hardware.type != "cpu" and (ranks.local_world_size or 1) > max(hardware.count(), 1)

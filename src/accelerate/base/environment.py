@@ -1,4 +1,4 @@
-"""Environment variables, and facts about the machine's GPUs and processors.
+"""Environment variables, and facts about this machine.
 
 Importing this module does not import torch.
 """
@@ -191,40 +191,6 @@ def ask_nvidia_smi(*arguments: str) -> list[str]:
         raise FileNotFoundError("nvidia-smi is not on PATH; install the NVIDIA driver or add its folder to PATH.")
     answer = subprocess.run([command, *arguments], check=True, capture_output=True, text=True)
     return [line.strip() for line in answer.stdout.splitlines() if line.strip()]
-
-
-def get_gpu_info() -> tuple[list[str], int]:
-    """Return the names of this machine's NVIDIA GPUs, and how many there are, without initialising CUDA.
-
-    Raises:
-        FileNotFoundError, subprocess.CalledProcessError: there is no `nvidia-smi`, or it failed.
-    """
-    names = ask_nvidia_smi("--query-gpu=name", "--format=csv,noheader")
-    return names, len(names)
-
-
-def get_driver_version() -> str:
-    """Return the version of the NVIDIA driver, for instance "550.40.07"; raises as `get_gpu_info`."""
-    versions = ask_nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader")
-    if not versions:
-        raise ValueError("nvidia-smi reports no driver version; check that it lists a GPU.")
-    return versions[0]
-
-
-def check_cuda_p2p_ib_support() -> bool:
-    """Tell whether several GPUs may use peer-to-peer copies and InfiniBand.
-
-    GeForce RTX 40 cards cannot before driver 550.40.07: NCCL hangs unless both are switched off
-    (`NCCL_P2P_DISABLE=1`, `NCCL_IB_DISABLE=1`). Without information the answer is True.
-    """
-    from packaging.version import parse
-
-    try:
-        names, count = get_gpu_info()
-        affected = count > 1 and any("RTX 40" in name for name in names)
-        return not affected or parse(get_driver_version()) >= parse("550.40.07")
-    except (OSError, subprocess.SubprocessError, ValueError):
-        return True
 
 
 # Processors

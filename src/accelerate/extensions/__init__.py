@@ -34,6 +34,7 @@ TABLE = (
     "object_store",
     "operation_checks",
     "peer_memory",
+    "peer_to_peer",
     "pipeline",
     "plan",
     "preemption",

@@ -32,9 +32,9 @@ _HOMES = {
     ),
     "accelerate.extensions.deepspeed.plugin": "HfDeepSpeedConfig",
     "accelerate.base.environment": (
-        "check_cuda_p2p_ib_support clear_environment get_gpu_info get_int_from_env parse_choice_from_env parse_flag_from_env "
-        "patch_environment str_to_bool"
+        "clear_environment get_int_from_env parse_choice_from_env parse_flag_from_env patch_environment str_to_bool"
     ),
+    "accelerate.extensions.peer_to_peer.gpus": "check_cuda_p2p_ib_support get_gpu_info",
     "accelerate.extensions.compat.environment": (
         "are_libraries_initialized check_cuda_fp8_capability convert_dict_to_env_variables deepspeed_required "
         "get_cpu_distributed_information get_current_device_type purge_accelerate_environment"
