@@ -669,20 +669,6 @@ class Accelerator(Processes, ExtensionMethods):
         with self.extensions.phase("backward", loss):
             gradients.backward(self, loss, num_items, kwargs)
 
-    def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
-        """Run the backward pass of LOMO optimizers, which update the weights in it.
-
-        Collective: call on every rank.
-
-        Args:
-            loss: The loss, already scaled.
-            learning_rate: The learning rate of this step.
-
-        Raises:
-            ValueError: No LOMO optimizer was prepared, or there is no learning rate.
-        """
-        gradients.lomo_backward(self, loss, learning_rate)
-
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Divide the float16 loss scale out of the gradients, before they are read or changed.
 

@@ -79,6 +79,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     defaults = _of_inner("defaults", "The inner optimizer's default options.")
     # Those of the Accelerator that prepared it.
     _extensions = _UNPREPARED
+    # Whether the inner optimizer updates weights in its backward pass, and has no `step`.
+    _steps_in_backward = False
 
     def __init__(self, optimizer: torch.optim.Optimizer, device_placement: bool = True, scaler: Any = None) -> None:
         # torch's own __init__ is omitted on purpose: it would build a second set of parameter groups.
@@ -88,8 +90,6 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.gradient_state = GradientState()
         self.device_placement = device_placement
         self._is_overflow: Any = False
-        # LOMO's optimizers step in their backward pass, and have no `step`.
-        self._steps_in_backward = hasattr(optimizer, "fused_backward")
         self._zero_takes_none = "set_to_none" in inspect.signature(optimizer.zero_grad).parameters
         if scaler is not None:
             self._note_steps()

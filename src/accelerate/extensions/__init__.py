@@ -28,6 +28,7 @@ TABLE = (
     "hang",
     "inference",
     "local_sgd",
+    "lomo",
     "machines",
     "megatron",
     "notebook",

@@ -286,20 +286,3 @@ def clip_value(accelerator: TrainingRun, parameters: Any, clip_value: float) -> 
         )
     parameters = _unscale_owners(accelerator, parameters)
     accelerator._strategy.clip_grad_value(accelerator, parameters, clip_value)
-
-
-def lomo_backward(accelerator: TrainingRun, loss: torch.Tensor, learning_rate: float | None) -> None:
-    """Run the fused backward pass and step of the prepared LOMO optimizers; ValueError without them or a rate."""
-    if learning_rate is None:
-        raise ValueError("A LOMO optimizer updates in its backward pass: pass `learning_rate=` to `backward`.")
-    optimizers = lomo_optimizers(accelerator)
-    if not optimizers:
-        raise ValueError("lomo_backward() found no LOMO optimizer. Pass one to `accelerator.prepare` first.")
-    for optimizer in optimizers:
-        optimizer.fused_backward(loss, learning_rate)
-
-
-def lomo_optimizers(accelerator: TrainingRun) -> list[Any]:
-    """Return the LOMO optimizers inside the prepared ones."""
-    inner = [item.optimizer for item in accelerator._optimizers]
-    return [item for item in inner if hasattr(item, "fused_backward")]

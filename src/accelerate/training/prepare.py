@@ -395,11 +395,6 @@ def prepare_optimizer(
     known: AcceleratedOptimizer | None = find_prepared(accelerator, optimizer)
     if known is not None:
         return known
-    if hasattr(optimizer, "fused_backward") and accelerator.num_processes > 1:
-        raise NotImplementedError(
-            f"{type(optimizer).__name__} updates weights before gradients are averaged: {accelerator.num_processes} processes would train different models. "
-            "Train on one, or take another optimizer."
-        )
     if device_placement is None:
         device_placement = accelerator.device_placement
     if isinstance(optimizer, AcceleratedOptimizer):  # its Accelerator release it; nothing is wrapped twice
@@ -409,7 +404,6 @@ def prepare_optimizer(
     with own_states(accelerator):
         remap_optimizer(optimizer, prepared.histories(accelerator.prepared))
         wrapped = AcceleratedOptimizer(optimizer, device_placement=device_placement, scaler=accelerator.scaler)
-    accelerator.has_lomo_optimizer |= wrapped._steps_in_backward
     return register(accelerator, "optimizer", wrapped, optimizer)
 
 
