@@ -36,11 +36,6 @@ from accelerate.runtime import storage
 
 _PUBLIC_PATH = "accelerate.utils.operations"  # in messages, and in pickles
 
-# Element types as numbers, so that one process can announce the type of the next tensor to the others.
-_DTYPES = ["float32", "float64", "float16", "bfloat16", "uint8", "int8", "int16", "int32", "int64", "bool"]
-TENSOR_TYPE_TO_INT = {getattr(torch, name): code for code, name in enumerate(_DTYPES, 1)}
-TENSOR_INT_TO_DTYPE = {code: dtype for dtype, code in TENSOR_TYPE_TO_INT.items()}
-
 
 class CannotPadNestedTensorWarning(UserWarning):
     """Given when `pad_across_processes` meets a `torch.nested` tensor, which it leaves as it is."""

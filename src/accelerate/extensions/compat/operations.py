@@ -13,8 +13,6 @@ from accelerate import comm
 from accelerate.base.nested import padded, recursively_apply, shape_of
 from accelerate.comm.base import Communicator, DistributedOperationException
 from accelerate.comm.operations import (
-    TENSOR_INT_TO_DTYPE,
-    TENSOR_TYPE_TO_INT,
     broadcast,
     broadcast_object_list,
     compare_arguments,
@@ -23,6 +21,11 @@ from accelerate.comm.operations import (
     gather_object,
 )
 from accelerate.runtime import storage
+
+# Element types as numbers, so that one process can announce the type of the next tensor to the others.
+_DTYPES = ["float32", "float64", "float16", "bfloat16", "uint8", "int8", "int16", "int32", "int64", "bool"]
+TENSOR_TYPE_TO_INT = {getattr(torch, name): code for code, name in enumerate(_DTYPES, 1)}
+TENSOR_INT_TO_DTYPE = {code: dtype for dtype, code in TENSOR_TYPE_TO_INT.items()}
 
 
 def is_torch_xpu_tensor(tensor: Any) -> bool:
