@@ -4,7 +4,7 @@ import os
 import subprocess
 
 import pytest
-import torch.distributed as dist
+import torch
 
 from accelerate.base import environment
 from accelerate.extensions.peer_to_peer import gpus
@@ -54,15 +54,15 @@ def test_peer_to_peer(nvidia_smi, names, driver, expected):
 
 
 @pytest.mark.parametrize(
-    ("backends", "able", "expected"),
-    [("cuda:nccl", False, "1"), ("cpu:gloo,cuda:nccl", True, None), ("cpu:gloo", False, None)],
+    ("gpus_here", "on_cpu", "able", "expected"),
+    [(True, "0", False, "1"), (True, "0", True, None), (True, "1", False, None), (False, "0", False, None)],
 )
-def test_nccl_is_told_before_its_first_collective(monkeypatch, backends, able, expected):
+def test_nccl_is_told_before_the_group_is_made(monkeypatch, gpus_here, on_cpu, able, expected):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", on_cpu)
     monkeypatch.setenv("NCCL_IB_DISABLE", "0")
     monkeypatch.setenv("NCCL_P2P_DISABLE", "")  # so that it is restored
     del os.environ["NCCL_P2P_DISABLE"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus_here)
     monkeypatch.setattr(gpus, "check_cuda_p2p_ib_support", lambda: able)
-    monkeypatch.setattr(dist, "get_backend_config", lambda: backends)
     with gpus.PeerToPeer().joining(None, 0, 2):
-        assert "NCCL_P2P_DISABLE" not in os.environ
-    assert os.environ.get("NCCL_P2P_DISABLE") == expected and os.environ["NCCL_IB_DISABLE"] == "0"
+        assert os.environ.get("NCCL_P2P_DISABLE") == expected and os.environ["NCCL_IB_DISABLE"] == "0"

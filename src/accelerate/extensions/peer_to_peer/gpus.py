@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Iterator
 from typing import Any
 
-from accelerate.base.environment import ask_nvidia_smi
+from accelerate.base.environment import ask_nvidia_smi, parse_flag_from_env
 from accelerate.runtime.peers import ProcessExtension
 
 logger = logging.getLogger(__name__)
@@ -18,15 +18,16 @@ class PeerToPeer(ProcessExtension):
 
     @contextlib.contextmanager
     def joining(self, store: Any, rank: int, world_size: int) -> Iterator[None]:
-        """Act on a new process group, whose communicators do not exist yet. Not a collective."""
-        import torch.distributed as dist  # here, since the functions below need no torch
+        """Act before the process group exists, since NCCL may connect at once. Not a collective."""
+        import torch  # here, since the functions below need no torch
 
-        yield
-        if "nccl" in str(dist.get_backend_config()) and not check_cuda_p2p_ib_support():
+        on_gpus = torch.cuda.is_available() and not parse_flag_from_env("ACCELERATE_USE_CPU")
+        if on_gpus and world_size > 1 and not check_cuda_p2p_ib_support():
             for name in ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE"):
                 if name not in os.environ:
                     logger.warning("%s=1 is set: GPUs of this kind cannot exchange data directly.", name)
                     os.environ[name] = "1"
+        yield
 
 
 def get_gpu_info() -> tuple[list[str], int]:
