@@ -81,8 +81,3 @@ def _ask_torch() -> Hardware:
     if device.type == "cpu":
         return Hardware("cpu", 0)
     return Hardware(device.type, device.count(), device.visible_env, device.shareable)
-
-
-def is_bound() -> bool:
-    """Return whether this process is bound to some of the machine's cores."""
-    return hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) < (os.cpu_count() or 1)

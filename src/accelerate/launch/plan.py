@@ -8,7 +8,7 @@ from typing import Any
 
 from accelerate.config.options import FEATURES, OPTIONS
 from accelerate.launch.hardware import Hardware
-from accelerate.runtime.ranks import Ranks, is_of_agent, without_agent
+from accelerate.runtime.ranks import is_of_agent, without_agent
 
 
 class Source(enum.IntEnum):
@@ -57,27 +57,6 @@ class Rendezvous:
     settings: Mapping[str, str] = field(default_factory=dict)
     machines: int = 1
     machine: int | None = 0
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """What a scheduler says; `source` is its name, for people.
-
-    Attributes:
-        machine_rank: which machine this is, from 0; None for a task where no variable says.
-        address: of machine 0, or of the process with rank 0; None where no variable says.
-        port: a port that all of them compute from the number of the job; None without such a number.
-        task: which process this is, where each process has been started separately: the launcher starts that one only.
-        notes: lines for the user.
-    """
-
-    source: str
-    machines: int
-    machine_rank: int | None
-    address: str | None
-    port: int | None
-    task: Ranks | None
-    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType, ModuleType
+from typing import Any
 
 from accelerate.config.options import BY_NAME, FEATURES, NEEDS_DEVICES, OPTIONS, PARADIGMS, SECTIONS
 from accelerate.config.options.engines import ONLY_FSDP_1
@@ -22,8 +23,8 @@ from accelerate.config.strategies import specs
 from accelerate.launch import config_file, hardware, runners
 from accelerate.launch.config_file import FileSettings
 from accelerate.launch.errors import LaunchError
-from accelerate.launch.plan import BACKENDS, Cluster, LaunchPlan, Rendezvous, Resolved, Source, features_on
-from accelerate.runtime.ranks import DEFAULT_PORT, Ranks, is_of_agent, schedulers
+from accelerate.launch.plan import BACKENDS, LaunchPlan, Rendezvous, Resolved, Source, features_on
+from accelerate.runtime.ranks import DEFAULT_PORT, is_of_agent, schedulers
 
 # What `--rdzv_conf` can say about several machines, in seconds.
 _SECONDS = ("timeout", "join_timeout", "heartbeat_timeout")
@@ -48,12 +49,15 @@ def resolve(args: argparse.Namespace, environ: Environ | None = None, needs_scri
     values, file = merge(args, environ)
     notes = list(file.unused) if file else []
     values = {**values, **choose_paradigm(values)}
-    own_rank = scheduler = job = None
+    # The variables of the one process that this launch starts, if other launches start the others.
+    position: Mapping[str, str] | None = None
+    job = None
     if arranging := runners.asked_for(values, "arrange"):
-        own_rank, changes, lines = runners.module_of(arranging).arrange(values)
+        ranks, changes, lines = runners.module_of(arranging).arrange(values)
+        position = ranks.variables
     else:
-        scheduler = next(filter(None, (module.find(environ) for module in schedulers(environ))), None)
-        job, changes, lines = _ask_scheduler(values, scheduler)
+        arranged = (module.arrange(values, environ) for module in schedulers(environ))
+        job, changes, lines = next(filter(None, arranged), (None, {}, []))
     values, notes = {**values, **changes}, notes + lines
     on = features_on(values)
     _check_numbers(values, on)
@@ -63,36 +67,35 @@ def resolve(args: argparse.Namespace, environ: Environ | None = None, needs_scri
         _check_script(args, values)
 
     other_runner = arranging or _other_runner(values, on, job)
-    scheduler_task = job.task if job and not other_runner else None
-    meet, changes = (Rendezvous(), {}) if other_runner or scheduler_task else _machines(values)
+    if job:
+        position, changes, lines = job(values, other_runner)
+        values, notes = {**values, **changes}, notes + lines
+    meet, changes = (Rendezvous(), {}) if other_runner or position else _machines(values)
     values = {**values, **changes}
     devices, usable = _devices(values, environ)
-    if scheduler_task:
-        changes, lines = _count_tasks(values, scheduler_task, job.source)
-    elif other_runner:
-        changes, lines = _count_elsewhere(values, usable, other_runner, job)
-    else:
+    if other_runner:
+        machines, why = values["num_machines"].value or 1, f"as {other_runner} finds them"
+        values = {**values, "num_processes": _count(values, usable, machines, why)}
+    elif not position:
         changes, lines = _count_by_devices(values, devices, usable, meet.machines)
-    values, notes = {**values, **changes}, notes + lines
+        values, notes = {**values, **changes}, notes + lines
     count = values["num_processes"].value
 
-    runner = other_runner or _own_runner(values, count, meet.machines, scheduler_task)
+    runner = other_runner or ("single" if position else _own_runner(values, count, meet.machines))
     if not (other_runner and getattr(runners.module_of(other_runner), "REMOTE", False)):
         notes += _check_layout(values, on)
-        local = max(count // (values["num_machines"].value or 1), 1)
-        if own_rank:
-            local = 1
-        elif scheduler_task:
-            local = scheduler_task.local_world_size or 1
-        changes, lines = _share_cores(values, local, job if scheduler_task else None)
+        local = 1 if position else max(count // (values["num_machines"].value or 1), 1)
+        changes, lines = share_cores(values, local)
         values, notes = {**values, **changes}, notes + lines
-    if job and runner in ("single", "local") and not scheduler_task:
-        notes += job.notes
-    is_alone = False
-    if runner == "single" and not scheduler_task:
-        is_alone = is_of_agent(environ) or bool(scheduler and scheduler.task)
-        notes += [] if is_alone else _joined(environ)
-    extra = own_rank.variables if own_rank else _extra(values, environ, on, job if scheduler_task else None, is_alone)
+    extra = dict(position or {})
+    if runner == "single" and not position:
+        lines = _joined(environ)
+        if is_of_agent(environ) or (not lines and any(module.ranks(environ) for module in schedulers(environ))):
+            extra = {"RANK": "0", "WORLD_SIZE": "1"}  # or the worker would read the scheduler's variables, and join
+        else:
+            notes += lines
+    for strategy_runner in _runners_of_strategies(on):
+        extra |= strategy_runner.variables(values, environ) if hasattr(strategy_runner, "variables") else {}
     if runner in ("local", "machines"):
         meet, lines = _rendezvous(values, meet)
         notes += lines
@@ -106,7 +109,7 @@ def resolve(args: argparse.Namespace, environ: Environ | None = None, needs_scri
         runner=runner,
         rendezvous=meet,
         extra=MappingProxyType(extra),
-        notes=() if scheduler_task and scheduler_task.rank else tuple(notes),  # the first task prints them for all
+        notes=() if job and extra.get("RANK", "0") != "0" else tuple(notes),  # the first process prints them for all
     )
 
 
@@ -157,30 +160,6 @@ def choose_paradigm(values: Values) -> Changes:
     return changes
 
 
-def _ask_scheduler(values: Values, cluster: Cluster | None) -> tuple[Cluster | None, Changes, list[str]]:
-    """Let a scheduler fill in what the command line leaves open; None where the command line asks for something else."""
-    changes: Changes = {}
-    notes: list[str] = []
-    if cluster is None:
-        return None, changes, notes
-    asked = values["num_machines"]
-    if asked.source is Source.COMMAND_LINE and asked.value != cluster.machines:
-        unused = f"not {cluster.machines} as with {cluster.source}, which is unused"
-        return None, changes, [f"--num_machines is {asked.value}, {unused}."]
-    if cluster.machines == 1 and cluster.task is None:
-        return cluster, changes, notes
-    offers = {"num_machines": cluster.machines, "machine_rank": cluster.machine_rank}
-    offers |= {"main_process_ip": cluster.address, "main_process_port": cluster.port}
-    for name, offered in offers.items():
-        former = values[name]
-        if offered is None or former.source >= Source.ENVIRONMENT:
-            continue
-        changes[name] = Resolved(offered, Source.ENVIRONMENT, cluster.source)
-        if former.source is Source.FILE and former.value != offered:
-            notes.append(f"{name} is {offered!r} (from {cluster.source}), not {former.value!r} ({former.origin}).")
-    return cluster, changes, notes
-
-
 def _check_numbers(values: Values, on: set[str]) -> None:
     """Refuse numbers out of range."""
     for option in OPTIONS:
@@ -224,7 +203,7 @@ def _check_script(args: argparse.Namespace, values: Values) -> None:
 # Who starts the processes, and on which machines and devices
 
 
-def _other_runner(values: Values, on: set[str], job: Cluster | None) -> str | None:
+def _other_runner(values: Values, on: set[str], job: Any) -> str | None:
     """Return the runner that starts the processes by another program, or None."""
     names = [name for feature, row in FEATURES.items() if feature in on for name in row.runners]
     names += [spec.runner for spec in specs() if spec.runner and spec.feature in on]
@@ -236,9 +215,7 @@ def _runners_of_strategies(on: set[str]) -> list[ModuleType]:
     return [runners.module_of(spec.runner) for spec in specs() if spec.runner and spec.feature in on]
 
 
-def _own_runner(values: Values, count: int, machines: int, task: Ranks | None) -> str:
-    if task:
-        return "single"
+def _own_runner(values: Values, count: int, machines: int) -> str:
     if machines > 1:
         return "machines"
     logs = values["log_dir"].value is not None or values["tee"].value != "0"
@@ -289,31 +266,6 @@ def _count(values: Values, usable: int, machines: int, why: str) -> Resolved:
     """Return the number of processes on all machines together; where nothing sets it, one for each device."""
     asked = values["num_processes"]
     return asked if asked.value is not None else Resolved((usable or 1) * machines, Source.MACHINE, why)
-
-
-def _count_elsewhere(values: Values, usable: int, runner: str, job: Cluster | None) -> tuple[Changes, list[str]]:
-    """Return the number of processes that another program starts."""
-    machines = values["num_machines"].value or 1
-    notes = []
-    if job and job.task:
-        started = f"{job.source} has started {job.task.world_size} of these launches"
-        notes = [f"{started}, and each of them starts a whole run by {runner}. Start one launch alone."]
-    return {"num_processes": _count(values, usable, machines, f"as {runner} finds them")}, notes
-
-
-def _count_tasks(values: Values, task: Ranks, scheduler: str) -> tuple[Changes, list[str]]:
-    """Return the number of processes of a run whose tasks a scheduler has started: each is one process."""
-    asked, count = values["num_processes"], task.world_size
-    if asked.source is Source.COMMAND_LINE and asked.value != count:
-        started = f"{scheduler} has started {count} tasks, each a process of the run"
-        raise LaunchError(f"--num_processes is {asked.value}, and {started}.")
-    notes = []
-    if asked.source is Source.FILE and asked.value != count:
-        notes.append(f"num_processes is {count} ({scheduler}'s tasks), not {asked.value} ({asked.origin}).")
-    for name in ("max_restarts", "log_dir", "tee"):
-        if values[name].source is Source.COMMAND_LINE:
-            notes.append(f"--{name} has no effect: {scheduler} has started each process separately.")
-    return {"num_processes": Resolved(count, Source.ENVIRONMENT, f"{scheduler}'s tasks")}, notes
 
 
 def _count_by_devices(
@@ -374,19 +326,15 @@ def _check_sizes(values: Values) -> None:
     raise LaunchError(f"The sizes of --use_parallelism_config {asked}")
 
 
-def _share_cores(values: Values, local: int, tasks: Cluster | None) -> tuple[Changes, list[str]]:
+def share_cores(values: Values, local: int) -> tuple[Changes, list[str]]:
     """Give each of several processes its part of the cores; a single one keeps torch's own choice."""
     if values["num_cpu_threads_per_process"].value is not None or local == 1:
         return {}, []
     cores = hardware.usable_cores()
-    notes = []
-    if tasks and hardware.is_bound():  # the scheduler has shared them already
-        threads, why = cores, f"cores of this task ({tasks.source})"
-    else:
-        threads, why = max(1, cores // local), f"{cores} cores"
-        share = f"OMP_NUM_THREADS={threads} for each of {local} processes ({why})"
-        notes = [f"{share}; --num_cpu_threads_per_process changes it."]
-    return {"num_cpu_threads_per_process": Resolved(threads, Source.MACHINE, why)}, notes
+    threads, why = max(1, cores // local), f"{cores} cores"
+    share = f"OMP_NUM_THREADS={threads} for each of {local} processes ({why})"
+    changes = {"num_cpu_threads_per_process": Resolved(threads, Source.MACHINE, why)}
+    return changes, [f"{share}; --num_cpu_threads_per_process changes it."]
 
 
 # How the processes find each other
@@ -430,16 +378,6 @@ def _check_port(values: Values) -> None:
         raise LaunchError(f"{_shown(values, 'main_process_port')}: {error} Omit it to get a free one.") from None
 
 
-def _extra(values: Values, environ: Environ, on: set[str], tasks: Cluster | None, is_alone: bool) -> dict[str, str]:
-    """Return the variables of the processes that no option carries."""
-    extra = _rank_variables(values, environ, tasks) if tasks else {}
-    if is_alone:
-        extra = {"RANK": "0", "WORLD_SIZE": "1"}  # or the worker would read the scheduler's variables, and join
-    for runner in _runners_of_strategies(on):
-        extra |= runner.variables(values, environ) if hasattr(runner, "variables") else {}
-    return extra
-
-
 def _joined(environ: Environ) -> list[str]:
     """Return a line about the run that the worker joins because of its variables, as a cluster's controller sets them."""
     rank, size = (environ.get(name, "").strip() for name in ("RANK", "WORLD_SIZE"))
@@ -448,18 +386,6 @@ def _joined(environ: Environ) -> list[str]:
     place = f"{environ.get('MASTER_ADDR', 'MASTER_ADDR, which is not set')}, port {environ.get('MASTER_PORT', DEFAULT_PORT)}"
     joins = f"this process joins a run of {size} processes as rank {rank} at {place}"
     return [f"RANK={rank} and WORLD_SIZE={size} are set: {joins}. Unset them for a separate run."]
-
-
-def _rank_variables(values: Values, environ: Environ, tasks: Cluster) -> dict[str, str]:
-    """Return the variables of one process that a scheduler has started, in torchrun's words."""
-    task, machines = tasks.task, values["num_machines"].value
-    alone = task.local_world_size in (None, task.world_size) and machines in (None, 1)
-    address = values["main_process_ip"].value or environ.get("MASTER_ADDR") or ("127.0.0.1" if alone else None)
-    if address is None:
-        where = f"{tasks.source} has started tasks on {machines} machines, and does not say where they meet"
-        raise LaunchError(f"{where}. Give --main_process_ip, the address of the machine of rank 0, to all of them.")
-    port = values["main_process_port"].value or environ.get("MASTER_PORT") or DEFAULT_PORT
-    return {**task.variables, "MASTER_ADDR": str(address), "MASTER_PORT": str(port)}
 
 
 def _shown(values: Mapping[str, Resolved], name: str) -> str:

@@ -17,10 +17,11 @@ import re
 import socket
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from accelerate.base.environment import integer_in
 from accelerate.extensions.slurm import mpi, variables
-from accelerate.launch.plan import Cluster
+from accelerate.extensions.slurm.variables import Cluster
 from accelerate.runtime.ranks import Ranks, checked, resolve
 
 Environ = Mapping[str, str]
@@ -52,6 +53,14 @@ def address(environ: Environ, ranks: Ranks) -> tuple[str, int] | None:
         port = None if environ.get("MASTER_PORT") else mpi.port(environ)
         return None if port is None else (_LOCAL, port)
     return None
+
+
+def arrange(values: Mapping[str, Any], environ: Environ) -> Any:
+    """Return what a launch takes from the scheduler, see `launching.arrange`; None if it has started nothing but this launch."""
+    from accelerate.extensions.slurm import launching  # processes need only their ranks
+
+    cluster = find(environ)
+    return None if cluster is None else launching.arrange(cluster, values, environ)
 
 
 def find(environ: Environ, hostname: str | None = None) -> Cluster | None:

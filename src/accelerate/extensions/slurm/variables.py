@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from accelerate.base.environment import integer_in
+from accelerate.runtime.ranks import Ranks
 
 # Linux hands out ports from 32768 on to a program that asks for any port; a port below is not taken by chance.
 PORTS = range(20000, 32768)
@@ -30,6 +31,27 @@ class Step:
     local_size: int | None
     node: int
     nodes: int
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What a scheduler says; `source` is its name, for people.
+
+    Attributes:
+        machine_rank: which machine this is, from 0; None for a task where no variable says.
+        address: of machine 0, or of the process with rank 0; None where no variable says.
+        port: a port that all of them compute from the number of the job; None without such a number.
+        task: which process this is, where each process has been started separately: the launcher starts that one only.
+        notes: lines for the user.
+    """
+
+    source: str
+    machines: int
+    machine_rank: int | None
+    address: str | None
+    port: int | None
+    task: Ranks | None
+    notes: tuple[str, ...] = ()
 
 
 def hosts(text: str, name: str = "SLURM_NODELIST") -> list[str]:
