@@ -278,7 +278,6 @@ class Accelerator(Processes, ExtensionMethods):
 
     def _begin(self, accumulation: GradientAccumulationPlugin) -> None:
         """Set what belongs to gradients, to prepared and registered objects, and to checkpoints: none yet."""
-        setup.warn_of_other_accumulation(accumulation)
         self.gradient_state = GradientState(gradient_accumulation_plugin=accumulation)
         self._exact_accumulation = accumulation.exact
         self._sync_each_batch = accumulation.sync_each_batch

@@ -131,11 +131,10 @@ def find_elsewhere(registry: PreparedObjects, obj: Any) -> Entry | None:
     return None
 
 
-def others_alive() -> bool:
-    """Return whether another Accelerator may still train. Called before a new one has a registry."""
-    if _LIVE:
-        gc.collect()  # one in a reference cycle is gone
-    return bool(_LIVE)
+def others_alive(registry: PreparedObjects) -> bool:
+    """Return whether an Accelerator with another registry may still train."""
+    gc.collect()  # one in a reference cycle is gone
+    return any(other is not registry for other in list(_LIVE))
 
 
 def histories(registry: PreparedObjects) -> list[MovedParameters]:

@@ -25,8 +25,6 @@ from accelerate.config.project import DataLoaderConfiguration, ProjectConfigurat
 from accelerate.config.strategies import engines
 from accelerate.extension import imported
 from accelerate.runtime import storage
-from accelerate.state import GradientState
-from accelerate.training.prepared import others_alive
 
 # Which attribute of the Accelerator each kind of handler becomes; those of extensions are in `Spec.handlers`.
 HANDLERS: dict[type, str] = {
@@ -172,26 +170,3 @@ def mesh(given: Any, make: Callable[..., Any], tensor_parallel: Any) -> Any:
             "the configuration replaces it."
         )
     return given
-
-
-def warn_of_other_accumulation(plugin: GradientAccumulationPlugin) -> None:
-    """Warn if a new Accelerator changes the accumulation settings, which live ones share with it."""
-    before = GradientState._shared_state.get("plugin_kwargs")
-    if before is None:
-        return
-    # The end of a loader has an effect only in an accumulation step of several micro-batches.
-    names = {"num_steps": "gradient_accumulation_steps"}
-    if plugin.num_steps is not None and plugin.num_steps > 1:
-        names["sync_with_dataloader"] = "sync_with_dataloader"
-    defaults, now = vars(GradientAccumulationPlugin(num_steps=1)), vars(plugin)
-    changed = [
-        f"{option} from {former} to {now[name]}"
-        for name, option in names.items()
-        if (former := before.get(name, defaults[name])) != now[name]
-    ]
-    if changed and others_alive():
-        warn_user(
-            f"This Accelerator changes the gradient accumulation of another live Accelerator: {', '.join(changed)}. All Accelerators of a "
-            "process share these settings, and a Trainer builds its own. Build both with the same settings, set "
-            "`gradient_accumulation_steps` again before you train with the first one, or call its `free_memory()` if it is not used any more."
-        )

@@ -1,13 +1,10 @@
 """Several optimizers under one gradient scaler, and windows that errors interrupt."""
 
-import warnings
-
 import pytest
 import torch
 from torch import nn
 
 from accelerate import Accelerator, GradScalerKwargs
-from accelerate.utils import GradientAccumulationPlugin
 
 
 def make(count=2, **options):
@@ -131,28 +128,6 @@ def test_a_refused_count_leaves_no_window_open():
     with pytest.raises(ValueError, match="negative"), accelerator.accumulate(model, num_items=-1):
         pass
     assert not accelerator._window.inside
-
-
-def test_a_new_accelerator_that_changes_the_steps_of_a_live_one_warns():
-    def messages(**options):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            made = Accelerator(cpu=True, **options)
-        return made, [str(item.message) for item in caught if "gradient accumulation of another" in str(item.message)]
-
-    first, quiet = messages(gradient_accumulation_steps=3)
-    assert not quiet
-    same, quiet = messages(gradient_accumulation_steps=3)
-    assert not quiet
-    second, said = messages()
-    assert len(said) == 1 and "gradient_accumulation_steps from 3 to 1" in said[0]
-    plugin = GradientAccumulationPlugin(num_steps=1, sync_with_dataloader=False)
-    third, quiet = messages(gradient_accumulation_plugin=plugin)
-    assert not quiet, "without an effect"
-    fourth, said = messages(gradient_accumulation_steps=2)
-    assert "gradient_accumulation_steps from 1 to 2, sync_with_dataloader from False to True" in said[0]
-    for accelerator in (first, same, second, third, fourth):
-        accelerator.free_memory()
 
 
 def test_a_new_accelerator_steps_although_the_last_window_was_left_open():

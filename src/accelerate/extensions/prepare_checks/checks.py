@@ -8,6 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import RandomSampler
 
 from accelerate.base._warn import warn_user
+from accelerate.config.handlers import GradientAccumulationPlugin
 from accelerate.extension import Extension
 from accelerate.extensions.prepare_checks.shared import shared_part
 from accelerate.modules.unwrap import extract_model_from_parallel
@@ -15,12 +16,22 @@ from accelerate.runtime import torch_private
 from accelerate.runtime.run import Run
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.training.prepare import chain
+from accelerate.training.prepared import others_alive
+
+# The attributes of the gradient state, and its settings, as the last Accelerator has left them; both change in place.
+_accumulation: tuple[Any, dict[str, Any]] = (None, {})
 
 
 class PrepareChecks(Extension):
     """Looks at each newly prepared model and schedule."""
 
     order = 0  # before extensions that change the layers of a model
+
+    @classmethod
+    def attach(cls, run: Run) -> "PrepareChecks":
+        """Warn of accumulation settings that other live Accelerators share and that this one has changed. Not a collective."""
+        warn_of_other_accumulation(run)
+        return cls(run)
 
     def convert(self, model: nn.Module, evaluation: bool) -> nn.Module:
         """Warn of parts that another model has. Not a collective."""
@@ -62,6 +73,30 @@ def _warn_of_hooks(models: Sequence[nn.Module]) -> None:
                 f"register_post_accumulate_grad_hook (the first is {names[0]!r}). The hook gets the gradient of its rank, before "
                 "DDP averages it: an optimizer that steps in the hook gives each rank other weights. Step after `backward`."
             )
+
+
+def warn_of_other_accumulation(run: Run) -> None:
+    """Warn if a new Accelerator changes the accumulation settings, which live ones share with it. Not a collective."""
+    global _accumulation
+    state, now = vars(run.gradient_state), run.gradient_state.plugin_kwargs
+    (former_state, before), _accumulation = _accumulation, (state, now)
+    if former_state is not state:  # the first Accelerator, or the first one after a reset
+        return
+    # The end of a loader has an effect only in an accumulation step of several micro-batches.
+    names = {"num_steps": "gradient_accumulation_steps"}
+    if now.get("num_steps", 1) > 1:
+        names["sync_with_dataloader"] = "sync_with_dataloader"
+    defaults = vars(GradientAccumulationPlugin(num_steps=1))
+    values = {
+        option: (before.get(name, defaults[name]), now.get(name, defaults[name])) for name, option in names.items()
+    }
+    changed = [f"{option} from {former} to {new}" for option, (former, new) in values.items() if former != new]
+    if changed and others_alive(run.prepared):
+        warn_user(
+            f"This Accelerator changes the gradient accumulation of another live Accelerator: {', '.join(changed)}. All Accelerators of a "
+            "process share these settings, and a Trainer builds its own. Build both with the same settings, set "
+            "`gradient_accumulation_steps` again before you train with the first one, or call its `free_memory()` if it is not used any more."
+        )
 
 
 def updates_per_epoch(run: Run) -> int | None:
