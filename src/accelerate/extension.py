@@ -131,6 +131,12 @@ class Extension:
     def phase_ends(self, phase: str) -> None:
         """Note that a call of the Accelerator ends, by an error or not. Not a collective."""
 
+    def backward_done(self) -> None:
+        """Act after a backward pass without an error.
+
+        Collective: call on every rank.
+        """
+
     def step_begins(self, optimizer: Any) -> None:
         """Act before the step of a prepared optimizer that ends an accumulation step; the gradients are still scaled.
 
@@ -462,6 +468,7 @@ class Extensions:
         self.registered = overriding("registered")
         self.phase_begins = overriding("phase_begins")
         self.phase_ends = overriding("phase_ends")
+        self.backward_done = overriding("backward_done")
         self.step_begins = overriding("step_begins")
         self.step_ends = overriding("step_ends")
         self.starting_workers = overriding("starting_workers")

@@ -56,6 +56,7 @@ TABLE = (
     "tpu",
     "trackers",
     "uneven_inputs",
+    "unsharded",
     "warm_start",
     "xla",
     "mpi",

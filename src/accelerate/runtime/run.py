@@ -17,13 +17,11 @@ class Prepared(Protocol):
         engines: Wrappers of engines that train: of DeepSpeed.
         moved: The `modules.optimizer_remap.MovedParameters`, the replacements of parameters.
         logged: Messages that are logged once and were logged.
-        replicated: Models with the trainable parameters that all ranks have unsharded; see `strategies.consistency`.
     """
 
     engines: list[Any]
     moved: Any
     logged: set[str]
-    replicated: list[tuple[nn.Module, list[nn.Parameter]]]
 
     def find(self, obj: Any) -> Any | None:
         """Return the entry that an object belongs to, as the prepared one or as what that was made from."""

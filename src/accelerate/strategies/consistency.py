@@ -1,14 +1,7 @@
-"""Equality of models between ranks: weights before sharding, and parameters that every rank has unsharded.
-
-torch takes each rank's part from that rank, and compares nothing. FSDP exchanges only the gradients of its shards.
-Gradients of unsharded parameters (adapters of a sharded model, and modules that FSDP ignores) are averaged after each
-backward pass that exchanges gradients. Averaging twice changes nothing, so passes, micro-batches and models may share an
-accumulation step in any way.
-"""
+"""Equality of models between ranks before they are sharded: torch takes each rank's part from that rank, and compares nothing."""
 
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection
 
 import torch
 import torch.distributed as dist
@@ -30,8 +23,6 @@ _SAMPLES = 64
 _PIECE = 1 << 18
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ODD = 0x1E3779B97F4A7C15  # spreads places over 64 bits
-# Elements that are exchanged at a time: few messages, and little memory for the copies.
-_BUCKET = 1 << 24
 
 
 def require_same_model(
@@ -153,94 +144,3 @@ def _first_difference(model: str, local: dict[str, tuple[str, bool]]) -> ValueEr
                 "Set cpu_ram_efficient_loading=True, or load weights on every rank."
             )
     return ValueError(communicator.broadcast_object_list([text], int(communicator.all_reduce(differs, "min")))[0])
-
-
-# Parameters that every rank has unsharded ----------------------------------------------------------------------------
-
-
-def whole(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the trainable parameters of a sharded model that are no DTensors, by name. Not a collective."""
-    return {canonical_name(name): p for name, p in model.named_parameters() if p.requires_grad and local_part(p) is p}
-
-
-def register_whole_parameters(accelerator: Run, model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Let `backward` average the gradients of unsharded parameters that are equal on all ranks.
-
-    Parameters that differ stay per-rank: a program may keep per-rank parts in modules that FSDP ignores.
-
-    Collective: call on every rank.
-    """
-    if dist.get_world_size() == 1 or any(other is model for other, _ in accelerator.prepared.replicated):
-        return
-    checksums = [checksum(tensor).to(accelerator.device, non_blocking=True) for tensor in parameters.values()]
-    sums = dict(zip(parameters, torch.stack(checksums).tolist() if checksums else [], strict=True))
-    differing: list[str] = []
-    if not comm.current().is_same(sorted(sums.items())):
-        first = comm.current().broadcast_object_list([sums], 0)[0]
-        others = comm.current().all_reduce(
-            torch.tensor([sums.get(name) != first[name] for name in first]).int(), "max"
-        )
-        same = {name for name, other in zip(first, others.tolist(), strict=True) if not other}
-        differing = sorted({*first, *sums} - same)
-    replicated = {name: parameter for name, parameter in parameters.items() if name not in differing}
-    if replicated:
-        accelerator.prepared.replicated.append((model, list(replicated.values())))
-    if replicated and dist.get_rank() == 0:
-        logger.warning(
-            f"{len(replicated)} trainable parameters of {type(model).__name__} are unsharded on each rank, {next(iter(replicated))!r} for one: "
-            "`accelerator.backward` averages their gradients."
-        )
-    if differing and dist.get_rank() == 0:
-        logger.warning(
-            f"{len(differing)} trainable parameters in ignored_modules differ between ranks, {differing[0]!r} for one, and train differently: their "
-            "gradients are not averaged. Build them after `set_seed`, unless each rank is to have its own."
-        )
-
-
-@torch.no_grad()
-def average(accelerator: Run, unsynced: Collection[int]) -> None:
-    """Average gradients over the ranks that have them, except those of models that `no_sync` holds, by id.
-
-    Ranks that share layers or a batch have the same gradients, so this is the mean over batches, with the same bits on all.
-
-    Collective: call on every rank.
-    """
-    for model, parameters in accelerator.prepared.replicated:
-        if id(model) not in unsynced:
-            average_gradients(parameters)
-
-
-@torch.no_grad()
-def average_gradients(parameters: Sequence[nn.Parameter], group: Any = None) -> None:
-    """Average the gradients of plain parameters over a group of ranks that have the same ones, in buckets.
-
-    Collective: call on every rank of the group.
-    """
-    sent = []
-    for bucket in _buckets([parameter for parameter in parameters if parameter.requires_grad]):
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
-        # The flags return whether any rank has a gradient: if none has, the gradient stays None, as on one process.
-        flags = gradients[0].new_tensor([parameter.grad is not None for parameter in bucket])
-        flat = torch.cat([*(gradient.flatten() for gradient in gradients), flags]).div_(dist.get_world_size(group))
-        sent.append((bucket, gradients, flat, dist.all_reduce(flat, group=group, async_op=True)))
-    for bucket, gradients, flat, work in sent:
-        work.wait()
-        *means, flags = flat.split([*(gradient.numel() for gradient in gradients), len(bucket)])
-        torch._foreach_copy_(gradients, [mean.view_as(target) for mean, target in zip(means, gradients, strict=True)])
-        if missing := [place for place, parameter in enumerate(bucket) if parameter.grad is None]:
-            present = flags.tolist()
-            for place in missing:
-                bucket[place].grad = gradients[place] if present[place] else None
-
-
-def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Yield parameters of one dtype together, as many as are exchanged at a time."""
-    bucket: list[nn.Parameter] = []
-    for parameter in parameters:
-        filled = sum(other.numel() for other in bucket) + parameter.numel() > _BUCKET
-        if bucket and (filled or parameter.dtype != bucket[0].dtype):
-            yield bucket
-            bucket = []
-        bucket.append(parameter)
-    if bucket:
-        yield bucket

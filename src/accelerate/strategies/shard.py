@@ -179,8 +179,6 @@ def shard(
     for sharded in accelerator.extensions.sharded:
         sharded(model)
     remap_optimizers(accelerator, model, before)
-    if ignored:
-        consistency.register_whole_parameters(accelerator, model, consistency.whole(model))
     return model
 
 

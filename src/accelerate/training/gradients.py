@@ -24,7 +24,6 @@ from accelerate.modules.unwrap import is_compiled_module
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.precision import scaling
 from accelerate.runtime.torch_private import local_part
-from accelerate.strategies import consistency
 from accelerate.strategies.base import Strategy
 from accelerate.training.run import TrainingRun
 from accelerate.training.window import Window
@@ -228,8 +227,8 @@ def backward(accelerator: TrainingRun, loss: torch.Tensor, num_items: Any, optio
         accelerator.lomo_backward(loss, options.get("learning_rate"))
         return
     accelerator._strategy.backward(accelerator, loss, **options)
-    if accelerator.prepared.replicated:
-        consistency.average(accelerator, window.held)
+    for hook in accelerator.extensions.backward_done:
+        hook()
 
 
 def _weight(accelerator: TrainingRun) -> tuple[float | None, int]:

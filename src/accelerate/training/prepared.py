@@ -59,7 +59,6 @@ class PreparedObjects:
     def __init__(self) -> None:
         self.engines: list[Any] = []
         self.logged: set[str] = set()
-        self.replicated: list[tuple[nn.Module, list[nn.Parameter]]] = []
         self.moved = MovedParameters()
         self.admitted: set[int] = set()  # of objects that a running `prepare` has checked, by id
         # By the identity of each object that belongs to one, which another object may have once it is gone.
@@ -105,14 +104,9 @@ class PreparedObjects:
                 return entry
         return None
 
-    def lists(self) -> list[list[Any]]:
-        """Return the lists of what `prepare` and what follows it have put here."""
-        return [self.engines, self.replicated]
-
     def clear(self) -> None:
         """Drop every prepared object: the next ``prepare`` of any object is a first one."""
-        for known in self.lists():
-            known.clear()
+        self.engines.clear()
         self._entries.clear()
         self.moved.clear()
         _LIVE.discard(self)  # its training is over until something is prepared again

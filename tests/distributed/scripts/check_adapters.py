@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 STEPS, MAX_NORM = 4, 0.3
-AVERAGED = "accelerate.strategies.consistency"
+AVERAGED = "accelerate.extensions.unsharded.averaging"
 
 
 class Adapted(nn.Module):

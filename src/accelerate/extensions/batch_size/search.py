@@ -180,8 +180,7 @@ def _registered(accelerator: "TrainingRun") -> Callable[[], None]:
 
     prepared, step = accelerator.prepared, accelerator.step
     registries = {name: list(getattr(accelerator, name)) for name in _REGISTRIES}
-    lists = prepared.lists()
-    before = [list(registered) for registered in lists]
+    engines = list(prepared.engines)
     loaders = [resume.kept(loader) for loader in accelerator._dataloaders]
     attached = accelerator.extensions.attached
 
@@ -189,8 +188,7 @@ def _registered(accelerator: "TrainingRun") -> Callable[[], None]:
         for extension in [extension for extension in accelerator.extensions.attached if extension not in attached]:
             extension.released()
         vars(accelerator).update({name: list(former) for name, former in registries.items()})
-        for registered, former in zip(lists, before, strict=True):
-            registered[:] = former
+        prepared.engines[:] = engines
         for put_loader_back in loaders:
             put_loader_back()
         gradients.reset(accelerator)

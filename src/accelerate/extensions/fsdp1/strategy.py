@@ -14,6 +14,7 @@ from accelerate.devices import row
 from accelerate.extensions.activation_checkpointing.recompute import checkpoint_activations
 from accelerate.extensions.fsdp1 import is_fsdp1
 from accelerate.extensions.fsdp1.torch_private import member_names
+from accelerate.extensions.unsharded import averaging
 from accelerate.modules import tensor_kinds
 from accelerate.modules.optimizer_remap import named, remap_optimizers, ties
 from accelerate.modules.unwrap import is_compiled_module, loaded_wrappers
@@ -83,9 +84,7 @@ class FSDP1(Sharded):
             _repoint_flat(accelerator, wrapped, before)
         if ignored:
             trained_ids = {id(parameter) for parameter in ignored if parameter.requires_grad}
-            consistency.register_whole_parameters(
-                accelerator, wrapped, {name: p for name, p in before.items() if id(p) in trained_ids}
-            )
+            averaging.register(accelerator, wrapped, {name: p for name, p in before.items() if id(p) in trained_ids})
         return type(model)(wrapped, model.dynamo_ctx) if inner is not model else wrapped
 
     def no_sync(self, accelerator: Run, model: nn.Module) -> contextlib.AbstractContextManager[None]:

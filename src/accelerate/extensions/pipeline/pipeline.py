@@ -21,6 +21,7 @@ from accelerate.checkpoint.state import run_on_all_ranks
 from accelerate.config.enums import DynamoBackend
 from accelerate.extensions.pipeline import stages
 from accelerate.extensions.pipeline.balance import costly_stages
+from accelerate.extensions.unsharded.averaging import average_gradients
 from accelerate.precision import master
 from accelerate.runtime.torch_private import local_part, pytree
 from accelerate.strategies import consistency
@@ -297,7 +298,7 @@ class Pipeline(nn.Module):
             setattr(parameter.grad, _SUMMED, True)
         mesh = self._accelerator.torch_device_mesh
         if not self._accelerator.is_fsdp2 and (replicas := submesh(mesh, "dp_replicate")) is not None:
-            consistency.average_gradients(list(self.parameters()), replicas.get_group())
+            average_gradients(list(self.parameters()), replicas.get_group())
 
 
 # -- preparing ---------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.config.strategies import plugin_record, traits_of
 from accelerate.extensions.tensor import experts
 from accelerate.extensions.tensor.tensor import sum_replicas
+from accelerate.extensions.unsharded import averaging as unsharded
 from accelerate.modules.unwrap import is_compiled_module
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.runtime.run import Run
@@ -74,13 +75,13 @@ def adopt(accelerator: Run, models: Sequence[nn.Module]) -> None:
                 _refuse_adapted_experts(model)
             parts.append(model)
     for model in parts:
-        whole = consistency.whole(model)
+        whole = unsharded.whole(model)
         added = {id(parameter) for parameter in whole.values()}
         others = [tensor for tensor in consistency.tensors_of(model).values() if id(tensor) not in added]
         consistency.require_same_model(accelerator, model, others)
         for parameter in whole.values():
             take_from_first(parameter, accelerator.device)
-        consistency.register_whole_parameters(accelerator, model, whole)
+        unsharded.register(accelerator, model, whole)
     accelerator.state.parallelism_config = layout
     if parts and not accelerator.is_fsdp2:
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=False)
@@ -119,7 +120,7 @@ def _refuse_adapted_experts(model: nn.Module) -> None:
     for name in [names[id(module)] for module in experts.modules(model)]:
         while name.endswith(".base_layer"):  # what PEFT puts around a module keeps it under this name
             name = name.removesuffix(".base_layer")
-        if adapter := next((entry for entry in consistency.whole(model) if entry.startswith(f"{name}.")), None):
+        if adapter := next((entry for entry in unsharded.whole(model) if entry.startswith(f"{name}.")), None):
             raise ValueError(
                 f"{adapter!r} of {type(model).__name__} adapts experts that ranks share out (expert parallelism), so it means other "
                 "experts on each rank, and its gradients cannot be averaged. Adapt other layers, or load the model without ep_size."
