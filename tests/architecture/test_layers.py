@@ -24,7 +24,7 @@ LAYERS: list[str] = [
     "runtime.failure runtime.generators runtime.ranks runtime.random runtime.rendezvous "
     "runtime.run runtime.call_site runtime.peers runtime.permutation process state",
     "logging modules precision optimizer scheduler",
-    "strategies.mesh strategies.consistency strategies.shard strategies.fsdp",
+    "strategies.mesh strategies.shard strategies.fsdp",
     "data",
     "checkpoint checkpointing utils.fsdp_utils",
     "strategies",

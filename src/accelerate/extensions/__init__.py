@@ -47,6 +47,7 @@ TABLE = (
     "reports",
     "sagemaker",
     "same_data",
+    "same_model",
     "sequence",
     "simulate",
     "slurm",

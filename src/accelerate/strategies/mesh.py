@@ -11,7 +11,6 @@ from accelerate.config.strategies import traits_of
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.runtime import torch_private
 from accelerate.runtime.run import Run
-from accelerate.runtime.torch_private import local_part
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -90,22 +89,6 @@ def shard_mesh(config: ParallelismConfig, mesh: "DeviceMesh") -> "DeviceMesh":
     names: str | tuple[str, ...] = (*replicas, "dp_shard_cp") if replicas else "dp_shard_cp"
     sharded: DeviceMesh = torch_private.dimension(mesh, names)
     return sharded
-
-
-@torch.no_grad()
-def take_from_first(tensor: torch.Tensor, device: torch.device, group: Any = None) -> None:
-    """Give a tensor (not a meta one) the values that the first rank of a group has.
-
-    Collective: call on every rank of the group.
-    """
-    local = local_part(tensor).detach()
-    if tensor.is_meta or not local.numel():
-        return
-    sent = local.to(device).contiguous()
-    first = 0 if group is None else torch.distributed.get_global_rank(group, 0)
-    torch.distributed.broadcast(sent, src=first, group=group)
-    if sent.data_ptr() != local.data_ptr():
-        local.copy_(sent)
 
 
 def ranks_of_experts(module: nn.Module) -> int:

@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from accelerate.base.versions import is_torch_version
+from accelerate.modules import tensor_kinds
 from accelerate.modules.optimizer_remap import named, remap_optimizers, tie, ties
-from accelerate.modules.unwrap import get_module_children_bottom_up
+from accelerate.modules.unwrap import canonical_name, get_module_children_bottom_up
 from accelerate.precision import master
 from accelerate.runtime import torch_private
 from accelerate.runtime.run import Run
 from accelerate.runtime.torch_private import box, local_part
-from accelerate.strategies import consistency
 from accelerate.strategies.mesh import check_backend, ranks_of_experts, shard_mesh
 
 if TYPE_CHECKING:
@@ -48,6 +48,13 @@ def roots(model: nn.Module) -> Iterator[nn.Module]:
         return
     for child in model.children():
         yield from roots(child)
+
+
+def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return each parameter, scale of a quantised one and buffer once, also those that a state dict omits."""
+    scales = tensor_kinds.of_model(model)
+    named = *model.named_parameters(), *scales.items(), *model.named_buffers()
+    return {canonical_name(name): tensor for name, tensor in named}
 
 
 def mesh_of(accelerator: Run) -> "DeviceMesh":
@@ -134,9 +141,7 @@ def shard(
         sharding(model, ignored or (), policies, ruled)
     if plugin.module_precision and not policies:
         raise ValueError("module_precision needs an extension that is not in this installation of accelerate.")
-    experts: list[Any] = _experts(accelerator, model)  # `fully_shard` adds methods
-    if not experts:  # full models were compared before their experts were sharded
-        consistency.require_same_model(accelerator, model, ignored or (), from_main=plugin.cpu_ram_efficient_loading)
+    experts: list[Any] = experts_of(accelerator, model)  # `fully_shard` adds methods
     around = plugin.mixed_precision_policy or MixedPrecisionPolicy()
     parts = units(model, is_unit, ruled - {*experts})
     before = named(model)
@@ -195,8 +200,8 @@ def _gather_ahead(model: nn.Module, plugin: Any) -> None:
             getattr(part, f"set_modules_to_{way}_prefetch")(order[place + 1 : place + 1 + depth])
 
 
-def _experts(accelerator: Run, model: nn.Module) -> list[nn.Module]:
-    """Return the modules whose experts `prepare` has spread over ranks."""
+def experts_of(accelerator: Run, model: nn.Module) -> list[nn.Module]:
+    """Return the modules whose experts `prepare` has spread over ranks. Not a collective."""
     spread = getattr(accelerator.parallelism_config, "expert_mesh", None) is not None
     return [module for module in model.modules() if ranks_of_experts(module)] if spread else []
 
@@ -250,7 +255,7 @@ def allocate(model: nn.Module, device: torch.device, offloads: bool) -> None:
 def _take_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """Move a model to the meta device, in place, and return rank 0's tensors; the other ranks' are dropped."""
     main = torch.distributed.get_rank() == 0
-    weights = {name: tensor.detach() for name, tensor in consistency.tensors_of(model).items()} if main else {}
+    weights = {name: tensor.detach() for name, tensor in tensors_of(model).items()} if main else {}
     if missing := _from_main([name for name, tensor in weights.items() if tensor.is_meta]):
         raise ValueError(
             f"cpu_ram_efficient_loading=True sends the weights of rank 0 to the others, but {len(missing)} of them are on the "
@@ -276,7 +281,7 @@ def distribute(
     Collective: call on every rank.
     """
     main = torch.distributed.get_rank() == 0
-    targets = consistency.tensors_of(model)
+    targets = tensors_of(model)
     absent = {name for name in optional if name not in weights}
     problems = (
         _misfits({name: target for name, target in targets.items() if name not in absent}, weights) if main else []

@@ -38,7 +38,7 @@ from accelerate.utils import (
 from leaks import left_behind
 
 TWO_BY_TWO = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
-CONSISTENCY = "accelerate.strategies.consistency"
+CONSISTENCY = "accelerate.extensions.same_model.consistency"
 
 
 class Model(nn.Module):

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode as get_curre
 
 from accelerate import Accelerator
 from accelerate.extensions.reports.throughput import NAMED, PARTS, ThroughputRow, scored
+from accelerate.extensions.same_model.consistency import checksum
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.strategies.consistency import checksum
 from cases import cases
 
 

@@ -19,10 +19,10 @@ from accelerate.comm.in_step import ends_are_uneven
 from accelerate.config.strategies import traits_of
 from accelerate.extension import Extension
 from accelerate.extensions.checks import CHECK_EVERY, CHECK_MODULES
+from accelerate.extensions.same_model.consistency import checksum, differing, extremes, fold
 from accelerate.modules.unwrap import canonical_name
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.runtime.torch_private import local_part
-from accelerate.strategies.consistency import checksum, differing, extremes, fold
 
 _NEVER = torch.iinfo(torch.int64).max
 

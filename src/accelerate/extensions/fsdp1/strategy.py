@@ -14,6 +14,7 @@ from accelerate.devices import row
 from accelerate.extensions.activation_checkpointing.recompute import checkpoint_activations
 from accelerate.extensions.fsdp1 import is_fsdp1
 from accelerate.extensions.fsdp1.torch_private import member_names
+from accelerate.extensions.same_model import consistency
 from accelerate.extensions.unsharded import averaging
 from accelerate.modules import tensor_kinds
 from accelerate.modules.optimizer_remap import named, remap_optimizers, ties
@@ -21,8 +22,8 @@ from accelerate.modules.unwrap import is_compiled_module, loaded_wrappers
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.precision import master
 from accelerate.runtime.run import Run
-from accelerate.strategies import consistency, fsdp
-from accelerate.strategies.mesh import check_backend, shard_mesh, take_from_first
+from accelerate.strategies import fsdp
+from accelerate.strategies.mesh import check_backend, shard_mesh
 from accelerate.strategies.sharded import Sharded, note_unsharded_gradients
 
 if TYPE_CHECKING:
@@ -236,7 +237,7 @@ def _send_states(model: nn.Module, initialise: Any) -> None:
         if initialise is not None and any(tensor.is_meta for tensor in tensors):
             initialise(module)
     for tensor in (*model.parameters(), *model.buffers()):
-        take_from_first(tensor, tensor.device)
+        consistency.take_from_first(tensor, tensor.device)
 
 
 @contextlib.contextmanager

@@ -15,8 +15,8 @@ from accelerate.checkpoint.state import Entries, Wanted, run_on_all_ranks
 from accelerate.extensions.megatron.models import Row, Translation, build
 from accelerate.extensions.megatron.plugin import MegatronLMPlugin
 from accelerate.extensions.megatron.steps import GPTTrainStep, MegatronLMDummyScheduler
+from accelerate.extensions.same_model.consistency import take_from_first
 from accelerate.runtime.run import Run
-from accelerate.strategies.mesh import take_from_first
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

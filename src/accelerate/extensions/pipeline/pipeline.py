@@ -21,10 +21,10 @@ from accelerate.checkpoint.state import run_on_all_ranks
 from accelerate.config.enums import DynamoBackend
 from accelerate.extensions.pipeline import stages
 from accelerate.extensions.pipeline.balance import costly_stages
+from accelerate.extensions.same_model import consistency
 from accelerate.extensions.unsharded.averaging import average_gradients
 from accelerate.precision import master
 from accelerate.runtime.torch_private import local_part, pytree
-from accelerate.strategies import consistency
 from accelerate.strategies.mesh import check_layout, shard_mesh, submesh
 from accelerate.training import gradients, prepare
 from accelerate.training.run import TrainingRun

@@ -16,15 +16,15 @@ from torch.distributed.tensor import DTensor
 
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.config.strategies import plugin_record, traits_of
+from accelerate.extensions.same_model import consistency
 from accelerate.extensions.tensor import experts
 from accelerate.extensions.tensor.tensor import sum_replicas
 from accelerate.extensions.unsharded import averaging as unsharded
 from accelerate.modules.unwrap import is_compiled_module
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.runtime.run import Run
-from accelerate.strategies import consistency
-from accelerate.strategies.mesh import submesh, take_from_first
-from accelerate.strategies.shard import is_sharded
+from accelerate.strategies.mesh import submesh
+from accelerate.strategies.shard import is_sharded, tensors_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -77,10 +77,10 @@ def adopt(accelerator: Run, models: Sequence[nn.Module]) -> None:
     for model in parts:
         whole = unsharded.whole(model)
         added = {id(parameter) for parameter in whole.values()}
-        others = [tensor for tensor in consistency.tensors_of(model).values() if id(tensor) not in added]
+        others = [tensor for tensor in tensors_of(model).values() if id(tensor) not in added]
         consistency.require_same_model(accelerator, model, others)
         for parameter in whole.values():
-            take_from_first(parameter, accelerator.device)
+            consistency.take_from_first(parameter, accelerator.device)
         unsharded.register(accelerator, model, whole)
     accelerator.state.parallelism_config = layout
     if parts and not accelerator.is_fsdp2:

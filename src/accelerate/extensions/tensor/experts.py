@@ -13,10 +13,10 @@ from typing import Any
 from torch import nn
 
 from accelerate.base.versions import is_torch_version
+from accelerate.extensions.same_model import consistency
 from accelerate.modules.optimizer_remap import named, remap_optimizers
 from accelerate.modules.unwrap import is_compiled_module
 from accelerate.runtime.run import Run
-from accelerate.strategies import consistency
 from accelerate.strategies.mesh import ranks_of_experts
 
 

@@ -23,11 +23,12 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from accelerate.base._warn import warn_user
 from accelerate.comm.torch_dist import same_on_all
+from accelerate.extensions.same_model.consistency import take_from_first
 from accelerate.modules.optimizer_remap import named, remap_optimizers, tie, ties
 from accelerate.modules.unwrap import is_compiled_module
 from accelerate.runtime import torch_private
 from accelerate.runtime.run import Run
-from accelerate.strategies.mesh import submesh, take_from_first
+from accelerate.strategies.mesh import submesh
 from accelerate.strategies.shard import is_sharded
 
 if TYPE_CHECKING:

@@ -15,10 +15,10 @@ from torch import nn
 
 from accelerate import comm
 from accelerate.extension import Extension
+from accelerate.extensions.same_model.consistency import checksum
 from accelerate.modules.unwrap import canonical_name
 from accelerate.runtime.run import Run
 from accelerate.runtime.torch_private import local_part
-from accelerate.strategies.consistency import checksum
 
 logger = logging.getLogger(__name__)
 

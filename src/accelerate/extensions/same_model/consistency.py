@@ -1,7 +1,8 @@
-"""Equality of models between ranks before they are sharded: torch takes each rank's part from that rank, and compares nothing."""
+"""The comparison of a model between ranks, and the weights of rank 0 where they differ."""
 
 import logging
 from collections.abc import Collection
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -9,11 +10,10 @@ from torch import nn
 
 from accelerate import comm
 from accelerate.comm.base import Communicator
-from accelerate.modules import tensor_kinds
-from accelerate.modules.unwrap import canonical_name
 from accelerate.runtime.run import Run
 from accelerate.runtime.torch_private import local_part
 from accelerate.strategies import mesh
+from accelerate.strategies.shard import tensors_of
 
 logger = logging.getLogger(__name__)
 
@@ -56,14 +56,23 @@ def require_same_model(
         )
     replicas = mesh.submesh(accelerator.torch_device_mesh, "dp_cp") if shards is not None else None
     for tensor in tensors.values():
-        mesh.take_from_first(tensor, accelerator.device, None if replicas is None else replicas.get_group())
+        take_from_first(tensor, accelerator.device, None if replicas is None else replicas.get_group())
 
 
-def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return each parameter, scale of a quantised one and buffer once, also those that a state dict omits."""
-    scales = tensor_kinds.of_model(model)
-    named = *model.named_parameters(), *scales.items(), *model.named_buffers()
-    return {canonical_name(name): tensor for name, tensor in named}
+@torch.no_grad()
+def take_from_first(tensor: torch.Tensor, device: torch.device, group: Any = None) -> None:
+    """Give a tensor (not a meta one) the values that the first rank of a group has.
+
+    Collective: call on every rank of the group.
+    """
+    local = local_part(tensor).detach()
+    if tensor.is_meta or not local.numel():
+        return
+    sent = local.to(device).contiguous()
+    first = 0 if group is None else torch.distributed.get_global_rank(group, 0)
+    torch.distributed.broadcast(sent, src=first, group=group)
+    if sent.data_ptr() != local.data_ptr():
+        local.copy_(sent)
 
 
 def extremes(
