@@ -8,9 +8,8 @@ from typing import Any
 
 from accelerate.base import _lazy
 from accelerate.base._warn import printable
-from accelerate.base.constants import DEEPSPEED_MULTINODE_LAUNCHERS as DEEPSPEED_MULTINODE_LAUNCHERS
 from accelerate.commands.utils import CustomArgumentParser, OneSpelling, add_options, make_parser, or_exit
-from accelerate.config.options import BY_NAME, DYNAMO_WORDS, FEATURES, add_third_parties
+from accelerate.config.options import BY_NAME, FEATURES, add_third_parties
 from accelerate.launch import runners
 from accelerate.launch.errors import LaunchError, RunError, failure_of
 from accelerate.launch.plan import LaunchPlan
@@ -18,18 +17,6 @@ from accelerate.launch.resolve import resolve
 from accelerate.launch.secrets import masked
 
 __getattr__ = _lazy.aliases(__name__)
-
-# Which switch makes the help show which heading.
-options_to_group = {
-    "multi_gpu": "Distributed GPUs",
-    "tpu": "TPU",
-    "use_deepspeed": "DeepSpeed Arguments",
-    "use_fsdp": "FSDP Arguments",
-    "use_megatron_lm": "Megatron-LM Arguments",
-    "fp8_backend": "FP8 Arguments",
-}
-DYNAMO_BACKENDS = [word.upper() for word in DYNAMO_WORDS.split() if word != "no"]
-TORCH_DYNAMO_MODES = list(BY_NAME["dynamo_mode"].choices or ())
 
 
 def clean_option(option: str) -> str | None:

@@ -11,6 +11,16 @@ from accelerate.launch import config_file, runners
 from accelerate.launch.plan import Source
 from accelerate.launch.resolve import resolve
 
+# Which switch makes the help show which heading.
+options_to_group = {
+    "multi_gpu": "Distributed GPUs",
+    "tpu": "TPU",
+    "use_deepspeed": "DeepSpeed Arguments",
+    "use_fsdp": "FSDP Arguments",
+    "use_megatron_lm": "Megatron-LM Arguments",
+    "fp8_backend": "FP8 Arguments",
+}
+
 
 class _StoreAction(argparse._StoreAction):
     """An argument under both spellings of its long flags, for parsers of argparse."""

@@ -24,8 +24,10 @@ HOMES: dict[str, str] = {
     "accelerate.commands.launch": "launch_command_parser",
     "accelerate.extensions.compat.commands": (
         "_StoreAction _StoreConstAction _StoreTrueAction _validate_launch_command simple_launcher multi_gpu_launcher "
-        "deepspeed_launcher tpu_launcher tpu_pod_launcher sagemaker_launcher"
+        "deepspeed_launcher tpu_launcher tpu_pod_launcher sagemaker_launcher options_to_group"
     ),
+    "accelerate.extensions.configure.config_utils": "DYNAMO_BACKENDS",
+    "accelerate.base.constants": "DEEPSPEED_MULTINODE_LAUNCHERS TORCH_DYNAMO_MODES",
     "accelerate.extensions.big_models.big_modeling": "SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING",
     "accelerate.extensions.compat.constants": (
         "BETA_CP_AVAILABLE_PYTORCH_VERSION BETA_SP_AVAILABLE_DEEPSPEED_VERSION BETA_TP_AVAILABLE_PYTORCH_VERSION "
@@ -204,7 +206,7 @@ NAMES: dict[str, str] = {
     ),
     "accelerate.commands.launch": (
         "_validate_launch_command simple_launcher multi_gpu_launcher deepspeed_launcher tpu_launcher tpu_pod_launcher "
-        "sagemaker_launcher "
+        "sagemaker_launcher options_to_group DYNAMO_BACKENDS DEEPSPEED_MULTINODE_LAUNCHERS TORCH_DYNAMO_MODES "
         "ComputeEnvironment DistributedType PrepareForLaunch SageMakerConfig _filter_args "
         "check_cuda_p2p_ib_support convert_dict_to_env_variables default_config_file get_int_from_env "
         "is_bf16_available is_deepspeed_available is_hpu_available is_mlu_available is_musa_available "
