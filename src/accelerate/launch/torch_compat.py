@@ -63,11 +63,3 @@ class OpenAgent(LocalElasticAgent):
     def stderr_files(self) -> Mapping[int, str]:
         """By local rank, the file of standard error; empty for none."""
         return self._pcontext.stderrs
-
-    def let_finished_functions_end(self) -> None:
-        """Let a process end when its function returns; torch keeps it until all functions have returned."""
-        self._pcontext._worker_finished_event.set()
-
-    def has_returned(self, local: int) -> bool:
-        """Return whether the function of a process has returned."""
-        return local in self._pcontext._return_values or not self._pcontext._ret_vals[local].empty()

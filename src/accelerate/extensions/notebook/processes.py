@@ -29,6 +29,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from accelerate.config.options import BY_NAME
+from accelerate.extensions.notebook import torch_private
 from accelerate.extensions.notebook.torch_private import end_with_the_parent, is_lost_by_fork
 from accelerate.launch import elastic
 from accelerate.launch.errors import LaunchError, Reporter, RunError, WorkerFailure, endings_of
@@ -294,7 +295,7 @@ class FunctionAgent(elastic.Agent):
             raise
         may_run.set()
         # A rank in a collective would wait for a rank that is done. The function's result, None, outlives it in a pipe.
-        self.let_finished_functions_end()
+        torch_private.let_finished_functions_end(self)
         return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -303,7 +304,11 @@ class FunctionAgent(elastic.Agent):
         ended = {record.local_rank for record in result.failures.values() if getattr(record, "died", 0.0) is not None}
         if result.state == WorkerState.HEALTHY:
             # Processes that ended well before their function did (`os._exit(0)`): torch would wait for them for ever.
-            ended = {local for local, status in statuses.items() if status == 0 and not self.has_returned(local)}
+            ended = {
+                local
+                for local, status in statuses.items()
+                if status == 0 and not torch_private.has_returned(self, local)
+            }
         if not ended:
             return result
         failures = {}
