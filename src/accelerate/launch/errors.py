@@ -85,16 +85,13 @@ class WorkerFailure:
     @property
     def _code(self) -> int:
         # A rank that had failed and was slow to end was stopped by the launcher: its own error counts, not the signal.
-        return self.record.get("status", 1) if self._stopped_after_error else self.exitcode
+        stopped_after_error = self.exitcode == -signal.SIGTERM and self.record
+        return self.record.get("status", 1) if stopped_after_error else self.exitcode
 
     @property
     def own(self) -> bool:
         """Whether it ended without a signal of the launcher."""
         return not self.stopped or bool(self.record)
-
-    @property
-    def _stopped_after_error(self) -> bool:
-        return self.exitcode == -signal.SIGTERM and bool(self.record)
 
     @property
     def _order(self) -> tuple[Any, ...]:
