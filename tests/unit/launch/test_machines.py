@@ -87,6 +87,7 @@ def test_a_launch_that_leaves_the_tasks_joins_none_of_them(plan, srun):
     srun(1, 0, "2")
     result = plan("--cpu --num_machines 2 --num_processes 2 --machine_rank 0 --main_process_ip a")
     assert numbers(result) == (2, 0) and dict(result.extra) == {}
-    srun(1, 0, "2,2")
-    result = plan("--cpu --num_machines 1")
-    assert result.runner == "single" and dict(result.extra) == {"RANK": "0", "WORLD_SIZE": "1"}
+    for node, tasks_per_node in ((0, "2,2"), (1, "1,1")):
+        srun(1, node, tasks_per_node)
+        result = plan("--cpu --num_machines 1")
+        assert result.runner == "single" and dict(result.extra) == {"RANK": "0", "WORLD_SIZE": "1"}
