@@ -217,3 +217,14 @@ def check_ignored_modules_that_differ_stay_each_ranks_own():
         last = accelerator.unwrap_model(model).last
         assert torch.equal(last.weight, kept) and len({str(seen) for seen in everywhere(last.weight.grad)}) == world()
         assert_same_everywhere([last.bias.grad])
+
+
+def check_ranks_that_ignore_different_modules():
+    """One rank has no parameter of its own, and takes part in the comparison."""
+    accelerator = fresh_accelerator(fsdp_plugin=sharding(2, ignored_modules="last", cpu_ram_efficient_loading=False))
+    model, _ = build()
+    if rank():
+        model.last.requires_grad_(False)
+    with logged(AVERAGED) as lines:
+        accelerator.prepare(model)
+    assert len([line for line in lines if "differ between ranks, 'last.bias'" in line]) == (rank() == 0), lines

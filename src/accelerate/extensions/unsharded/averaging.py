@@ -72,7 +72,7 @@ def register(accelerator: Run, model: nn.Module, parameters: Mapping[str, nn.Par
     Collective: call on every rank.
     """
     averaging = next(iter(accelerator.extensions.of_kind(Averaging)), None)
-    if dist.get_world_size() == 1 or not parameters or (averaging is not None and model in averaging.parameters):
+    if dist.get_world_size() == 1 or (averaging is not None and model in averaging.parameters):
         return
     checksums = [checksum(tensor).to(accelerator.device, non_blocking=True) for tensor in parameters.values()]
     sums = dict(zip(parameters, torch.stack(checksums).tolist() if checksums else [], strict=True))
