@@ -7,7 +7,8 @@ import sys
 
 from accelerate.base import imports, versions
 
-_CHECKS = "accelerate.base.imports", "accelerate.extensions.compat.imports"
+_EXTENSIONS = "compat.imports", "vendor_devices.available", "fp8.transformer_engine"
+_CHECKS = "accelerate.base.imports", *(f"accelerate.extensions.{name}" for name in _EXTENSIONS)
 
 
 def forget():

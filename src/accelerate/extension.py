@@ -237,6 +237,7 @@ class Spec:
             option that asks for it.
         process: ``"module:Class"`` of a `runtime.peers.ProcessExtension`, for processes that work together with others.
         tensor_kinds: ``"module:Class"`` of each `modules.tensor_kinds.TensorKind`.
+        devices: ``"module:ROWS"`` of kinds of devices, `devices.device.Device`, that are looked for before the core's. Not in other packages.
         storage: ``"module:Class"`` of a `checkpoint.storage.CheckpointStorage` for locations that are URLs.
         operation_checks: A module that finds out whether the ranks call the same operation. Its ``CheckedCommunicator`` takes the place of
             `comm.torch_dist.TorchCommunicator`, and collectives call its ``compare_arguments`` first in debug mode.
@@ -262,6 +263,7 @@ class Spec:
     started: Mapping[str, str] = field(default_factory=dict)
     process: str = ""
     tensor_kinds: tuple[str, ...] = ()
+    devices: str = ""
     storage: str = ""
     operation_checks: str = ""
     background_save: str = ""
@@ -319,11 +321,11 @@ def third_parties() -> tuple[Spec, ...]:
     """Return the specs of other packages, the entry points of the group `GROUP`; ImportError names one that cannot be imported."""
     added: tuple[Spec, ...] = of_other_packages(GROUP, "extension")
     for spec in added:
-        for field_name in ("strategies", "options"):
+        for field_name in ("strategies", "options", "devices"):
             if getattr(spec, field_name):
                 raise ValueError(
                     f"The extension {spec.name!r} of another package has {field_name}, which only folders of accelerate.extensions may have. "
-                    "Register a strategy and its options under the entry points 'accelerate.backends'."
+                    "Register a strategy and its options under the entry points 'accelerate.backends', a device by `accelerate.devices.register`."
                 )
     return added
 

@@ -344,7 +344,7 @@ class PartialState(ProcessView):
         if engine is None and (size == 0 or (size == 1 and hardware.type in ("cpu", "mps"))):
             return None, DistributedType.NO
         kind = hardware.distributed_type if engine is None else engine.kinds[0]
-        return backend or _choose_backend(hardware), kind
+        return backend or hardware.backend(), kind
 
     @staticmethod
     def _reset_state() -> None:
@@ -441,12 +441,6 @@ def _adopted_backend(hardware: Device, cpu: bool, backend: str | None) -> str:
     if cpu and live and hardware.type not in live:
         raise _cannot_change("cpu", cpu, False)
     return live_backend
-
-
-def _choose_backend(hardware: Device) -> str:
-    if hardware.type == "hpu":
-        importlib.import_module("habana_frameworks.torch.distributed.hccl")
-    return next(filter(dist.is_backend_available, hardware.backends), hardware.backends[0])
 
 
 def _join(backend: str | None, hardware: Device, settings: dict[str, Any]) -> rendezvous.Ranks:

@@ -2,5 +2,6 @@
 
 from accelerate.base._lazy import front
 
+_HOMES = {"accelerate.devices.device": "Device", "accelerate.devices.table": "DEVICES detect register row"}
 # `cores` needs no torch, which `table` imports.
-__getattr__, __dir__, __all__ = front(__name__, {"accelerate.devices.table": "DEVICES Device detect register row"}, [])
+__getattr__, __dir__, __all__ = front(__name__, _HOMES, [])

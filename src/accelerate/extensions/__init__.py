@@ -58,6 +58,7 @@ TABLE = (
     "trackers",
     "uneven_inputs",
     "unsharded",
+    "vendor_devices",
     "warm_start",
     "xla",
     "mpi",

@@ -1,13 +1,10 @@
 """Libraries and devices that programs ask for and this package does not."""
 
-import importlib
 import re
 import sys
 import types
-from unittest.mock import Mock
 
 import pytest
-import torch
 
 from accelerate.extensions.compat import imports
 
@@ -49,40 +46,3 @@ def test_bitsandbytes_beyond_cuda(machine, monkeypatch):
     library.features = {"multi_backend"}
     imports.is_bitsandbytes_multi_backend_available.cache_clear()
     assert imports.is_bitsandbytes_multi_backend_available() is True
-
-
-def test_gaudi_of_the_first_generation_has_no_fp16(machine, monkeypatch):
-    for name in ("habana_frameworks", "habana_frameworks.torch"):
-        machine.install(name)
-        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    experimental = types.ModuleType("experimental")
-    experimental.synDeviceType = types.SimpleNamespace(synDeviceGaudi="one")
-    experimental._get_device_type = lambda: "one"
-    monkeypatch.setattr(importlib, "import_module", lambda name: experimental)
-    monkeypatch.setattr(torch, "hpu", Mock(is_available=lambda: True), raising=False)
-    assert imports.is_habana_gaudi1() is True
-    assert imports.is_fp16_available() is False
-    experimental._get_device_type = lambda: "two"
-    assert imports.is_fp16_available() is True
-
-
-def test_a_tpu_has_bf16_unless_it_is_ignored(machine, monkeypatch):
-    machine.install("torch_xla")
-    monkeypatch.setattr(importlib, "import_module", lambda name: types.SimpleNamespace(device_type=lambda: "TPU"))
-    assert imports.is_bf16_available() is True
-    assert imports.is_bf16_available(ignore_tpu=True) is False
-
-
-def test_rocm_is_a_build_of_torch_with_a_device(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for version, rocm in ((None, False), ("6.2", True)):
-        monkeypatch.setattr(torch.version, "hip", version)
-        assert imports.is_rocm_available() is rocm
-
-
-def test_bf16_asks_the_device(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: False)
-    monkeypatch.setattr(torch.backends.mps, "is_built", lambda: False)
-    for cuda in (True, False):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)  # noqa: B023
-        assert imports.is_bf16_available() is not cuda

@@ -1,7 +1,5 @@
-import sys
 from dataclasses import replace
-from importlib.machinery import ModuleSpec
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -44,7 +42,7 @@ def test_indices_wrap_around_where_processes_share_devices(monkeypatch):
 
 
 def test_every_row_says_where_its_names_are_published():
-    assert DEVICES.keys() - {"hosted"} == table.SOURCES.keys()
+    assert {row.type for row in table._OWN} == table.SOURCES.keys()
 
 
 @pytest.fixture
@@ -78,16 +76,3 @@ def test_a_module_with_the_functions_that_torch_asks_for_is_enough(rows, monkeyp
     plain.set_rng_state_all(saved[::-1])
     assert [states[0].item(), states[1].item()] == [1, 0]
     plain.empty_cache()
-
-
-def test_a_tpu_is_the_one_that_its_backend_gave_the_process(monkeypatch):
-    """torch_tpu is not there, so torch's module of it is a stand-in; it has one chip a process, under the index 0."""
-    assert not row("tpu").available()
-    monkeypatch.setitem(sys.modules, "torch_tpu", ModuleType("torch_tpu"))
-    sys.modules["torch_tpu"].__spec__ = ModuleSpec("torch_tpu", None)
-    module = SimpleNamespace(is_available=lambda: True, device_count=lambda: 1, current_device=lambda: 0)
-    monkeypatch.setattr(torch, "tpu", module, raising=False)
-    assert row("tpu").available()
-    monkeypatch.setattr(torch, "device", lambda *words: words)
-    assert row("tpu").torch_device(3) == ("tpu", 0)
-    row("tpu").set(3)

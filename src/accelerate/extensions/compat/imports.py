@@ -1,18 +1,9 @@
-"""Libraries and devices that nothing in this package asks for, as programs do by `accelerate.utils.imports`."""
+"""Libraries that nothing in this package asks for, as programs do by `accelerate.utils.imports`."""
 
 import functools
 import importlib
 
-from accelerate.base.imports import (
-    is_cuda_available,
-    is_hpu_available,
-    is_installed,
-    is_mlu_available,
-    is_mps_available,
-    is_torch_xla_available,
-    is_xpu_available,
-    library,
-)
+from accelerate.base.imports import is_installed, library
 from accelerate.base.versions import compare_versions
 
 is_lomo_available = library("lomo", package="lomo_optim")
@@ -39,11 +30,11 @@ def _is_package_available(pkg_name: str, metadata_name: str | None = None) -> bo
     return is_installed(pkg_name, *filter(None, [metadata_name]))
 
 
-def is_xccl_available() -> bool:
-    """Tell whether torch can communicate between Intel GPUs through XCCL."""
+def is_torch_distributed_available() -> bool:
+    """Tell whether torch was built with `torch.distributed`."""
     import torch
 
-    return torch.distributed.is_xccl_available()
+    return torch.distributed.is_available()
 
 
 def is_pippy_available() -> bool:
@@ -54,41 +45,6 @@ def is_pippy_available() -> bool:
 def is_weights_only_available() -> bool:
     """Tell whether `torch.load(weights_only=True)` takes a list of other classes that are safe: it always can."""
     return True
-
-
-def is_rocm_available() -> bool:
-    """Tell whether the GPU that torch sees as CUDA is an AMD one."""
-    import torch
-
-    return torch.version.hip is not None and is_cuda_available()
-
-
-def is_habana_gaudi1() -> bool:
-    """Tell whether the device is a Gaudi of the first generation, which has no fp16."""
-    if not is_hpu_available():
-        return False
-    device = importlib.import_module("habana_frameworks.torch.utils.experimental")
-    return device._get_device_type() == device.synDeviceType.synDeviceGaudi
-
-
-def is_bf16_available(ignore_tpu: bool = False) -> bool:
-    """Tell whether the device of this machine computes in bfloat16; `ignore_tpu` says no for a TPU."""
-    import torch
-
-    if is_torch_xla_available(check_is_tpu=True):
-        return not ignore_tpu
-    if is_cuda_available():
-        return torch.cuda.is_bf16_supported()
-    if is_mlu_available():
-        return torch.mlu.is_bf16_supported()
-    if is_xpu_available():
-        return getattr(torch.xpu, "is_bf16_supported", lambda: True)()  # not in every torch that we support
-    return not is_mps_available() or torch.backends.mps.is_macos_or_newer(14, 0)
-
-
-def is_fp16_available() -> bool:
-    """Tell whether the device of this machine computes in float16."""
-    return not is_habana_gaudi1()
 
 
 def is_bnb_available(min_version: str | None = None) -> bool:

@@ -284,7 +284,7 @@ NAMES: dict[str, str] = {
     "accelerate.utils.fsdp_utils": (
         "get_module_children_bottom_up get_module_class_from_name get_non_persistent_buffers is_torch_version save"
     ),
-    "accelerate.utils.imports": "deepspeed_required str_to_bool",
+    "accelerate.utils.imports": "deepspeed_required is_torch_version patch_environment str_to_bool",
     "accelerate.utils.launch": (
         "DynamoBackend PrecisionType SageMakerConfig SageMakerDistributedType compare_versions is_fp8_available "
         "is_hpu_available is_mlu_available is_musa_available is_neuron_available is_npu_available "

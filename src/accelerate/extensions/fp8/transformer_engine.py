@@ -11,11 +11,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate.base.imports import (
-    is_hpu_available,
-    is_transformer_engine_available,
-    is_transformer_engine_mxfp8_available,
-)
+from accelerate.base.imports import is_installed, is_transformer_engine_available
+from accelerate.devices.table import DEVICES
+
+
+def _is_gaudi() -> bool:
+    return "hpu" in DEVICES and DEVICES["hpu"].available()
+
+
+@functools.cache
+def is_transformer_engine_mxfp8_available() -> bool:
+    """Tell whether Transformer Engine is installed and the GPU has MXFP8 block scaling."""
+    if not is_installed("transformer_engine"):
+        return False
+    return bool(importlib.import_module("transformer_engine.pytorch.fp8").check_mxfp8_support()[0])
 
 
 def _transformer_engine() -> Any:
@@ -25,7 +34,7 @@ def _transformer_engine() -> Any:
             "Transformer Engine is not installed. Install it with `pip install transformer-engine[pytorch]`, or choose another "
             "backend for fp8."
         )
-    return importlib.import_module("intel_transformer_engine" if is_hpu_available() else "transformer_engine.pytorch")
+    return importlib.import_module("intel_transformer_engine" if _is_gaudi() else "transformer_engine.pytorch")
 
 
 def _convert_layer(module: nn.Module, to_engine: bool, linear: bool, norm: bool, engine: Any) -> nn.Module | None:
@@ -135,7 +144,7 @@ def engine_recipe(handler: Any) -> Any:
         ValueError: block scaling was requested where it cannot run.
     """
     _transformer_engine()
-    package = "intel_transformer_engine" if is_hpu_available() else "transformer_engine.common"
+    package = "intel_transformer_engine" if _is_gaudi() else "transformer_engine.common"
     recipe = importlib.import_module(f"{package}.recipe")
     # All fields are passed: a default of ours, such as amax_compute_algo, is not always theirs.
     options = dict(handler.to_dict()) if handler is not None else {}

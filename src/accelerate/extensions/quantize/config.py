@@ -4,8 +4,12 @@ from dataclasses import dataclass
 
 import torch
 
+from accelerate.base.imports import library
 from accelerate.config.enums import CustomDtype, at_public_path
 from accelerate.config.options.schema import one_of
+
+is_8bit_bnb_available = library("8bit_bnb", package="bitsandbytes", at_least="0.37.2")
+is_4bit_bnb_available = library("4bit_bnb", package="bitsandbytes", at_least="0.39.0")
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 

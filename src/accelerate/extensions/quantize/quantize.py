@@ -9,14 +9,13 @@ import torch
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from accelerate.base.imports import is_4bit_bnb_available, is_8bit_bnb_available
 from accelerate.big_modeling import dispatch_model, init_empty_weights
 from accelerate.config.enums import CustomDtype
 from accelerate.extensions.big_models.device_map import check_device_map, computed_map
 from accelerate.extensions.big_models.loading import CheckpointLoad
 from accelerate.extensions.big_models.placement import Device, default_device, quantizes, set_module_tensor_to_device
 from accelerate.extensions.big_models.tensors import device_of, find_tied_parameters, listed
-from accelerate.extensions.quantize.config import BnbQuantizationConfig
+from accelerate.extensions.quantize.config import BnbQuantizationConfig, is_4bit_bnb_available, is_8bit_bnb_available
 
 logger = logging.getLogger("accelerate.utils.bnb")  # the public path
 

@@ -14,6 +14,9 @@ from accelerate.base.environment import parse_flag_from_env
 from accelerate.base.versions import compare_versions, is_torch_version
 from accelerate.devices import table
 from accelerate.extensions.compat import imports as others
+from accelerate.extensions.fp8 import transformer_engine
+from accelerate.extensions.trackers import available as trackers
+from accelerate.extensions.vendor_devices import available as devices
 
 T = TypeVar("T")
 Decorator = Callable[[Any], Any]
@@ -67,8 +70,8 @@ def _is(*types: str) -> Callable[[], bool]:
 
 def has_tracker() -> bool:
     """Tell whether a tracker is installed that works without an account."""
-    trackers = (imports.is_wandb_available, imports.is_tensorboard_available, imports.is_trackio_available)
-    return any(is_installed() for is_installed in trackers)
+    checks = (trackers.is_wandb_available, trackers.is_tensorboard_available, trackers.is_trackio_available)
+    return any(is_installed() for is_installed in checks)
 
 
 def _has_tensor_parallelism() -> bool:
@@ -81,7 +84,7 @@ def _has_huggingface_suite() -> bool:
 
 def get_backend() -> tuple[str, int, Callable[[], int]]:
     """Return what tests run on: the device, how many (1 for the CPU), and a function for the bytes in use, or 0."""
-    device = "xla" if imports.is_torch_xla_available() else table.detect().type
+    device = "xla" if devices.is_torch_xla_available() else table.detect().type
     if device in ("cpu", "xla"):
         return device, 1, lambda: 0
     row = table.row(device)
@@ -102,8 +105,8 @@ _NEEDS: dict[str, tuple[str, Callable[[], bool]]] = {
     "non_cpu": ("a device other than the CPU", lambda: torch_device != "cpu"),
     "non_xpu": ("a machine without an XPU", lambda: torch_device != "xpu"),
     "non_hpu": ("a machine without an HPU", lambda: torch_device != "hpu"),
-    "tpu": ("a TPU", lambda: imports.is_torch_xla_available(check_is_tpu=True)),
-    "non_torch_xla": ("an environment without torch_xla", lambda: not imports.is_torch_xla_available()),
+    "tpu": ("a TPU", lambda: devices.is_torch_xla_available(check_is_tpu=True)),
+    "non_torch_xla": ("an environment without torch_xla", lambda: not devices.is_torch_xla_available()),
     "cuda_or_xpu": ("a GPU or an XPU", _is("cuda", "xpu")),
     "cuda_or_hpu": ("a GPU or an HPU", _is("cuda", "hpu")),
     "single_device": ("exactly one device besides the CPU", lambda: _count() == 1),
@@ -118,7 +121,7 @@ _NEEDS: dict[str, tuple[str, Callable[[], bool]]] = {
     "huggingface_suite": ("transformers and datasets", _has_huggingface_suite),
     "trackers": (
         "a tracker, and no comet_ml",
-        lambda: has_tracker() and not imports.is_comet_ml_available(),
+        lambda: has_tracker() and not trackers.is_comet_ml_available(),
     ),
 }
 # Requirements that `accelerate.utils.imports` checks by the same name.
@@ -127,7 +130,7 @@ _PACKAGES = (
     "transformers datasets peft timm torchvision torchdata_stateful_dataloader pandas matplotlib import_timer aim "
     "clearml comet_ml dvclive mlflow swanlab tensorboard trackio wandb"
 )
-_CHECKS = {**vars(imports), **vars(others)}
+_CHECKS = {**vars(imports), **vars(others), **vars(devices), **vars(trackers), **vars(transformer_engine)}
 for _name in _PACKAGES.split():
     _NEEDS[_name] = (_name, _CHECKS[f"is_{_name}_available"])
 for _name, (_words, _holds) in _NEEDS.items():

@@ -6,9 +6,9 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from accelerate.base import _lazy, imports
+from accelerate.base import _lazy
 from accelerate.config.enums import LoggerType
-from accelerate.extensions.trackers import libraries
+from accelerate.extensions.trackers import available, libraries
 from accelerate.extensions.trackers.base import GeneralTracker
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {
 
 # Whether the library of each tracker is installed, in the order of "all"; a registered tracker answers for itself.
 _AVAILABLE: dict[str, Callable[[], bool]] = {
-    name: getattr(imports, f"is_{name}_available")
+    name: getattr(available, f"is_{name}_available")
     for name in ["tensorboard", "wandb", "comet_ml", "aim", "mlflow", "clearml", "dvclive", "swanlab", "trackio"]
 }
 
