@@ -90,8 +90,8 @@ def synchronize_rng_state(rng_type: RNGType | str | None = None, generator: torc
     elif rng_type is RNGType.TORCH:
         get, put = torch.get_rng_state, torch.set_rng_state
     else:
-        device = DEVICES[rng_type.value]
-        if not device.available():
+        device = DEVICES.get(rng_type.value)
+        if device is None or not device.available():
             raise AssertionError(
                 f"rng_type={rng_type.value!r} asks for the generator of a device that this machine does not have. Omit it."
             )
