@@ -237,6 +237,7 @@ class Spec:
             option that asks for it.
         process: ``"module:Class"`` of a `runtime.peers.ProcessExtension`, for processes that work together with others.
         tensor_kinds: ``"module:Class"`` of each `modules.tensor_kinds.TensorKind`.
+        dimensions: ``"module:Class"`` of the settings of a parallel dimension, the ``tp_handler`` of a ``ParallelismConfig``, by its name, ``"tp"``.
         devices: ``"module:ROWS"`` of kinds of devices, `devices.device.Device`, that are looked for before the core's. Not in other packages.
         storage: ``"module:Class"`` of a `checkpoint.storage.CheckpointStorage` for locations that are URLs.
         operation_checks: A module that finds out whether the ranks call the same operation. Its ``CheckedCommunicator`` takes the place of
@@ -263,6 +264,7 @@ class Spec:
     started: Mapping[str, str] = field(default_factory=dict)
     process: str = ""
     tensor_kinds: tuple[str, ...] = ()
+    dimensions: Mapping[str, str] = field(default_factory=dict)
     devices: str = ""
     storage: str = ""
     operation_checks: str = ""

@@ -6,11 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from accelerate.base import _lazy
 from accelerate.config import env
-from accelerate.config.parallel import (
-    DeepSpeedSequenceParallelConfig,
-    TorchContextParallelConfig,
-    TorchTensorParallelConfig,
-)
+from accelerate.extension import imported, specs
 from accelerate.runtime import torch_private
 
 if TYPE_CHECKING:
@@ -23,8 +19,8 @@ __getattr__ = _lazy.aliases(__name__)
 # belong; https://arxiv.org/abs/2104.04473, section 3.
 _MESH_ORDER = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
 _AXES = ("dp_replicate", "dp_shard", "tp", "cp", "sp", "pp")
-# The settings of each dimension.
-_HANDLERS = {"tp": TorchTensorParallelConfig, "cp": TorchContextParallelConfig, "sp": DeepSpeedSequenceParallelConfig}
+# The class of the settings of each dimension, which are those of extensions.
+_HANDLERS = {axis: address for spec in specs() for axis, address in spec.dimensions.items()}
 
 
 def _enabled(axis: str, doc: str) -> Any:
@@ -71,9 +67,9 @@ class ParallelismConfig:
     cp_backend: Literal["torch"] | None = None
     sp_size: int | None = None
     sp_backend: Literal["deepspeed", "torch"] | None = None
-    tp_handler: TorchTensorParallelConfig | None = None
-    cp_handler: TorchContextParallelConfig | None = None
-    sp_handler: DeepSpeedSequenceParallelConfig | None = None
+    tp_handler: Any = None
+    cp_handler: Any = None
+    sp_handler: Any = None
     ep_size: int = 1
     pp_size: int | None = None
 
@@ -119,12 +115,12 @@ class ParallelismConfig:
                 f"ep_size is {self.ep_size}, with dp_shard_size={self.dp_shard_size} and tp_size={self.tp_size}. It must divide their product "
                 "and be a multiple of tp_size: experts are spread over the ranks that share one copy of the model."
             )
-        for axis, kind in _HANDLERS.items():
+        for axis, address in _HANDLERS.items():
             name, size = f"{axis}_handler", self._sizes[axis]
             handler = getattr(self, name)
             if handler is None and size > 1:
-                setattr(self, name, kind())
-            elif handler is not None and not isinstance(handler, kind):
+                setattr(self, name, imported(address)())
+            elif handler is not None and not isinstance(handler, kind := imported(address)):
                 raise ValueError(f"{name} is a {type(handler).__name__}; it must be a {kind.__name__}.")
 
     def __getstate__(self) -> dict[str, Any]:

@@ -7,7 +7,6 @@ import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from accelerate.config.parallel import TorchTensorParallelConfig
 from accelerate.data.layout import ShardLayout
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.strategies.mesh import submesh
@@ -39,8 +38,6 @@ def accelerator(processes, fsdp2=False, several=True):
     ({"dp_replicate_size": 2, "cp_size": 2}, "cp_size=2"),
     ({"cp_backend": "x"}, "cp_backend is 'x'"),
     ({"sp_backend": "x"}, "sp_backend is 'x'"),
-    ({"tp_size": 2, "tp_handler": 5}, "tp_handler is a int"),
-    ({"cp_size": 2, "cp_handler": TorchTensorParallelConfig()}, "must be a TorchContextParallelConfig"),
 )
 def test_refused_settings(options, message):
     with pytest.raises(ValueError, match=message):

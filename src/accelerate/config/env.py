@@ -50,8 +50,9 @@ def setting(argument: Any, name: str, default: Any = None, field: str | None = N
     Numbers and truth values are read from text; a ValueError calls the argument `field`. Words are not compared with the
     option's choices: a program may use more of them than the launcher offers.
     """
-    option = BY_NAME[name]
-    source = field or name
+    if name not in BY_NAME:  # of an extension that is not installed
+        return default if argument is None else argument
+    option, source = BY_NAME[name], field or name
     if argument is None:
         source = option.env or name
         text = environment().get(source, "").strip()

@@ -316,7 +316,8 @@ def _check_sizes(values: Values) -> None:
     sizes = {name: values[name].value or 1 for name in _SIZES}
     total, count = math.prod(sizes.values()), values["num_processes"].value
     # With DeepSpeed's sequence parallelism, the remaining processes are its data parallelism.
-    by_deepspeed = values["parallelism_config_sp_backend"].value == "deepspeed" and sizes[_SIZES[-1]] > 1
+    backend = values.get("parallelism_config_sp_backend")  # of an extension
+    by_deepspeed = backend is not None and backend.value == "deepspeed" and sizes[_SIZES[-1]] > 1
     if total in (1, count) or (by_deepspeed and count % total == 0):
         return  # the worker takes all processes for copies where no size is set
     factors = [f"{name.removeprefix('parallelism_config_')}={size}" for name, size in sizes.items() if size > 1]

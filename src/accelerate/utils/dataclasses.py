@@ -22,10 +22,8 @@ _HOMES = {
         "MODEL_CONFIGS_TO_MEGATRON_PARSERS MegatronLMPlugin add_model_config_to_megatron_parser parse_bert_config "
         "parse_glm4_moe_config parse_gpt2_config parse_llama_config parse_t5_config"
     ),
-    "accelerate.config.parallel": (
-        "DeepSpeedSequenceParallelConfig TorchContextParallelConfig TorchTensorParallelConfig "
-        "TorchTensorParallelPlugin"
-    ),
+    "accelerate.extensions.sequence.config": "DeepSpeedSequenceParallelConfig TorchContextParallelConfig",
+    "accelerate.extensions.tensor.config": "TorchTensorParallelConfig TorchTensorParallelPlugin",
     "accelerate.config.project": "DataLoaderConfiguration ProjectConfiguration",
     "accelerate.base.constants": (
         "BETA_CP_AVAILABLE_PYTORCH_VERSION BETA_TP_AVAILABLE_PYTORCH_VERSION BETA_TP_AVAILABLE_TRANSFORMERS_VERSION "

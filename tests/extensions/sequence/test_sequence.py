@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.functional import scaled_dot_product_attention as imported_by_name
 
-from accelerate.config.parallel import DeepSpeedSequenceParallelConfig, TorchContextParallelConfig
 from accelerate.extensions.sequence import models, sequence
 from accelerate.extensions.sequence import region as region_module
+from accelerate.extensions.sequence.config import DeepSpeedSequenceParallelConfig, TorchContextParallelConfig
 from accelerate.extensions.sequence.region import Active, Region
 from accelerate.extensions.sequence.sequence import aggregate_loss, shift_labels
 from cases import cases

@@ -12,11 +12,9 @@ from accelerate.base.constants import (
 from accelerate.config.options.schema import (
     LOWER,
     NOT_GIVEN,
-    SEVERAL,
     TRUE_OR_FALSE,
     Option,
     at_least,
-    matching,
     rows,
 )
 
@@ -109,72 +107,32 @@ FSDP_OPTIONS = (
 # Extensions add further values in their features.
 ENVIRONMENT_OPTION = rows("options")("compute_environment", "Where the run is.", flags=(), choices="LOCAL_MACHINE")
 
-_WITH_FSDP, _WITH_DEEPSPEED = {"distributed_type": ("FSDP",)}, {"distributed_type": ("DEEPSPEED",)}
-# The interview asks for meshes only next to an engine, where pipelines have no question.
-_PLAIN = {"distributed_type": ("MULTI_CPU", "MULTI_GPU")}
-_SPLIT = {"parallelism_config_cp_size": SEVERAL}
-_ULYSSES = {"parallelism_config_sp_size": SEVERAL}
+_WITH_FSDP = {"distributed_type": ("FSDP",)}
 
-
-_parallelism = rows(
+parallelism = rows(
     "ParallelismConfig Arguments",
     "parallelism_config_",
     section="parallelism_config",
     feature="parallelism",
     env="PARALLELISM_CONFIG_*",
 )
-_ulysses = partial(_parallelism, exported_if_several="parallelism_config_sp_size", when=_ULYSSES)
-_parallel_size = partial(_parallelism, default=1, check=at_least(1))
-
-PARALLELISM_OPTIONS = (
-    _parallel_size("dp_replicate_size", "Copies of the model (data parallel)."),
-    _parallel_size("dp_shard_size", "Processes that one copy is sharded over (FSDP).", when=_WITH_FSDP),
-    _parallel_size("tp_size", "Processes that one layer is sharded over (tensor parallel).", when=_WITH_FSDP),
-    _parallel_size("cp_size", "Processes that one sequence is sharded over (context parallel).", when=_WITH_FSDP),
-    _parallelism("cp_backend", "Library of context parallelism.", choices="torch", default="torch", when=_SPLIT),
-    _parallelism(
-        "cp_comm_strategy",
-        "How the processes of one sequence exchange keys and values.",
-        default="allgather",
-        exported_if_several="parallelism_config_cp_size",
-        words="allgather alltoall",
-        when=_SPLIT,
-    ),
-    _parallel_size("sp_size", "Processes that share a sequence (Ulysses).", when=_WITH_DEEPSPEED),
-    _parallel_size(
-        "pp_size",
-        "Processes that the layers are divided over (pipeline parallel).",
-        default=None,
-        offer=1,
-        when=_PLAIN,
-    ),
-    _parallelism(
-        "sp_backend",
-        "Implementation of sequence parallelism; torch exists in this fork only.",
-        choices="deepspeed torch",
-        default="deepspeed",
-        when=_ULYSSES,
-    ),
-    _ulysses("sp_seq_length_is_variable", "The sequence length differs from batch to batch.", default=True),
-    _ulysses(
-        "sp_seq_length",
-        "Length of every sequence (Ulysses).",
-        when={**_ULYSSES, "parallelism_config_sp_seq_length_is_variable": (False,)},
-        check=matching(r"0*[1-9][0-9]*", "it must be a whole number of at least 1"),
-    ),
-    _ulysses(
-        "sp_attn_implementation",
-        "Attention of sequence parallelism: eager, flash_attention_2, flash_attention_3 or sdpa.",
-        default="sdpa",
-        words="sdpa flash_attention_2 flash_attention_3",
-        allow_other=True,
-    ),
-)
-
+_parallel_size = partial(parallelism, default=1, check=at_least(1))
 
 OPTIONS: tuple[Option, ...] = (
     GRADIENT_ACCUMULATION,
     *FSDP_OPTIONS,
     ENVIRONMENT_OPTION,
-    *PARALLELISM_OPTIONS,
+    _parallel_size("dp_replicate_size", "Copies of the model (data parallel)."),
+    _parallel_size("dp_shard_size", "Processes that one copy is sharded over (FSDP).", when=_WITH_FSDP),
+    _parallel_size("tp_size", "Processes that one layer is sharded over (tensor parallel).", when=_WITH_FSDP),
+    _parallel_size("cp_size", "Processes that one sequence is sharded over (context parallel).", when=_WITH_FSDP),
+    _parallel_size("sp_size", "Processes that share a sequence (Ulysses).", when={"distributed_type": ("DEEPSPEED",)}),
+    _parallel_size(
+        "pp_size",
+        "Processes that the layers are divided over (pipeline parallel).",
+        default=None,
+        offer=1,
+        # The interview asks for meshes only next to an engine, where pipelines have no question.
+        when={"distributed_type": ("MULTI_CPU", "MULTI_GPU")},
+    ),
 )

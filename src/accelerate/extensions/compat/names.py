@@ -68,7 +68,8 @@ HOMES: dict[str, str] = {
         "DistributedDataParallelKwargs DistributedType DynamoBackend FP8BackendType FP8RecipeKwargs "
         "FullyShardedDataParallelPlugin GradScalerKwargs GradientAccumulationPlugin InitProcessGroupKwargs LoggerType MSAMPRecipeKwargs "
         "MegatronLMPlugin PrecisionType ProfileKwargs RNGType SageMakerDistributedType TERecipeKwargs TensorInformation "
-        "TorchTensorParallelPlugin get_module_class_from_name"
+        "DeepSpeedSequenceParallelConfig TorchContextParallelConfig TorchTensorParallelConfig TorchTensorParallelPlugin "
+        "get_module_class_from_name"
     ),
     "accelerate.utils.environment": (
         "are_libraries_initialized check_cuda_fp8_capability check_cuda_p2p_ib_support "
@@ -242,7 +243,9 @@ NAMES: dict[str, str] = {
     "accelerate.local_sgd": "Accelerator DistributedType",
     "accelerate.logging": "PartialState",
     "accelerate.optimizer": "DistributedType honor_type is_lomo_available is_torch_xla_available move_to_device",
-    "accelerate.parallelism_config": "DistributedType is_torch_version",
+    "accelerate.parallelism_config": (
+        "DeepSpeedSequenceParallelConfig DistributedType TorchContextParallelConfig TorchTensorParallelConfig is_torch_version"
+    ),
     "accelerate.state": (
         "DistributedType GradientAccumulationPlugin SageMakerDistributedType ThreadLocalSharedDict check_cuda_fp8_capability check_cuda_p2p_ib_support deepspeed_required "
         "get_cpu_distributed_information get_int_from_env is_datasets_available is_deepspeed_available "

@@ -17,6 +17,11 @@ SPEC = Spec(
     extension="accelerate.extensions.sequence.extension:SharedSequences",
     attaches=_attaches,
     late=False,
+    options="accelerate.extensions.sequence.options",
+    dimensions={
+        "cp": "accelerate.extensions.sequence.config:TorchContextParallelConfig",
+        "sp": "accelerate.extensions.sequence.config:DeepSpeedSequenceParallelConfig",
+    },
     methods={
         "_prepare_cp": "accelerate.extensions.sequence.sequence:_prepare_cp",
         "maybe_context_parallel": "accelerate.extensions.sequence.context:maybe_context_parallel",

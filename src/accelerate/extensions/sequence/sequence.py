@@ -19,7 +19,7 @@ from accelerate.runtime import torch_private
 from accelerate.strategies import mesh
 
 if TYPE_CHECKING:
-    from accelerate.config.parallel import DeepSpeedSequenceParallelConfig
+    from accelerate.extensions.sequence.config import DeepSpeedSequenceParallelConfig
 
 logger = logging.getLogger(__name__)
 

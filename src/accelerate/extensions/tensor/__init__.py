@@ -38,5 +38,6 @@ SPEC = Spec(
     arrives=_arrives,
     needs="torch.distributed.tensor",
     strategies=(_STRATEGY,),
+    dimensions={"tp": "accelerate.extensions.tensor.config:TorchTensorParallelConfig"},
     methods={"_prepare_tp": "accelerate.extensions.tensor.tensor:_prepare_tp"},
 )
