@@ -33,6 +33,7 @@ TABLE = (
     "megatron",
     "notebook",
     "object_store",
+    "old_config",
     "operation_checks",
     "peer_memory",
     "peer_to_peer",

@@ -13,7 +13,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from accelerate.config.options import FEATURES, OPTIONS, SECTIONS, SWITCH_OF_DISTRIBUTED_TYPE, Feature, Option
+from accelerate.config.options import (
+    FEATURES,
+    MODERNISERS,
+    OPTIONS,
+    SECTIONS,
+    SWITCH_OF_DISTRIBUTED_TYPE,
+    Feature,
+    Option,
+)
 from accelerate.launch.errors import LaunchError
 
 Key = tuple[str, ...]
@@ -32,11 +40,6 @@ _OF_EXTENSIONS = frozenset(
     )
 )
 _ASKS_FOR_NOTHING = (None, False, "no", "main", {}, [])
-# Keys of files that other programs generate.
-_NEVER_READ = ("downcase_fp16", "downcast_fp16")
-# What older releases wrote, and what it is called today.
-_OLD_TYPES = {"TPU": "XLA", "MPS": "NO"}
-_OLD_PREFETCH, _PREFETCH = "fsdp_backward_prefetch_policy", "fsdp_backward_prefetch"
 
 
 @dataclass(frozen=True)
@@ -168,36 +171,11 @@ def _keys(mapping: Any, section: Key) -> Iterator[tuple[Key, int]]:
 def modernise(content: Mapping[str, Any], notes: list[str] | None = None) -> dict[str, Any]:
     """Return the content of a file with old spellings replaced by today's; `notes` receives a line for each."""
     new = dict(content)
-    notes = [] if notes is None else notes
-    if "fp16" in new:
-        half = new.pop("fp16")
-        new.setdefault("mixed_precision", "fp16" if half and str(half).lower() not in ("no", "false") else "no")
-        notes.append("fp16 is now mixed_precision: fp16.")
-    if "dynamo_backend" in new:
-        backend = new.pop("dynamo_backend")
-        new["dynamo_config"] = {} if backend in (None, "NO", "no", False) else {"dynamo_backend": backend}
-        if new["dynamo_config"]:
-            notes.append("dynamo_backend is now a key of dynamo_config.")
     for key, word in (("mixed_precision", "no"), ("distributed_type", "NO")):
         if new.get(key) is False:  # what YAML 1.1 makes of an unquoted `no`
             new[key] = word
-    kind = new.get("distributed_type")
-    if isinstance(kind, str) and kind in _OLD_TYPES:
-        new["distributed_type"] = _OLD_TYPES[kind]
-        notes.append(f"distributed_type: {kind} is now {_OLD_TYPES[kind]}.")
-    for key in [key for key in _NEVER_READ if key in new]:
-        del new[key]
-        notes.append(f"{key} has no effect: no version of Accelerate reads this key. Remove it.")
-    ipex = new.pop("ipex_config", None)
-    if isinstance(ipex, dict) and any(ipex.values()):
-        notes.append("ipex_config has no effect: current versions of torch carry the speedups of Intel's extension.")
-    fsdp = new.get("fsdp_config")
-    if isinstance(fsdp, dict) and _OLD_PREFETCH in fsdp:
-        new["fsdp_config"] = {_PREFETCH if key == _OLD_PREFETCH else key: value for key, value in fsdp.items()}
-        notes.append(f"fsdp_config.{_OLD_PREFETCH} is now {_PREFETCH}.")
-    dynamo = new.get("dynamo_config")
-    if isinstance(dynamo, dict) and str(dynamo.get("dynamo_backend")).upper() == "AOT_CUDAGRAPHS":
-        new["dynamo_config"] = {**dynamo, "dynamo_backend": "CUDAGRAPHS"}
+    for replace in MODERNISERS:
+        replace(new, [] if notes is None else notes)
     return new
 
 

@@ -31,10 +31,7 @@ def read(place):
      {"fp8_backend": "te", "fp8_format": "E4M3", "fp8_override_linear_precision": (True, False, False)}),
     ({"deepspeed_config": {"gradient_clipping": "auto", "gradient_accumulation_steps": "auto", "zero_stage": 2}},
      {"zero_stage": 2, "gradient_clipping": None, "gradient_accumulation_steps": None}),
-    # What older releases wrote.
-    ({"fp16": True, "distributed_type": "MPS"}, {"mixed_precision": "fp16", "num_processes": 1}),
     ({"distributed_type": False, "mixed_precision": False}, {"mixed_precision": "no", "num_processes": 1}),
-    ({"dynamo_backend": "AOT_CUDAGRAPHS"}, {"dynamo_backend": "cudagraphs"}),
     ids=str,
 )  # fmt: skip
 def test_values(read, content, values):
@@ -52,7 +49,6 @@ def test_values(read, content, values):
     ({"max_restarts": 3}, "max_restarts is an option of `accelerate launch` alone; .* Write --max_restarts"),
     ({"distributed_type": "MULTI"}, "distributed_type is 'MULTI'; choose one of NO, MULTI_CPU"),
     ({"compute_environment": "MOON"}, "compute_environment is 'MOON'; choose one of LOCAL_MACHINE"),
-    ({"dynamo_backend": "NVFUSER"}, "dynamo_backend is 'NVFUSER'; choose one of"),
     ({"fsdp_config": 3}, "fsdp_config is 3; it must hold keys and values"),
     ({"num_processes": "two"}, "num_processes is 'two'; it must be an integer"),
     ({"num_processes": 2.5}, "num_processes is 2.5; it must be an integer"),
@@ -82,8 +78,6 @@ def test_five_faults_of_many_are_named_and_keys_cannot_talk_to_the_terminal(read
 def test_what_has_no_effect(read):
     (section,) = read(fsdp_config={"fsdp_offload_parms": 1}).unused
     assert section.startswith("fsdp_config.fsdp_offload_parms is unknown and has no effect; did you mean fsdp_")
-    assert read(ipex_config={"ipex": True}).unused[0].startswith("ipex_config has no effect")
-    assert read(downcase_fp16="no", num_processes=2).unused[0].startswith("downcase_fp16 has no effect")
 
 
 @pytest.fixture

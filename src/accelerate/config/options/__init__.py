@@ -6,9 +6,10 @@ contains only data and imports nothing heavy.
 
 import importlib
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from accelerate import extension
 from accelerate.config import strategies
@@ -47,6 +48,9 @@ CHAPTERS: list[Chapter] = [
     Chapter("other"),
 ]
 
+# Functions that replace old spellings in the content of a configuration file, and add a line for each to a list.
+MODERNISERS: list[Callable[[dict[str, Any], list[str]], None]] = []
+
 R = TypeVar("R", Option, Chapter)
 
 
@@ -56,13 +60,14 @@ def _insert(table: list[R], row: R) -> None:
 
 
 def _add(module: str) -> None:
-    """Add the content of an extension's module: `OPTIONS`, and perhaps `FEATURES` by name, and `CHAPTERS`."""
+    """Add the content of an extension's module: `OPTIONS`, `FEATURES` by name, `CHAPTERS` and `MODERNISERS`, those that it has."""
     added = importlib.import_module(module)
-    for option in added.OPTIONS:
+    for option in getattr(added, "OPTIONS", ()):
         _insert(OPTIONS, option)
     for chapter in getattr(added, "CHAPTERS", ()):
         _insert(CHAPTERS, chapter)
     FEATURES.update(getattr(added, "FEATURES", {}))
+    MODERNISERS.extend(getattr(added, "MODERNISERS", ()))
 
 
 for _spec in extension.specs():
