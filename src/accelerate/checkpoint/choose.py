@@ -1,14 +1,12 @@
 """Choosing the checkpoint to load: the one at a location, or the newest that loads among those of a run.
 
 Rank 0 searches for all. Where machines have separate disks, one rank of each machine looks at its copy.
-
-The four phases of a load, here and in `verify`, `read` and `apply`, end with an `Outcome`.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from accelerate.checkpoint import manifest
 from accelerate.checkpoint.manifest import DamagedCheckpoint, Manifest, damaged
@@ -18,32 +16,13 @@ from accelerate.runtime.run import Run
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 
-
-@dataclass(frozen=True)
-class Ok(Generic[T]):
-    """A phase has done its work on this rank."""
-
-    value: T
-
-
-@dataclass(frozen=True)
-class TryNext:
+class TryNext(Exception):
     """The checkpoint cannot be loaded, but another one may: it is damaged, or another save has taken its place."""
 
-    reasons: Sequence[str]
-    replaced: bool = False
-
-
-@dataclass(frozen=True)
-class Refuse:
-    """The load has failed. It has changed nothing, unless `Contents.complete` has failed: see `apply`."""
-
-    error: BaseException
-
-
-Outcome = Ok[T] | TryNext | Refuse
+    def __init__(self, reasons: Sequence[str], replaced: bool = False) -> None:
+        super().__init__("; ".join(manifest.first_of(reasons)))
+        self.reasons, self.replaced = reasons, replaced
 
 
 @dataclass
@@ -174,35 +153,24 @@ class Choice:
     problems: list[str]
     following: int | None
 
-    def judged(self, outcome: Outcome[T]) -> Outcome[T]:
-        """Return the outcome of a phase; `TryNext` if the checkpoint is not there any more, or a file that was read is damaged.
+    def judged(self, error: BaseException | None) -> BaseException | None:
+        """Return the error of a phase; `TryNext` if the checkpoint is not there any more, or a file that was read is damaged.
 
         Not a collective.
         """
-        if isinstance(outcome, Refuse) and not isinstance(outcome.error, Exception):
-            return outcome
+        if not isinstance(error, Exception | None):
+            return error
         if self.folder.wrong:
-            outcome = TryNext(self.folder.wrong)
+            error = TryNext(self.folder.wrong)
         try:
-            replaced = self._is_replaced(isinstance(outcome, TryNext))
-        except BaseException as error:
-            return Refuse(error)
-        return TryNext(["another save took its place"], replaced=True) if replaced else outcome
-
-    def _is_replaced(self, is_damaged: bool) -> bool:
-        """Return whether another save has taken its place, or it was removed, since it was chosen."""
-        if is_damaged and not self.storage.shared:  # a local copy of it stays as it was
-            return _save_of(self.storage.state()) != self.save
-        listing = self.folder.listing
-        return manifest.mark(self.folder) != listing.mark or self.save not in (None, listing.save)
-
-
-def outcome_of(step: Callable[[], T]) -> Ok[T] | Refuse:
-    """Take a step; return its result, or why it failed: the other ranks would wait for a rank that leaves before they know."""
-    try:
-        return Ok(step())
-    except BaseException as error:
-        return Refuse(error)
+            if isinstance(error, TryNext) and not self.storage.shared:  # a local copy of it stays as it was
+                replaced = _save_of(self.storage.state()) != self.save
+            else:
+                listing = self.folder.listing
+                replaced = manifest.mark(self.folder) != listing.mark or self.save not in (None, listing.save)
+        except BaseException as failure:
+            return failure
+        return TryNext(["another save took its place"], replaced=True) if replaced else error
 
 
 def own_copy(storage: CheckpointStorage, save: str) -> tuple[str, str | None, list[str], Manifest | None]:

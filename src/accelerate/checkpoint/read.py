@@ -3,11 +3,9 @@
 The result is `apply.Contents`: for each object what gives it its state.
 """
 
-import contextlib
 import logging
 import os
 import re
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -16,7 +14,7 @@ import torch
 from accelerate.base.constants import SCALER_NAME
 from accelerate.checkpoint import apply, layouts, manifest, schedules
 from accelerate.checkpoint.apply import Contents
-from accelerate.checkpoint.state import LOADERS, POSITIONS, Common, Kind, keeps_state
+from accelerate.checkpoint.state import LOADERS, POSITIONS, Kind, keeps_state
 from accelerate.checkpoint.stored import read_whole
 from accelerate.checkpoint.verify import CheckpointFolder
 from accelerate.data import resume
@@ -26,6 +24,8 @@ from accelerate.runtime.run import Run
 
 logger = logging.getLogger(__name__)
 
+_CUSTOM = re.compile(rf"{manifest.CUSTOM_NAME}_{manifest.NUMBER}\.pkl")
+
 
 def tensor_device(map_location: str | None, device: torch.device) -> Any:
     """Return the device that tensors are read to: the CPU, from where loading copies, or that of the rank."""
@@ -34,54 +34,57 @@ def tensor_device(map_location: str | None, device: torch.device) -> Any:
     return device if map_location == "on_device" else "cpu"
 
 
-def read(run: Run, folder: CheckpointFolder, options: dict[str, Any], model_options: dict[str, Any]) -> Contents:
-    """Read all states. All ranks: a rank that fails continues, because models may be read by collectives, and raises at the end.
+def read(run: Run, contents: Contents, options: dict[str, Any], model_options: dict[str, Any]) -> None:
+    """Read all states. A rank that fails continues, because models may be read by collectives, and raises at the end.
+
+    Collective: call on every rank.
 
     Args:
         run: Has the objects.
-        folder: Verified, but for the shards that are read here.
+        contents: Takes what is read of its folder, which is verified, but for the shards that are read here.
         options: ``map_location`` and ``load_kwargs``.
         model_options: Of the models' `load_state_dict`.
     """
-    state_io, problems = run._state_io, list[Exception]()
-    common = Common.of(run, state_io.checkpointed_schedulers(run))
-    contents = Contents(folder, common)
+    folder, problems = contents.folder, list[Exception]()
 
-    @contextlib.contextmanager
-    def noted() -> Iterator[None]:
+    def read_optimizer(index: int, optimizer: Any) -> None:
+        change = run._state_io.load_optimizer(run, optimizer, folder, index, **options)
+        contents.changes += [] if change is None else [change]
+
+    steps = [
+        partial(_read_others, run, contents, options["load_kwargs"]),
+        *(partial(read_optimizer, index, optimizer) for index, optimizer in enumerate(run._optimizers)),
+        partial(_read_models, run, contents, {**options, "model_options": model_options}),
+    ]
+    for step in steps:
         try:
-            yield
+            step()
         except Exception as error:
             problems.append(error)
             if run.num_processes == 1:
-                raise
-
-    try:
-        with noted():
-            for extension_loads in run.extensions.loading:
-                extension_loads(os.fspath(folder))
-            _check_custom(folder, common)
-            contents = read_common(common, folder, options["load_kwargs"])
-            contents.unclaimed = _unclaimed_states(run, contents)
-        for index, optimizer in enumerate(run._optimizers):
-            with noted():
-                change = state_io.load_optimizer(run, optimizer, folder, index, **options)
-                contents.changes += [] if change is None else [change]
-        with noted():
-            _read_models(run, contents, {**options, "model_options": model_options})
-        if problems:
-            raise problems[0]
-    except BaseException:
-        contents.undo()
-        raise
+                break
+    if problems:
+        raise problems[0]
     beyond = manifest.random_states_file(run.num_processes)
-    if run.process_index == 0 and os.path.exists(os.path.join(folder, beyond)):
+    if run.process_index == 0 and os.path.exists(os.path.join(folder.path, beyond)):
         # Ranks that are new warn themselves.
         logger.warning(
             f"{folder} was saved by more processes than the {run.num_processes} running now (it has {beyond}). Its "
             "weights and positions in the data load, but the ranks draw other random numbers and other samples than before."
         )
-    return contents
+
+
+def _read_others(run: Run, contents: Contents, load_kwargs: dict[str, Any] | None) -> None:
+    for extension_loads in run.extensions.loading:
+        extension_loads(contents.folder.path)
+    saved = sum(1 for name in contents.folder.files() if _CUSTOM.fullmatch(name))
+    if saved != len(contents.common.custom):
+        raise RuntimeError(
+            f"{contents.folder!r} has the states of {saved} registered objects, but {len(contents.common.custom)} are registered. Register the "
+            "same objects in the same order with `accelerator.register_for_checkpointing` before loading."
+        )
+    read_common(contents, load_kwargs)
+    contents.unclaimed = _unclaimed_states(run, contents)
 
 
 def _read_models(run: Run, contents: Contents, options: dict[str, Any]) -> None:
@@ -127,20 +130,21 @@ def read_file(
     return read_whole(os.path.join(folder, file), map_location, load_kwargs)
 
 
-def read_common(common: Common, folder: CheckpointFolder, load_kwargs: dict[str, Any] | None = None) -> Contents:
+def read_common(contents: Contents, load_kwargs: dict[str, Any] | None = None) -> None:
     """Read the states of what every strategy saves.
 
     FileNotFoundError names a missing file; ValueError an interrupted epoch whose loader has other data now.
 
     Not a collective.
     """
+    common, folder = contents.common, contents.folder
     read_state = partial(read_file, folder, load_kwargs=load_kwargs)
     file = manifest.random_states_file(common.process_index)
-    is_new = (random := read_state(file)) is None
-    random = read_state(manifest.random_states_file(0)) if is_new else random
+    contents.is_new = (random := read_state(file)) is None
+    random = read_state(manifest.random_states_file(0)) if contents.is_new else random
     if not isinstance(random, dict | None):
         raise RuntimeError(f"{folder}/{file} is damaged: it holds a {type(random).__name__}, not a dict of states.")
-    contents = Contents(folder, common, random=random, is_new=is_new)
+    contents.random = random
     for obj, file, what in common.shared():
         state = read_state(file, what)
         if state is None and obj is common.scaler:
@@ -163,20 +167,9 @@ def read_common(common: Common, folder: CheckpointFolder, load_kwargs: dict[str,
         if position is not None and loader.continue_after_load:
             resume.check(loader, dict(position), f"Data loader {index} (in the order of prepare)")
         contents.changes.append(apply.loader_change(loader, state, position))
-    return contents
 
 
 # -- states that no object takes ---------------------------------------------------------------------------------------
-
-
-def _check_custom(folder: CheckpointFolder, common: Common) -> None:
-    names = "\n".join(folder.files())
-    saved = len(re.findall(rf"^{manifest.CUSTOM_NAME}_{manifest.NUMBER}\.pkl$", names, re.MULTILINE))
-    if saved != len(common.custom):
-        raise RuntimeError(
-            f"{folder!r} has the states of {saved} registered objects, but {len(common.custom)} are registered. Register the "
-            "same objects in the same order with `accelerator.register_for_checkpointing` before loading."
-        )
 
 
 def _unclaimed_states(run: Run, contents: Contents) -> list[str]:

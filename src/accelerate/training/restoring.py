@@ -1,7 +1,7 @@
 """Loading a run's checkpoint: choose it, verify its files, read all states and compare them with the objects, and only then apply them.
 
-Rank 0 chooses the checkpoint; where machines have separate disks, one rank of each looks at its copy. Every phase ends with an `Outcome`
-on each rank, and the ranks meet to agree on one of them. No object changes before all ranks have read everything.
+Rank 0 chooses the checkpoint; where machines have separate disks, one rank of each looks at its copy. The ranks meet after every phase, and
+all of them raise the worst problem of any. No object changes before all ranks have read everything.
 """
 
 import contextlib
@@ -15,10 +15,11 @@ from typing import Any, TypeVar
 from accelerate.base._warn import warn_user
 from accelerate.checkpoint import manifest
 from accelerate.checkpoint.apply import Contents
-from accelerate.checkpoint.choose import Choice, Ok, Outcome, Refuse, Search, TryNext, outcome_of, own_copy, refused
+from accelerate.checkpoint.choose import Choice, Search, TryNext, own_copy, refused
 from accelerate.checkpoint.manifest import DamagedCheckpoint, Manifest, damaged
 from accelerate.checkpoint.ranks import Group, Problem, Ranks, default_store
 from accelerate.checkpoint.read import read, tensor_device
+from accelerate.checkpoint.state import Common
 from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, storage_of
 from accelerate.checkpoint.verify import CheckpointFolder, verify
 from accelerate.runtime.run import Run
@@ -69,16 +70,16 @@ def _load(
         ranks.agree("load_state", search.storage.unresolved)
         if (choice := _choose(search, ranks, accelerator.extensions.former_problem, missing_ok)) is None:
             return None
-        outcome = _load_chosen(accelerator, ranks, choice, options, model_options)
-        if isinstance(outcome, Ok):
-            return _finish(accelerator, choice, outcome.value)
-        if isinstance(outcome, Refuse):
-            raise outcome.error
-        if not outcome.replaced and not search.latest:
-            raise damaged(choice.storage.location, outcome.reasons)
-        if not outcome.replaced:
-            search.pass_over(choice, outcome.reasons)
-            continue
+        try:
+            contents = _load_chosen(accelerator, ranks, choice, options, model_options)
+        except TryNext as problem:
+            if not problem.replaced and not search.latest:
+                raise damaged(choice.storage.location, problem.reasons) from None
+            if not problem.replaced:
+                search.pass_over(choice, problem.reasons)
+                continue
+        else:
+            return _finish(accelerator, choice, contents)
         replaced += 1
         logger.info("%r: another save took its place while it was read; starting over.", location)
         if replaced == _ATTEMPTS:
@@ -95,64 +96,74 @@ def _load_chosen(
     choice: Choice,
     options: dict[str, Any],
     model_options: dict[str, Any],
-) -> Outcome[Contents]:
-    """Verify, read and apply a checkpoint; unless that is `Ok`, all objects have what they had, or `Contents.complete` has failed.
+) -> Contents:
+    """Verify, read and apply a checkpoint; after an error all objects have what they had, unless `Contents.complete` has failed.
 
     Collective: call on every rank.
+
+    Raises:
+        TryNext: The checkpoint is damaged, or another save has taken its place.
     """
-    by_shards = accelerator._state_io.saves_shards
-    reading: Outcome[Contents] | None = None
+    contents = Contents(
+        choice.folder, Common.of(accelerator, accelerator._state_io.checkpointed_schedulers(accelerator))
+    )
+
+    def verify_files() -> None:
+        by_shards = accelerator._state_io.saves_shards
+        if lines := choice.problems or verify(choice.folder, accelerator.process_index, by_shards):
+            raise TryNext(lines)
+
     try:
-        verified = _agree(ranks, choice.judged(_verified(choice, accelerator.process_index, by_shards)))
-        if not isinstance(verified, Ok):
-            return verified
-        reading = outcome_of(lambda: read(accelerator, choice.folder, options, model_options))
+        _together(ranks, verify_files, choice)
         # Before any rank gives its objects anything: they may call collectives.
-        outcome = _agree(ranks, choice.judged(reading))
-        if not isinstance(outcome, Ok):
-            return outcome
-        contents = outcome.value
-        begun = _agree(ranks, outcome_of(contents.begin))
-        if not isinstance(begun, Ok):
-            return begun
-        outcome = _agree(ranks, outcome_of(contents.complete))  # no rank may continue while another has other states
+        _together(ranks, lambda: read(accelerator, contents, options, model_options), choice)
+        _together(ranks, contents.begin)
+        _together(ranks, contents.complete)  # no rank may continue while another has other states
         ranks.leave()
-        return outcome
+        return contents
     finally:
-        if isinstance(reading, Ok):  # also if its result does not count: hooks of the user may have changed models
-            reading.value.undo()
+        contents.undo()  # also without `begin`: hooks of the user may have changed models
         choice.storage.release()
 
 
-# The levels of problems in `_agree`: an interrupt ends the load on all ranks, a checkpoint that is gone is not damaged, and a
+# The levels of problems in `_together`: an interrupt ends the load on all ranks, a checkpoint that is gone is not damaged, and a
 # rank may fail because another one finds the checkpoint damaged.
 _FAILED, _DAMAGED, _REPLACED, _INTERRUPTED = 1, 2, 3, 4
 
 
-def _agree(ranks: Ranks, outcome: Outcome[T]) -> Outcome[T]:
-    """Return the outcome that counts: that of this rank if none is worse, else the worst one.
+def _together(ranks: Ranks, phase: Callable[[], Any], choice: Choice | None = None) -> None:
+    """Do a phase of the load, and raise the worst problem of all ranks: that of this rank if none is worse.
+
+    Pass the `choice` for a phase that reads its files.
 
     Collective: call on every rank.
     """
-    problem = _problem(outcome)
-    try:
-        worst = ranks.worst(problem)
-    except BaseException as error:  # a rank is lost, or the store is
-        return outcome if isinstance(outcome, Refuse) else Refuse(error)
+    _, error = _attempted(phase)
+    if choice is not None:
+        error = choice.judged(error)
+    problem = None
+    if isinstance(error, TryNext):
+        problem = Problem(_REPLACED if error.replaced else _DAMAGED, DamagedCheckpoint(str(error)))
+    elif error is not None:
+        problem = Problem(_FAILED if isinstance(error, Exception) else _INTERRUPTED, error)
+    worst, lost = _attempted(lambda: ranks.worst(problem))
+    if lost is not None:  # a rank, or the store
+        raise lost if error is None or isinstance(error, TryNext) else error
     if worst is None or worst is problem:
-        return outcome
-    if worst.level == _REPLACED:
-        return TryNext(["another save took its place"], replaced=True)
-    return TryNext(worst.lines) if worst.level == _DAMAGED else Refuse(worst.error)
+        if error is not None:
+            raise error
+    elif worst.level == _REPLACED:
+        raise TryNext(["another save took its place"], replaced=True)
+    else:
+        raise TryNext(worst.lines) if worst.level == _DAMAGED else worst.error
 
 
-def _problem(outcome: Outcome[T]) -> Problem | None:
-    if isinstance(outcome, Ok):
-        return None
-    if isinstance(outcome, TryNext):
-        error = DamagedCheckpoint("; ".join(manifest.first_of(outcome.reasons)))
-        return Problem(_REPLACED if outcome.replaced else _DAMAGED, error)
-    return Problem(_FAILED if isinstance(outcome.error, Exception) else _INTERRUPTED, outcome.error)
+def _attempted(step: Callable[[], T]) -> tuple[T | None, BaseException | None]:
+    """Take a step; return its result, or its error: other ranks would wait for a rank that leaves before they know."""
+    try:
+        return step(), None
+    except BaseException as error:
+        return None, error
 
 
 def _storage(accelerator: TrainingRun, input_dir: Folder | None) -> CheckpointStorage:
@@ -206,24 +217,11 @@ def _choose(search: Search, ranks: Ranks, problem: BaseException | None, missing
     return Choice(storage, folder, save, problems, following)
 
 
-def _attempted(step: Callable[[], T]) -> tuple[T | None, BaseException | None]:
-    """Take a step; return its result, or its error for the next exchange of all ranks."""
-    outcome = outcome_of(step)
-    return (outcome.value, None) if isinstance(outcome, Ok) else (None, outcome.error)
-
-
 def _local_rank_and_size(run: Run) -> tuple[int, int]:
     """Return which rank of its machine this one is, and how many they are, as far as the launcher told."""
     count = min(int(os.environ.get("LOCAL_WORLD_SIZE") or 1), run.num_processes)
     rank = run.local_process_index
     return (rank, count) if rank < count else (0, 1)
-
-
-def _verified(choice: Choice, rank: int, by_shards: bool) -> Outcome[None]:
-    outcome = outcome_of(lambda: choice.problems or verify(choice.folder, rank, by_shards))
-    if isinstance(outcome, Refuse):
-        return outcome
-    return TryNext(outcome.value) if outcome.value else Ok(None)
 
 
 def _finish(accelerator: TrainingRun, choice: Choice, contents: Contents) -> Path | str:

@@ -16,6 +16,7 @@ import sharded_io
 from accelerate import checkpointing
 from accelerate.checkpoint import formats, layouts, optimizers
 from accelerate.checkpoint import torch_files as other
+from accelerate.checkpoint.apply import Contents
 from accelerate.checkpoint.manifest import DamagedCheckpoint, FileEntry, Manifest
 from accelerate.checkpoint.read import read_common, read_file
 from accelerate.checkpoint.save import plain_names, write_model, write_optimizer
@@ -221,14 +222,14 @@ def test_what_is_missing_or_unreadable_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="no optimizer 2: neither optimizer_2 nor optimizer_2.bin"):
         optimizers.read_full_optimizer(optimizer, [], tmp_path, 2)
     with pytest.raises(FileNotFoundError, match="scheduler 0: scheduler.bin"):
-        read_common(common([optimizer]), with_manifest(tmp_path))
+        read_common(Contents(with_manifest(tmp_path), common([optimizer])))
     torch.save(optimizer.state_dict(), tmp_path / "scheduler.bin")
     os.truncate(tmp_path / "scheduler.bin", 500)
     with pytest.raises(RuntimeError, match="scheduler.bin could not be read, so it is damaged"):
-        read_common(common([optimizer]), with_manifest(tmp_path))
+        read_common(Contents(with_manifest(tmp_path), common([optimizer])))
     torch.save([1], tmp_path / "random_states_0.pkl")
     with pytest.raises(RuntimeError, match="random_states_0.pkl is damaged: it holds a list"):
-        read_common(common(), with_manifest(tmp_path))
+        read_common(Contents(with_manifest(tmp_path), common()))
     torch.save({"value": Object(1)}, tmp_path / "custom_checkpoint_1.pkl")
     with pytest.raises(pickle.UnpicklingError, match="(?s)custom_checkpoint_1.pkl.*weights_only.: False"):
         checkpointing.load_custom_state(Object(), tmp_path, 1)

@@ -131,7 +131,8 @@ def load_accelerator_state(
         layouts.read_full_model(model, folder, index, model_options=load_model_func_kwargs, **options)
         for index, model in enumerate(models)
     ]
-    contents = read.read_common(common, folder, load_kwargs)
+    contents = apply.Contents(folder, common)
+    read.read_common(contents, load_kwargs)
     for index, optimizer in enumerate(optimizers):
         file = optimizer_file(index)
         state = read.read_file(folder, file, f"optimizer {index}", **options)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from accelerate.base._warn import warn_user
-from accelerate.checkpoint.choose import Choice, Ok, Refuse, Search
+from accelerate.checkpoint.choose import Choice, Search, TryNext
 from accelerate.checkpoint.manifest import CHECKPOINTS_FOLDER, DamagedCheckpoint, Manifest
 from accelerate.checkpoint.ranks import Group, Ranks, default_store
 from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, storage_of
@@ -167,14 +167,13 @@ def _load(memory: PeerMemory, folder: str, save: str) -> Manifest | None:
     readers = ranks.local_rank, len(ranks.machines[ranks.machine])
     choice = Choice(LocalStorage(folder), CheckpointFolder(folder, listing, readers), listing.save, problems, None)
     options = {"map_location": "cpu", "load_kwargs": None}
-    outcome = restoring._load_chosen(memory.copied_run(), meeting, choice, options, {})
-    if isinstance(outcome, Refuse):
-        raise outcome.error
-    if not isinstance(outcome, Ok):
-        logger.warning("The copy %s in memory is damaged and is not used: %s", save, "; ".join(outcome.reasons))
+    try:
+        contents = restoring._load_chosen(memory.copied_run(), meeting, choice, options, {})
+    except TryNext as problem:
+        logger.warning("The copy %s in memory is damaged and is not used: %s", save, "; ".join(problem.reasons))
         return None
     former = run._loaded_checkpoint
-    restoring._finish(run, choice, outcome.value)
+    restoring._finish(run, choice, contents)
     run._loaded_checkpoint = former
     return listing
 
