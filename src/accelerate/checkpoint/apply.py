@@ -8,11 +8,10 @@ from the disk into the objects, and drops the undo steps first. So it may fail, 
 with the checkpoint's state.
 """
 
-import contextlib
 import inspect
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -87,10 +86,21 @@ class Contents:
         Collective: call on every rank.
         """
         for change in self.changes:
-            if change.keep is not None:
-                self.undo_steps.append(change.keep())
-                with _naming(change.owner, self.folder):
-                    change.apply()
+            if change.keep is None:
+                continue
+            self.undo_steps.append(change.keep())
+            try:
+                change.apply()
+            except (ValueError, TypeError, RuntimeError, LookupError, AttributeError) as error:
+                # A program may catch the error class that its object raises.
+                if change.owner is None or type(error).__module__ != "builtins":
+                    raise
+                obj, file = change.owner
+                kind = ValueError if type(error) is ValueError else RuntimeError
+                raise kind(
+                    f"{type(obj).__name__} refuses its state in {os.path.join(self.folder, file)!r}; nothing was loaded. "
+                    f"{type(error).__name__}: {error}"
+                ) from error
 
     @torch.no_grad()
     def undo(self) -> None:
@@ -133,22 +143,6 @@ class Contents:
         else:
             generators.restore(states, device, f"{self.folder}/{file}")
         return self
-
-
-@contextlib.contextmanager
-def _naming(owner: tuple[Any, str] | None, folder: CheckpointFolder) -> Iterator[None]:
-    """Let an error name the object whose state it is, and the file."""
-    try:
-        yield
-    except (ValueError, TypeError, RuntimeError, LookupError, AttributeError) as error:
-        # A program may catch the error class that its object raises.
-        if owner is None or type(error).__module__ != "builtins":
-            raise
-        kind = ValueError if type(error) is ValueError else RuntimeError
-        raise kind(
-            f"{type(owner[0]).__name__} refuses its state in {os.path.join(folder, owner[1])!r}; nothing was loaded. "
-            f"{type(error).__name__}: {error}"
-        ) from error
 
 
 # -- the change of each kind of object ---------------------------------------------------------------------------------

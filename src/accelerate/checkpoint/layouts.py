@@ -28,7 +28,7 @@ from accelerate.base._warn import warn_user
 from accelerate.base.constants import FSDP_MODEL_NAME
 from accelerate.checkpoint import formats, manifest, plain_data, state
 from accelerate.checkpoint.apply import Change, loads_by_name, model_change
-from accelerate.checkpoint.manifest import INDEX_SUFFIX, NAME, DamagedCheckpoint
+from accelerate.checkpoint.manifest import INDEX_SUFFIX, NAME, DamagedCheckpoint, Manifest
 from accelerate.checkpoint.model_io import ModelState, io_of
 from accelerate.checkpoint.save import SavePlan
 from accelerate.checkpoint.state import (
@@ -44,7 +44,7 @@ from accelerate.checkpoint.stored import FullFiles, Plan, Reader, StoredTensor, 
 from accelerate.checkpoint.verify import CheckpointFolder, with_manifest
 from accelerate.config.strategies import specs
 from accelerate.extension import imported
-from accelerate.modules.unwrap import extract_model_from_parallel, match_names, shared_tensor_names
+from accelerate.modules.unwrap import match_names, shared_tensor_names
 from accelerate.runtime import durable, torch_private
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class Found:
         index: which of the models or optimizers it is.
     """
 
-    folder: Path
+    folder: CheckpointFolder
     name: str
     layout: Layout
     index: int = 0
@@ -106,22 +106,19 @@ class Found:
 
         Not a collective.
         """
-        folder, path = with_manifest(self.folder), os.path.join(self.folder, self.name)
-        if self.layout == "full":
-            return self._open_full(folder, load_kwargs)
+        folder, path = self.folder, os.path.join(self.folder.path, self.name)
         if self.layout == "sharded":
             from accelerate.checkpoint.dcp import ShardedFolder  # here: torch's planner takes 50 ms to import
 
             return ShardedFolder(path, folder)
-        return engine_layouts()[self.layout].open(path, self.kind, folder)
-
-    def _open_full(self, folder: CheckpointFolder, load_kwargs: Mapping[str, Any] | None) -> Reader:
+        if self.layout != "full":
+            return engine_layouts()[self.layout].open(path, self.kind, folder)
         files = self.files()
         folder.check([self.name, *files, manifest.PARAMETER_NAMES])
-        reader = FullFiles(os.path.join(folder, files[0]) if len(files) == 1 else os.fspath(folder))
+        reader = FullFiles(os.path.join(folder.path, files[0]) if len(files) == 1 else folder.path)
         state: dict[str, Any] = reader.state
         for file in files:
-            values = reader.open(os.path.join(folder, file), load_kwargs)
+            values = reader.open(os.path.join(folder.path, file), load_kwargs)
             if not isinstance(values, Mapping):
                 raise DamagedCheckpoint(f"{folder}/{file} holds a {type(values).__name__}, not a state dict.")
             if twice := sorted(values.keys() & state.keys(), key=str):
@@ -178,7 +175,7 @@ def candidates(folder: Path, files: Collection[str], kind: Kind, index: int) -> 
         full += safe if safe[0] in files or safe[1] in files else pickled
     elif index == 0:
         full.append(manifest.TRAINERS_OPTIMIZER)
-    place = folder if isinstance(folder, CheckpointFolder) else os.fspath(folder)
+    place = with_manifest(folder)
     found = []
     for layout in engine_layouts().values():
         if (engine := layout.folder(files, kind, index)) is not None:
@@ -191,7 +188,7 @@ def candidates(folder: Path, files: Collection[str], kind: Kind, index: int) -> 
     of_ranks = [f"{shards}_rank0.bin", *([f"{FSDP_MODEL_NAME}_rank0.bin"] if (kind, index) == ("model", 0) else ())]
     if not found and (local := [file for file in of_ranks if file in files]):
         raise ValueError(
-            f"{min(local)!r} in {os.fspath(folder)!r} and the files next to it hold what each rank had (LOCAL_STATE_DICT, or use_dcp=False), "
+            f"{min(local)!r} in {place!r} and the files next to it hold what each rank had (LOCAL_STATE_DICT, or use_dcp=False), "
             "which only those ranks can put together. Load the checkpoint by the version that wrote it, on as many ranks, and save "
             "it with SHARDED_STATE_DICT."
         )
@@ -200,7 +197,8 @@ def candidates(folder: Path, files: Collection[str], kind: Kind, index: int) -> 
 
 def find(folder: Path, kind: Kind, index: int = 0, prefer: Layout | None = None) -> Found | None:
     """Return where a model or optimizer lies, in the preferred layout if there are several. Not a collective."""
-    if isinstance(folder, CheckpointFolder) and folder.listing.files:
+    folder = with_manifest(folder)
+    if folder.listing.files:
         found = candidates(folder, folder.listing.files, kind, index)
     else:
         shards, _ = usual_names(kind, index)
@@ -241,7 +239,7 @@ def unreadable(folder: Path) -> list[str]:
         path = os.path.join(folder, name)
         try:
             if name.endswith(INDEX_SUFFIX):
-                Found(folder, name, "full").files()
+                Found(CheckpointFolder(os.fspath(folder), Manifest({})), name, "full").files()
             elif name.endswith(".json"):
                 json.loads(pathlib.Path(path).read_bytes())
             elif name.endswith((".safetensors", ".pt", ".pth", ".bin")):
@@ -347,15 +345,14 @@ def misfits(
     for name, value in found.items():
         if nn.parameter.is_lazy(own[name]):
             continue
-        stored_shape, own_shape = _shape_of(value), _shape_of(own[name])
+        stored_shape, own_shape = [
+            tuple(tensor.shape) if isinstance(tensor, (torch.Tensor, StoredTensor)) else "no tensor"
+            for tensor in (value, own[name])
+        ]
         if stored_shape != own_shape and not is_extra(name):
             lines.append(f"{name} has {stored_shape} in the file and {own_shape} in the model")
     lines += [f"{name} is missing in the file" for name in missing]
     return lines + [f"{name} is unexpected in the file" for name in others]
-
-
-def _shape_of(value: Any) -> tuple[int, ...] | str:
-    return tuple(value.shape) if isinstance(value, (torch.Tensor, StoredTensor)) else "no tensor"
 
 
 def refuse_misfit(origin: str, model: str, problems: Sequence[str], more: str = "") -> None:
@@ -464,14 +461,14 @@ def read_full_model(
     load_kwargs: Mapping[str, Any] | None = None,
     model_options: Mapping[str, Any] | None = None,
 ) -> Change:
-    """Return what gives a model, out of its wrappers, its weights, in whatever layout they are.
+    """Return what gives a model, which is out of its wrappers, its weights, in whatever layout they are.
 
     Names match whatever wrappers wrote them, and tied weights that the file has once are filled in. FileNotFoundError without
     weights; RuntimeError lists what differs. `model_options` are those of the model's ``load_state_dict``.
 
     Not a collective.
     """
-    model, options = extract_model_from_parallel(model, keep_torch_compile=False), dict(model_options or {})
+    options = dict(model_options or {})
     found = required(folder, "model", index, "full", type(model).__name__)
     stored, own = found.open(load_kwargs), model.state_dict()
 

@@ -166,8 +166,8 @@ class OpenFile:
 
     def stream(self) -> BinaryIO:
         """Return a stream of the file; several streams may be read at a time. A small file is read at once."""
-        stream = io.BufferedReader(_Stream(self))
-        return io.BytesIO(stream.read()) if os.fstat(self.descriptor).st_size < _SMALL else stream
+        size = os.fstat(self.descriptor).st_size
+        return io.BytesIO(os.pread(self.descriptor, size, 0)) if size < _SMALL else io.BufferedReader(_Stream(self))
 
     def read_into(self, memory: torch.Tensor, start: int) -> None:
         """Fill a contiguous tensor in host memory with the bytes from `start` on."""
@@ -215,13 +215,14 @@ class FullFiles(Reader):
 
     def plan(self, pairs: Pairs) -> Plan:
         """Return what reads each tensor, or this rank's parts of it, into its target."""
-        parts, size = [], 0
+        reads, size = list[partial[None]](), 0
         for stored, target in pairs:
-            for memory, offsets in _parts_of(target):
+            pieces = [(target, (0,) * target.dim())] if type(target) is torch.Tensor else _parts_of(target)
+            for memory, offsets in pieces:
                 size += memory.nbytes
                 if memory.numel():
-                    parts.append((stored, memory, offsets))
-        return partial(durable.each, _read_part, parts, durable.threads() if size >= _SHARED else 1)
+                    reads.append(partial(cast(FullTensor, stored).read_into, memory.detach(), offsets))
+        return partial(durable.each, partial.__call__, reads, durable.threads() if size >= _SHARED else 1)
 
     def open(self, path: str, load_kwargs: Mapping[str, Any] | None = None) -> Any:
         """Return the state in a file, whose tensors are read by plans of this reader. Errors are those of `read_whole`."""
@@ -288,23 +289,15 @@ def _stored(value: torch.Tensor) -> Any:
     return TensorInMemory(value) if is_plain and not value.is_quantized else value
 
 
-def _parts_of(tensor: torch.Tensor) -> list[tuple[torch.Tensor, Sequence[int]]]:
+def _parts_of(tensor: Any) -> list[tuple[torch.Tensor, Sequence[int]]]:
     """Return what this rank has of a tensor: pieces of memory, and where each begins in the tensor."""
-    if type(tensor) is not torch.Tensor and is_sharded_tensor(tensor):
-        shards: Any = tensor
-        return [(shard.tensor.detach(), shard.metadata.shard_offsets) for shard in shards.local_shards()]
-    if type(tensor) is not torch.Tensor and is_dtensor(tensor):
-        shard: Any = tensor
-        _, offsets = torch_private.compute_local_shape_and_global_offset(
-            shard.shape, shard.device_mesh, shard.placements
-        )
-        return [(shard.to_local().detach(), offsets)]
-    return [(tensor.detach(), (0,) * tensor.dim())]
-
-
-def _read_part(part: tuple[FullTensor, torch.Tensor, Sequence[int]]) -> None:
-    stored, memory, offsets = part
-    stored.read_into(memory, offsets)
+    if is_sharded_tensor(tensor):
+        return [(shard.tensor, shard.metadata.shard_offsets) for shard in tensor.local_shards()]
+    if is_dtensor(tensor):
+        mesh, placements = tensor.device_mesh, tensor.placements
+        _, offsets = torch_private.compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+        return [(tensor.to_local(), offsets)]
+    return [(tensor, (0,) * tensor.dim())]
 
 
 _DTYPES = {name: dtype for dtype, name in formats.DTYPE_NAMES.items()}

@@ -102,11 +102,6 @@ def _buildable() -> dict[str, Any]:
     return _RECORDS | {f"{module}.{name}": kind for (module, name), kind in values.items()} | paths
 
 
-def _path_of(allowed: Any) -> str:
-    """Return the path under which a pickle names what torch allows."""
-    return allowed[1] if isinstance(allowed, tuple) else f"{allowed.__module__}.{allowed.__qualname__}"
-
-
 @contextlib.contextmanager
 def _values_allowed(classes: Mapping[str, Any]) -> Iterator[None]:
     """Let torch build values of the standard library, numpy's arrays and numbers from records, and more classes by their paths.
@@ -115,20 +110,23 @@ def _values_allowed(classes: Mapping[str, Any]) -> Iterator[None]:
     """
     ours = {**_buildable(), **classes}
     with _loading:
-        hidden = [one for one in torch.serialization.get_safe_globals() if _path_of(one) in ours]
-        _replace_allowed(ours, [(kind, path) for path, kind in ours.items()])
+        former = _exchange(ours, [(kind, path) for path, kind in ours.items()])
         try:
             yield
         finally:
             _built.clear()
-            _replace_allowed(ours, hidden)
+            _exchange(ours, former)
 
 
-def _replace_allowed(paths: Collection[str], allowed: list[Any]) -> None:
-    """Let torch build some objects in place of those that have these paths."""
-    others = [one for one in torch.serialization.get_safe_globals() if _path_of(one) not in paths]
+def _exchange(paths: Collection[str], allowed: list[Any]) -> list[Any]:
+    """Let torch build some objects in place of those that have these paths, which are returned."""
+    others, former = list[Any](), list[Any]()
+    for entry in torch.serialization.get_safe_globals():
+        path = entry[1] if isinstance(entry, tuple) else f"{entry.__module__}.{entry.__qualname__}"
+        (former if path in paths else others).append(entry)
     torch.serialization.clear_safe_globals()
     torch.serialization.add_safe_globals([*others, *allowed])
+    return former
 
 
 _CHANGED = (dict, list, collections.deque)

@@ -78,41 +78,35 @@ class CheckpointFolder(os.PathLike[str]):
 
         Pieces that were hashed before are skipped. If `shared`, all ranks of the machine ask for the same ones, and each hashes a part.
         """
-        reader, readers = self.reader if shared else (0, 1)
         ranges = ranges if isinstance(ranges, Mapping) else dict.fromkeys(ranges)
         if below:
             ranges = {f"{below}/{name}": spans for name, spans in ranges.items()}
-        numbers: dict[str, list[int]] = {}
+        # Of each piece that none has hashed, its file and number, behind what they are sorted by: the largest come first, by turns.
+        pieces: list[tuple[bool, int, str, int]] = []
         try:
-            # The largest first, by turns. A file that has no digests of pieces is one piece.
-            for _, _, name, number in sorted(self._not_hashed(ranges))[reader::readers]:
-                numbers.setdefault(name, []).append(number)
-            if not numbers:
+            entries = self.entries(ranges)
+            for name, spans in ranges.items():
+                if (entry := entries.get(name)) is None:
+                    continue
+                numbers = {0}  # a file without digests of pieces is one piece
+                if entry.digests:
+                    spans = [(0, entry.size)] if spans is None else spans
+                    numbers = {
+                        n for start, stop in spans for n in range(start // durable.CHUNK, -(-stop // durable.CHUNK))
+                    }
+                hashed = self._hashed.setdefault(name, set())
+                pieces += [(bool(entry.digests), -entry.size, name, number) for number in numbers - hashed]
+                hashed |= numbers
+            reader, readers = self.reader if shared else (0, 1)
+            own: dict[str, list[int]] = {}
+            for _, _, name, number in sorted(pieces)[reader::readers]:
+                own.setdefault(name, []).append(number)
+            if not own:
                 return []
-            self.bring({name: self._entries[name].size for name in numbers})
-            return self._changed(numbers)
+            self.bring({name: entries[name].size for name in own})
+            return self._changed(own)
         except DamagedCheckpoint as error:
             return [str(error)]
-
-    def _not_hashed(self, ranges: Mapping[str, Iterable[tuple[int, int]] | None]) -> list[tuple[bool, int, str, int]]:
-        """Return the pieces of listed files that hold some ranges and that none has hashed, and note that they are hashed.
-
-        Each has its file and its number behind what `differences` sorts by.
-        """
-        pieces, entries = [], self.entries(ranges)
-        for name, spans in ranges.items():
-            if (entry := entries.get(name)) is None:
-                continue
-            numbers = {0}
-            if entry.digests:
-                numbers = set()
-                for start, stop in [(0, entry.size)] if spans is None else spans:
-                    numbers.update(range(start // durable.CHUNK, -(-stop // durable.CHUNK)))
-            hashed = self._hashed.setdefault(name, set())
-            for number in numbers - hashed:
-                pieces.append((bool(entry.digests), -entry.size, name, number))
-            hashed |= numbers
-        return pieces
 
     def _changed(self, pieces: Mapping[str, Sequence[int]]) -> list[str]:
         """Hash pieces of files, and return a line for each file that is not what was written."""

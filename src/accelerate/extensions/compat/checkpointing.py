@@ -31,6 +31,7 @@ from accelerate.checkpoint.torch_files import load as load  # a name of upstream
 from accelerate.checkpoint.torch_files import save as save
 from accelerate.checkpoint.verify import with_manifest
 from accelerate.logging import get_logger
+from accelerate.modules.unwrap import extract_model_from_parallel
 from accelerate.process import PartialState
 
 __getattr__ = _lazy.aliases("accelerate.checkpointing")
@@ -128,8 +129,8 @@ def load_accelerator_state(
     options = {"map_location": read.tensor_device(map_location, common.device), "load_kwargs": load_kwargs}
     folder = with_manifest(input_dir)
     model_changes = [
-        layouts.read_full_model(model, folder, index, model_options=load_model_func_kwargs, **options)
-        for index, model in enumerate(models)
+        layouts.read_full_model(inner, folder, index, model_options=load_model_func_kwargs, **options)
+        for index, inner in enumerate(extract_model_from_parallel(model, keep_torch_compile=False) for model in models)
     ]
     contents = apply.Contents(folder, common)
     read.read_common(contents, load_kwargs)

@@ -25,6 +25,7 @@ from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint, FileEntry, M
 from accelerate.checkpoint.state import Kind
 from accelerate.checkpoint.storage import CheckpointStatus, CheckpointStorage, LocalStorage, storage_of
 from accelerate.checkpoint.stored import Reader, StoredTensor
+from accelerate.checkpoint.verify import with_manifest
 from accelerate.extensions.convert.inspect import all_files
 from accelerate.extensions.export.files import replace_weights, write_weights
 from accelerate.modules.unwrap import canonical_name
@@ -146,7 +147,7 @@ def export(
     # The files that an index lists are known when it is here.
     try:
         folder = storage.fetch(None if part.name.endswith(manifest.INDEX_SUFFIX) else part.has)
-        part = dataclasses.replace(part, folder=folder)
+        part = dataclasses.replace(part, folder=with_manifest(folder))
         _refuse_links_out(folder)
         if found.manifest is None:
             logger.warning("%s has no manifest, so its files cannot be verified.", storage.location)
@@ -221,7 +222,7 @@ def merge_fsdp_weights(
                 f"output_path {target} is in checkpoint_dir {source}, which remove_checkpoint_dir deletes."
             )
         _refuse_links_out(str(source))
-        stored = Found(str(source.parent), source.name, "sharded").open()
+        stored = Found(with_manifest(source.parent), source.name, "sharded").open()
         target.mkdir(parents=True, exist_ok=True)
         path = target / (SAFE_WEIGHTS_NAME if safe_serialization else WEIGHTS_NAME)
         values = layouts.model_values(stored)
