@@ -7,7 +7,7 @@ import torch
 from torch.optim import lr_scheduler as lr
 
 from accelerate import Accelerator, ParallelismConfig
-from accelerate.checkpoint import schedules
+from accelerate.checkpoint import apply
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DataLoaderConfiguration
 
@@ -157,7 +157,7 @@ def test_a_length_that_no_state_holds_is_named():
 def test_a_checkpoint_without_the_record_counts_its_processes(tmp_path, monkeypatch):
     first = Resumed(monkeypatch, 2)
     first.update(10)
-    monkeypatch.setattr(schedules, "units", lambda common: None)  # as upstream writes it
+    monkeypatch.setattr(apply, "schedule_units", lambda common: None)  # as upstream writes it
     first.accelerator.save_state(tmp_path)
     (tmp_path / "accelerate_manifest.json").unlink()
     (tmp_path / "random_states_1.pkl").write_bytes((tmp_path / "random_states_0.pkl").read_bytes())

@@ -11,6 +11,7 @@ with the checkpoint's state.
 import inspect
 import logging
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate.checkpoint import manifest, plain_data, schedules
+from accelerate.checkpoint import manifest, plain_data
 from accelerate.checkpoint.manifest import DamagedCheckpoint
 from accelerate.checkpoint.model_io import inner_optimizer
 from accelerate.checkpoint.state import Common, keeps_state
@@ -29,6 +30,7 @@ from accelerate.data import resume
 from accelerate.data.loader import PreparedLoader
 from accelerate.modules import tensor_kinds
 from accelerate.runtime import generators
+from accelerate.scheduler import AcceleratedScheduler
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +62,7 @@ class Contents:
         changes: Give objects their states.
         saved_loaders: How many loaders have a position in the checkpoint.
         unclaimed: Names of the states that no prepared object takes.
-        schedule_units: What `schedules.units` returned in the run that saved; None where it was not saved.
+        schedule_units: What `schedule_units` returned in the run that saved; None where it was not saved.
         random: Random states and step count of this rank, or None.
         is_new: This rank has none; ``random`` has those of the first rank, if any, from which its own are derived.
         changed_schedules: A line for each schedule whose rate may differ from the uninterrupted run; from `complete` on.
@@ -132,7 +134,7 @@ class Contents:
                 f"{self.folder} changed while it was loaded: {error}. Some of the state is the checkpoint's, and some is what it was before. "
                 "Load again, and replace files by a rename."
             ) from error
-        self.changed_schedules = schedules.restore(self.common, self.folder, self.schedule_units)
+        self.changed_schedules = _restore_schedules(self.common, self.folder, self.schedule_units)
         states, rank, device = dict(self.random or {}), self.common.process_index, self.common.device
         file = manifest.random_states_file(rank)
         self.attributes = {"step": states.pop("step")} if "step" in states else {}
@@ -246,3 +248,35 @@ def loads_by_name(model: nn.Module) -> bool:
 def _is_torchs(hook: Any) -> bool:
     """Whether a hook is one of torch's own, as FSDP registers them."""
     return str(getattr(getattr(hook, "hook", hook), "__module__", "")).startswith("torch.")
+
+
+# -- schedules that are restored on another number of data-parallel replicas than they were saved on ----------------------
+
+# Where a rank's file keeps its `schedule_units`.
+SCHEDULE_UNITS = "schedule_units"
+
+
+def schedule_units(common: Common) -> list[int]:
+    """Return the steps of each scheduler for one optimizer step, which `Contents.complete` needs in another run. Not a collective."""
+    return [getattr(scheduler, "advance", 1) for scheduler in common.schedulers]
+
+
+def _restore_schedules(common: Common, folder: CheckpointFolder, saved: Sequence[int] | None) -> list[str]:
+    """Let restored schedules advance as in the run that saved its `schedule_units`; return a line for each whose rate may differ."""
+    problems = []
+    for number, scheduler in enumerate(common.schedulers):
+        if isinstance(scheduler, AcceleratedScheduler):
+            steps = saved[number] if saved is not None and number < len(saved) else _saved_ranks(folder, scheduler)
+            problem = scheduler.continue_from(steps)
+            problems += [f"scheduler {number}: {problem}"] if problem else []
+    return problems
+
+
+def _saved_ranks(folder: CheckpointFolder, scheduler: AcceleratedScheduler) -> int | None:
+    """Return how often a schedule advanced in a checkpoint without this record: once for each process, as upstream counts."""
+    listing = folder.listing
+    if scheduler.split_batches or not scheduler.step_with_optimizer or listing.mesh:
+        return None
+    if listing.files:  # a machine's own folder has the files of its ranks only
+        return listing.world_size
+    return sum(1 for name in os.listdir(folder) if re.fullmatch(r"random_states_\d+\.pkl", name)) or None

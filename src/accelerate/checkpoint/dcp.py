@@ -14,6 +14,7 @@ import copy
 import io
 import itertools
 import math
+import operator
 import os
 import pickle
 import warnings
@@ -252,39 +253,40 @@ def _problem_of_chunks(values: Mapping[str, Any]) -> str:
         shape = tuple(value.size)
         # Ranks that have the same piece may both list it.
         pieces = {(tuple(piece.offsets), tuple(piece.sizes)) for piece in value.chunks}
-        filled, stored = [], 0
+        boxes, stored = [], 0
         for offsets, sizes in pieces:
             for start, length, whole in zip(offsets, sizes, shape, strict=True):
                 if start < 0 or length < 0 or start + length > whole:
                     return f"{name} of shape {shape} has a piece of shape {sizes} at {offsets}, outside of it"
             if count := math.prod(sizes):
                 stored += count
-                filled.append((offsets, sizes))
+                boxes.append([(start, start + length) for start, length in zip(offsets, sizes, strict=True)])
         if stored != math.prod(shape):
             return (
                 f"{name} of shape {shape} is not whole: of its {math.prod(shape)} elements {stored} are in the files"
             )
-        if len(filled) > 1 and not _disjoint(filled, len(shape)):
+        if len(boxes) > 1 and not _disjoint(boxes, len(shape)):
             return f"{name} of shape {shape} has pieces that overlap, so that others of its elements are in no file"
     return ""
 
 
-def _disjoint(pieces: list[Any], dims: int) -> bool:
-    """Return whether no two pieces, offsets and sizes, have an element in common."""
+def _disjoint(boxes: list[list[tuple[int, int]]], dims: int) -> bool:
+    """Return whether no two boxes, each a start and an end per dim, have an element in common."""
     for dim in range(dims):
         groups: list[list[Any]] = []
-        end = 0
-        for piece in sorted(pieces, key=lambda piece: piece[0][dim]):
-            if not groups or piece[0][dim] >= end:
+        covered = 0
+        for box in sorted(boxes, key=operator.itemgetter(dim)):
+            start, end = box[dim]
+            if not groups or start >= covered:
                 groups.append([])
-            groups[-1].append(piece)
-            end = max(end, piece[0][dim] + piece[1][dim])
+            groups[-1].append(box)
+            covered = max(covered, end)
         if len(groups) > 1:  # which a cut across this dim separates
-            return all(len(group) == 1 or _disjoint(group, dims) for group in groups)
+            return all(_disjoint(group, dims) for group in groups if len(group) > 1)
     # No cut separates them: those that overlap, and few that are laid like bricks around one.
     return not any(
-        all(a < b + n and b < a + m for a, m, b, n in zip(*one, *other, strict=True))
-        for one, other in itertools.combinations(pieces, 2)
+        all(a < end and start < b for (a, b), (start, end) in zip(*pair, strict=True))
+        for pair in itertools.combinations(boxes, 2)
     )
 
 

@@ -52,6 +52,8 @@ if TYPE_CHECKING:
 
 Path = str | os.PathLike[str]
 
+_TENSORS = (torch.Tensor, StoredTensor)
+
 
 class EngineLayout(Protocol):
     """The files of an engine, in a folder that has a model with its optimizer. `StrategySpec.layout` names its class.
@@ -162,7 +164,7 @@ def full_names(index: int) -> list[tuple[str, str]]:
     return [(file, file + INDEX_SUFFIX) for file in (manifest.model_file(index), manifest.model_file(index, False))]
 
 
-def candidates(folder: Path, files: Collection[str], kind: Kind, index: int) -> list[Found]:
+def candidates(folder: CheckpointFolder, files: Collection[str], kind: Kind, index: int) -> list[Found]:
     """Return where a model or optimizer lies among a checkpoint's `files`, in each layout; the usual one first.
 
     Of weights in safetensors and in torch's format, as hubs keep them side by side, it is the safetensors. ValueError if there is nothing
@@ -175,20 +177,19 @@ def candidates(folder: Path, files: Collection[str], kind: Kind, index: int) -> 
         full += safe if safe[0] in files or safe[1] in files else pickled
     elif index == 0:
         full.append(manifest.TRAINERS_OPTIMIZER)
-    place = with_manifest(folder)
     found = []
     for layout in engine_layouts().values():
         if (engine := layout.folder(files, kind, index)) is not None:
-            found.append(Found(place, engine, layout.name, index, kind))
+            found.append(Found(folder, engine, layout.name, index, kind))
     if f"{shards}/{manifest.METADATA}" in files:
-        found.append(Found(place, shards, "sharded", index, kind))
+        found.append(Found(folder, shards, "sharded", index, kind))
     for file in full:
         if file in files:
-            found.append(Found(place, file, "full", index, kind))
+            found.append(Found(folder, file, "full", index, kind))
     of_ranks = [f"{shards}_rank0.bin", *([f"{FSDP_MODEL_NAME}_rank0.bin"] if (kind, index) == ("model", 0) else ())]
     if not found and (local := [file for file in of_ranks if file in files]):
         raise ValueError(
-            f"{min(local)!r} in {place!r} and the files next to it hold what each rank had (LOCAL_STATE_DICT, or use_dcp=False), "
+            f"{min(local)!r} in {folder!r} and the files next to it hold what each rank had (LOCAL_STATE_DICT, or use_dcp=False), "
             "which only those ranks can put together. Load the checkpoint by the version that wrote it, on as many ranks, and save "
             "it with SHARDED_STATE_DICT."
         )
@@ -211,10 +212,7 @@ def find(folder: Path, kind: Kind, index: int = 0, prefer: Layout | None = None)
             files.add(f"{shards}/{manifest.METADATA}")
         found = candidates(folder, files, kind, index)
         found = [replace(place, name=name) if place.layout == "sharded" else place for place in found]
-    for place in found:
-        if place.layout == prefer:
-            return place
-    return found[0] if found else None
+    return min(found, key=lambda place: place.layout != prefer, default=None)
 
 
 def required(folder: Path, kind: Kind, index: int, prefer: Layout | None, what: str = "") -> Found:
@@ -321,13 +319,10 @@ def read_model(
         for name, value in values.items()
         if isinstance(value, StoredTensor) and is_distributed_tensor(own.values[name]) and not is_extra(name)
     }
-    if fill is not None and all(state.is_plain_on_host(own.values[name]) for name in sharded):
-        memory = {name: own.values[name] for name in sharded}
-    else:
-        memory, fill = (
-            {name: state.empty_on_host_like(own.values[name], value.dtype) for name, value in sharded.items()},
-            None,
-        )
+    memory = {name: own.values[name] for name in sharded}
+    if fill is None or not all(map(state.is_plain_on_host, memory.values())):
+        fill = None
+        memory = {name: state.empty_on_host_like(tensor, sharded[name].dtype) for name, tensor in memory.items()}
     plan = stored.plan([(value, memory[name]) for name, value in sharded.items()])
     if fill is None:
         plan()
@@ -345,10 +340,8 @@ def misfits(
     for name, value in found.items():
         if nn.parameter.is_lazy(own[name]):
             continue
-        stored_shape, own_shape = [
-            tuple(tensor.shape) if isinstance(tensor, (torch.Tensor, StoredTensor)) else "no tensor"
-            for tensor in (value, own[name])
-        ]
+        stored_shape = tuple(value.shape) if isinstance(value, _TENSORS) else "no tensor"
+        own_shape = tuple(own[name].shape) if isinstance(own[name], _TENSORS) else "no tensor"
         if stored_shape != own_shape and not is_extra(name):
             lines.append(f"{name} has {stored_shape} in the file and {own_shape} in the model")
     lines += [f"{name} is missing in the file" for name in missing]
@@ -481,14 +474,12 @@ def read_full_model(
     by_name = loads_by_name(model)
     problems = misfits(own, values, *((missing, others) if options.get("strict", True) and by_name else ()))
     more = ", or load with strict=False, which accepts other names"
-    refuse_misfit(os.path.join(folder, found.name), type(model).__name__, problems, more)
-    if by_name and options.keys() <= {"strict"}:
-        pairs = _own_tensors(model, values)
-        if pairs is not None:
-            return Change(stored.plan(pairs))
-    state = stored.read(
-        values | {name: stored_values[name] for name in others}
-    )  # hooks of the model may rename others
+    refuse_misfit(os.path.join(found.folder.path, found.name), type(model).__name__, problems, more)
+    is_plain = by_name and options.keys() <= {"strict"}
+    if is_plain and (pairs := _own_tensors(model, values)) is not None:
+        return Change(stored.plan(pairs))
+    others_too = values | {name: stored_values[name] for name in others}  # hooks of the model may rename them
+    state = stored.read(others_too)
     return model_change(model, to_device(state, map_location), options)
 
 

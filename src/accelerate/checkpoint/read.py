@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from accelerate.base.constants import SCALER_NAME
-from accelerate.checkpoint import apply, layouts, manifest, schedules
+from accelerate.checkpoint import apply, layouts, manifest
 from accelerate.checkpoint.apply import Contents
 from accelerate.checkpoint.state import LOADERS, POSITIONS, Kind, keeps_state
 from accelerate.checkpoint.stored import read_whole
@@ -34,7 +34,7 @@ def tensor_device(map_location: str | None, device: torch.device) -> Any:
     return device if map_location == "on_device" else "cpu"
 
 
-def read(run: Run, contents: Contents, options: dict[str, Any], model_options: dict[str, Any]) -> None:
+def read(run: Run, contents: Contents, options: dict[str, Any]) -> None:
     """Read all states. A rank that fails continues, because models may be read by collectives, and raises at the end.
 
     Collective: call on every rank.
@@ -42,19 +42,19 @@ def read(run: Run, contents: Contents, options: dict[str, Any], model_options: d
     Args:
         run: Has the objects.
         contents: Takes what is read of its folder, which is verified, but for the shards that are read here.
-        options: ``map_location`` and ``load_kwargs``.
-        model_options: Of the models' `load_state_dict`.
+        options: ``map_location``, ``load_kwargs``, and ``model_options`` of the models' `load_state_dict`.
     """
-    folder, problems = contents.folder, list[Exception]()
+    folder, state_io, problems = contents.folder, run._state_io, list[Exception]()
+    file_options = {key: options[key] for key in ("map_location", "load_kwargs")}
 
     def read_optimizer(index: int, optimizer: Any) -> None:
-        change = run._state_io.load_optimizer(run, optimizer, folder, index, **options)
-        contents.changes += [] if change is None else [change]
+        if (change := state_io.load_optimizer(run, optimizer, folder, index, **file_options)) is not None:
+            contents.changes.append(change)
 
     steps = [
         partial(_read_others, run, contents, options["load_kwargs"]),
         *(partial(read_optimizer, index, optimizer) for index, optimizer in enumerate(run._optimizers)),
-        partial(_read_models, run, contents, {**options, "model_options": model_options}),
+        partial(_read_models, run, contents, options),
     ]
     for step in steps:
         try:
@@ -120,14 +120,15 @@ def read_file(
 
     Not a collective.
     """
-    if not os.path.lexists(os.path.join(folder, file)):
+    path = os.path.join(folder, file)
+    if not os.path.lexists(path):
         if not what:
             return None
         raise FileNotFoundError(
             f"{os.fspath(folder)!r} has no state for {what}: {file} is missing. Prepare what was saved, in the same "
             "order, or load another folder."
         )
-    return read_whole(os.path.join(folder, file), map_location, load_kwargs)
+    return read_whole(path, map_location, load_kwargs)
 
 
 def read_common(contents: Contents, load_kwargs: dict[str, Any] | None = None) -> None:
@@ -154,7 +155,7 @@ def read_common(contents: Contents, load_kwargs: dict[str, Any] | None = None) -
     # A rank that did not exist when the checkpoint was saved must draw the same epoch as the others.
     random = random or {}
     positions, states = random.pop(POSITIONS, None) or [], random.pop(LOADERS, None) or {}
-    contents.saved_loaders, contents.schedule_units = len(positions), random.pop(schedules.KEY, None)
+    contents.saved_loaders, contents.schedule_units = len(positions), random.pop(apply.SCHEDULE_UNITS, None)
     for index, loader in enumerate(common.loaders()):
         state, position = None, None
         if keeps_state(loader):

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from accelerate.checkpoint import formats, manifest, plain_data, schedules
+from accelerate.checkpoint import apply, formats, manifest, plain_data
 from accelerate.checkpoint.manifest import FileEntry, Manifest
 from accelerate.checkpoint.ranks import Group, Ranks, default_store
 from accelerate.checkpoint.state import (
@@ -239,7 +239,7 @@ def write_common(common: Common, folder: durable.Path, step: int, save_on_each_n
             "step": step,
             **generators.collect(common.device),
             POSITIONS: positions,
-            schedules.KEY: schedules.units(common),
+            apply.SCHEDULE_UNITS: apply.schedule_units(common),
         }
         for index, state in states.items():
             # The writer of shared files puts its states into separate files, which other programs and new ranks read.

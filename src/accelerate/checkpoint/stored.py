@@ -274,7 +274,8 @@ def _naming(path: str) -> Iterator[None]:
 def _aliases(state: Mapping[str, Any]) -> dict[str, str]:
     """Return the names of tensors that a file has under an earlier name, to that name."""
     tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
-    aliases, first = same_tensors(tensors, shared_tensor_names(tensors)), dict[Any, str]()
+    aliases = same_tensors(tensors, shared_tensor_names(tensors)) if tensors else {}
+    first: dict[Any, str] = {}
     for name, value in state.items():
         if isinstance(value, TensorInFile):
             place = value.offset, value.shape, value.dtype
@@ -337,36 +338,31 @@ _STORAGES = {
 }
 
 
-@dataclass(frozen=True)
-class _Storage:
-    """Memory of tensors in a file, from byte `start` on."""
-
-    start: int
-    size: int
-    dtype: torch.dtype
-
-
 class _Outline(pickle.Unpickler):
     """Reads the pickle in a file of torch's format, as far as it has contiguous tensors in plain dictionaries and lists.
 
     Other names are refused. What may be named belongs to this object only, so a pickle that changes it spoils nothing else.
     """
 
+    persistent_load = tuple  # a storage stays what the file says of it
+
     def __init__(self, path: str, file: OpenFile) -> None:
-        data, self._start_of = torch_private.pickle_and_offsets(path)
+        data, start_of = torch_private.pickle_and_offsets(path)
         super().__init__(io.BytesIO(data))
         self.tensors = tensors = list[TensorInFile]()
 
         # It does not refer to this object, which would keep the file open until garbage is collected.
-        def tensor(storage: _Storage, offset: int, size: Any, stride: Any, *more: Any) -> TensorInFile:
-            shape, dtype = torch.Size(size), storage.dtype
+        def tensor(storage: Any, offset: int, size: Any, stride: Any, *more: Any) -> TensorInFile:
+            _, kind, record, _, count = storage
+            shape, dtype = torch.Size(size), _STORAGES[kind]
             contiguous, step = [], 1
             for length in reversed(shape):
                 contiguous.append(step)
                 step *= max(length, 1)
-            if tuple(contiguous[::-1]) != stride or len(more) > 2 or not 0 <= offset <= storage.size - shape.numel():
+            if tuple(contiguous[::-1]) != stride or len(more) > 2 or not 0 <= offset <= count - shape.numel():
                 raise pickle.UnpicklingError("it has a tensor that is not contiguous")
-            tensors.append(TensorInFile(shape, dtype, file, storage.start + offset * dtype.itemsize))
+            start = start_of(f"data/{record}") + offset * dtype.itemsize
+            tensors.append(TensorInFile(shape, dtype, file, start))
             return tensors[-1]
 
         self._names = {
@@ -379,10 +375,6 @@ class _Outline(pickle.Unpickler):
         if (module, name) not in self._names:
             raise pickle.UnpicklingError(f"it names {module}.{name}")
         return self._names[module, name]
-
-    def persistent_load(self, pid: Any) -> _Storage:
-        _, storage, record, _, count = pid
-        return _Storage(self._start_of(f"data/{record}"), count, _STORAGES[storage])
 
 
 def _outline(path: str, file: OpenFile) -> Any:

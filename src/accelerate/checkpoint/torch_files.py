@@ -138,6 +138,8 @@ def _with_arrays(value: Any, known: dict[int, Any]) -> Any:
     if id(value) in known:
         return known[id(value)]
     if type(value) is tuple:
+        if _PLAIN.issuperset(map(type, value)):  # the state of a generator is hundreds of numbers
+            return value
         made = [one if type(one) in _PLAIN else _with_arrays(one, known) for one in value]
         return tuple(made) if list(map(id, made)) != list(map(id, value)) else value
     left = [value] if isinstance(value, _CHANGED) else []
@@ -150,8 +152,7 @@ def _with_arrays(value: Any, known: dict[int, Any]) -> Any:
             elif isinstance(one, _CHANGED):
                 known[id(one)] = one
                 left.append(one)
-            # The state of a generator is hundreds of numbers.
-            elif type(one) is tuple and not _PLAIN.issuperset(map(type, one)):
+            elif type(one) is tuple:
                 held[key] = _with_arrays(one, known)
     return value
 

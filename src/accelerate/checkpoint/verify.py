@@ -95,7 +95,8 @@ class CheckpointFolder(os.PathLike[str]):
                         n for start, stop in spans for n in range(start // durable.CHUNK, -(-stop // durable.CHUNK))
                     }
                 hashed = self._hashed.setdefault(name, set())
-                pieces += [(bool(entry.digests), -entry.size, name, number) for number in numbers - hashed]
+                for number in numbers - hashed:
+                    pieces.append((bool(entry.digests), -entry.size, name, number))
                 hashed |= numbers
             reader, readers = self.reader if shared else (0, 1)
             own: dict[str, list[int]] = {}

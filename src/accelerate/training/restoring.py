@@ -9,6 +9,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -52,18 +53,12 @@ def load_state(
     Collective: call on every rank.
     """
     location = tensor_device(model_options.pop("map_location", None), accelerator.device)
-    options = {"map_location": location, "load_kwargs": load_kwargs}
+    options = {"map_location": location, "load_kwargs": load_kwargs, "model_options": model_options}
     search = Search(accelerator, _storage(accelerator, input_dir), latest or input_dir is None)
-    return _load(accelerator, search, options, model_options, missing_ok)
+    return _load(accelerator, search, options, missing_ok)
 
 
-def _load(
-    accelerator: TrainingRun,
-    search: Search,
-    options: dict[str, Any],
-    model_options: dict[str, Any],
-    missing_ok: bool,
-) -> Path | str | None:
+def _load(accelerator: TrainingRun, search: Search, options: dict[str, Any], missing_ok: bool) -> Path | str | None:
     location, replaced = search.storage.location, 0
     while True:
         ranks = Ranks(Group.of(accelerator, search.storage), default_store())
@@ -71,7 +66,7 @@ def _load(
         if (choice := _choose(search, ranks, accelerator.extensions.former_problem, missing_ok)) is None:
             return None
         try:
-            contents = _load_chosen(accelerator, ranks, choice, options, model_options)
+            contents = _load_chosen(accelerator, ranks, choice, options)
         except TryNext as problem:
             if not problem.replaced and not search.latest:
                 raise damaged(choice.storage.location, problem.reasons) from None
@@ -90,13 +85,7 @@ def _load(
         time.sleep(replaced / 1000)
 
 
-def _load_chosen(
-    accelerator: TrainingRun,
-    ranks: Ranks,
-    choice: Choice,
-    options: dict[str, Any],
-    model_options: dict[str, Any],
-) -> Contents:
+def _load_chosen(accelerator: TrainingRun, ranks: Ranks, choice: Choice, options: dict[str, Any]) -> Contents:
     """Verify, read and apply a checkpoint; after an error all objects have what they had, unless `Contents.complete` has failed.
 
     Collective: call on every rank.
@@ -116,7 +105,7 @@ def _load_chosen(
     try:
         _together(ranks, verify_files, choice)
         # Before any rank gives its objects anything: they may call collectives.
-        _together(ranks, lambda: read(accelerator, contents, options, model_options), choice)
+        _together(ranks, partial(read, accelerator, contents, options), choice)
         _together(ranks, contents.begin)
         _together(ranks, contents.complete)  # no rank may continue while another has other states
         ranks.leave()
@@ -146,7 +135,7 @@ def _together(ranks: Ranks, phase: Callable[[], Any], choice: Choice | None = No
         problem = Problem(_REPLACED if error.replaced else _DAMAGED, DamagedCheckpoint(str(error)))
     elif error is not None:
         problem = Problem(_FAILED if isinstance(error, Exception) else _INTERRUPTED, error)
-    worst, lost = _attempted(lambda: ranks.worst(problem))
+    worst, lost = _attempted(partial(ranks.worst, problem))
     if lost is not None:  # a rank, or the store
         raise lost if error is None or isinstance(error, TryNext) else error
     if worst is None or worst is problem:

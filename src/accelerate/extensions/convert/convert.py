@@ -57,7 +57,7 @@ def _names(storage: CheckpointStorage, listing: Manifest | None) -> Collection[s
 
 def _part(folder: str, files: Collection[str], kind: Kind, index: int, of_one_save: bool = False) -> Found | None:
     """Return where a model or optimizer lies, a whole one if there are several `of_one_save`; else raise: different runs may have written them."""
-    found = layouts.candidates(folder, files, kind, index)
+    found = layouts.candidates(with_manifest(folder), files, kind, index)
     if of_one_save:  # safetensors come last: of transformers' models, by the names that hubs know
         found = [one for one in found if one.layout == "full"][-1:] or found
     if len(found) > 1:

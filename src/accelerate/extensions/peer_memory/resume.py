@@ -166,9 +166,9 @@ def _load(memory: PeerMemory, folder: str, save: str) -> Manifest | None:
         problems.append(str(error))
     readers = ranks.local_rank, len(ranks.machines[ranks.machine])
     choice = Choice(LocalStorage(folder), CheckpointFolder(folder, listing, readers), listing.save, problems, None)
-    options = {"map_location": "cpu", "load_kwargs": None}
+    options = {"map_location": "cpu", "load_kwargs": None, "model_options": {}}
     try:
-        contents = restoring._load_chosen(memory.copied_run(), meeting, choice, options, {})
+        contents = restoring._load_chosen(memory.copied_run(), meeting, choice, options)
     except TryNext as problem:
         logger.warning("The copy %s in memory is damaged and is not used: %s", save, "; ".join(problem.reasons))
         return None

@@ -65,13 +65,7 @@ def _bytes_of(value: Any) -> int:
     return local.nbytes if isinstance(local, torch.Tensor) else len(value) if isinstance(value, bytes) else 0
 
 
-def read(
-    accelerator: TrainingRun,
-    search: Search,
-    options: Any,
-    model_options: Any,
-    missing_ok: bool,
-) -> Path | str | None:
+def read(accelerator: TrainingRun, search: Search, options: Any, missing_ok: bool) -> Path | str | None:
     """Find what would be loaded, also among what would have been saved; nothing changes."""
     run, location = simulated.current(), search.storage.location
     saved = [save.location for save in run.saves]
