@@ -121,14 +121,16 @@ class Search:
         return max(taken, default=number) + 1
 
 
+_KINDS = {kind.__name__: kind for kind in (ValueError, FileNotFoundError, OSError, DamagedCheckpoint)}
+
+
 def _no(kind: type[Exception], text: str, nothing: bool = False) -> dict[str, Any]:
     return {"error": kind.__name__, "text": text[:20_000], "nothing": nothing}
 
 
 def refused(answer: dict[str, Any]) -> Exception | None:
     """Return the error for a search that found nothing that can be loaded; else None. Not a collective."""
-    kinds = {kind.__name__: kind for kind in (ValueError, FileNotFoundError, OSError, DamagedCheckpoint)}
-    return kinds[answer["error"]](answer["text"]) if "error" in answer else None
+    return _KINDS[answer["error"]](answer["text"]) if "error" in answer else None
 
 
 def _save_of(state: CheckpointStatus) -> str:

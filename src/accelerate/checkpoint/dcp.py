@@ -50,11 +50,12 @@ class ShardedFolder(Reader):
     def __init__(self, path: durable.Path, folder: CheckpointFolder | None = None) -> None:
         """Read the structure; raise DamagedCheckpoint as `read_metadata`. `folder` is the checkpoint that has the digests."""
         self.origin, self.aliases, self._folder = os.fspath(path), {}, folder
+        parent, self._name = os.path.split(self.origin)
         if folder is not None:
-            folder.check([METADATA], below=os.path.basename(path))
+            folder.check([f"{self._name}/{METADATA}"])
         self._metadata = read_metadata(path, folder)
         self._reader = dcp.FileSystemReader(path)
-        self._files = self._reader.fs = _OpenFiles(self.origin)
+        self._files = self._reader.fs = _OpenFiles(parent)
         self._reader.set_up_storage_reader(self._metadata, True)
         files = {place.relative_path for place in self._metadata.storage_data.values()}
         self.holds_files = len(files) <= _MOST_OPEN
@@ -96,11 +97,12 @@ class ShardedFolder(Reader):
             plan = planner.finish_plan(planner.create_global_plan([planner.create_local_plan()])[0])
             for item in plan.items:
                 place = self._metadata.storage_data[item.storage_index]
-                ranges.setdefault(place.relative_path, set()).add((place.offset, place.offset + place.length))
+                file = f"{self._name}/{place.relative_path}"
+                ranges.setdefault(file, set()).add((place.offset, place.offset + place.length))
             if self.holds_files:
                 self._files.hold(ranges)
         if self._folder is not None:
-            self._folder.check(ranges, below=os.path.basename(self.origin))
+            self._folder.check(ranges)
 
         def read() -> None:
             with _damage_named(self.origin), torch.no_grad():
@@ -124,7 +126,7 @@ class _OpenFiles(FileSystem):
         self._folder, self._files = folder, dict[str, OpenFile]()
 
     def hold(self, names: Iterable[str]) -> None:
-        """Keep files of the folder open."""
+        """Keep files open, which are named by their paths in the folder."""
         for name in names:
             path = os.path.join(self._folder, *name.split("/"))
             if path not in self._files:

@@ -53,7 +53,7 @@ def read(run: Run, contents: Contents, options: dict[str, Any]) -> None:
 
     steps = [
         partial(_read_others, run, contents, options["load_kwargs"]),
-        *(partial(read_optimizer, index, optimizer) for index, optimizer in enumerate(run._optimizers)),
+        *[partial(read_optimizer, index, optimizer) for index, optimizer in enumerate(run._optimizers)],
         partial(_read_models, run, contents, options),
     ]
     for step in steps:

@@ -67,20 +67,18 @@ class CheckpointFolder(os.PathLike[str]):
             self._entries.update(self.listing.detailed(self, theirs))
         return self._entries
 
-    def check(self, ranges: Ranges, below: str = "", shared: bool = False) -> None:
+    def check(self, ranges: Ranges, shared: bool = False) -> None:
         """Raise DamagedCheckpoint with what `differences` returns, and keep it in `wrong`."""
-        if lines := self.differences(ranges, below, shared):
+        if lines := self.differences(ranges, shared):
             self.wrong += lines
             raise damaged(self, lines)
 
-    def differences(self, ranges: Ranges, below: str = "", shared: bool = False) -> list[str]:
-        """Hash pieces of files, `below` a folder inside; return a line for each file that is not what was written.
+    def differences(self, ranges: Ranges, shared: bool = False) -> list[str]:
+        """Hash pieces of files; return a line for each file that is not what was written.
 
         Pieces that were hashed before are skipped. If `shared`, all ranks of the machine ask for the same ones, and each hashes a part.
         """
         ranges = ranges if isinstance(ranges, Mapping) else dict.fromkeys(ranges)
-        if below:
-            ranges = {f"{below}/{name}": spans for name, spans in ranges.items()}
         # Of each piece that none has hashed, its file and number, behind what they are sorted by: the largest come first, by turns.
         pieces: list[tuple[bool, int, str, int]] = []
         try:

@@ -127,9 +127,9 @@ def part_of(loader: DataLoader) -> Part | None:
     return shard if isinstance(shard, Part) else None
 
 
-def shuffling_generator(loader: Any) -> torch.Generator | None:
-    """Return the generator that decides the order of the samples of a loader, prepared or not; None if there is none."""
-    sampler, dataset = get_sampler(loader), loader.dataset
+def shuffling_generator(loader: Any, sampler: Any) -> torch.Generator | None:
+    """Return the generator that decides the order of a loader, prepared or not, with this `get_sampler`; None if there is none."""
+    dataset = loader.dataset
     if isinstance(sampler, SeedableRandomSampler):
         return None
     # A map-style dataset draws its samples from its generator, not their order.

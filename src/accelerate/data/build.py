@@ -246,7 +246,8 @@ def _shared_generator(dataloader: DataLoader) -> torch.Generator | None:
     A sampler without one draws from torch's default generator, which differs between processes as soon as one of them
     has used it more than another; then shards overlap.
     """
-    sampler, generator = adapter.get_sampler(dataloader), adapter.shuffling_generator(dataloader)
+    sampler = adapter.get_sampler(dataloader)
+    generator = adapter.shuffling_generator(dataloader, sampler)
     seeded = is_stream(dataloader) or isinstance(sampler, SeedableRandomSampler)
     if not seeded and hasattr(sampler, "generator") and sampler.generator is None:
         generator = sampler.generator = torch.Generator().manual_seed(draw_seed())

@@ -73,7 +73,7 @@ def take_pending_position(loader: DataLoaderAdapter) -> Position | None:
     if skipped and in_its_epoch:
         return Position({"at_start": pending.record.get("at_start")}, skipped)
     sampler = loader.get_sampler()
-    generator = shuffling_generator(loader)
+    generator = shuffling_generator(loader, sampler)
     state_when_saved = pending.record.get("anew")
     if generator is not None and state_when_saved is not None:
         generator.set_state(generators.generator_state(state_when_saved))
@@ -84,7 +84,7 @@ def take_pending_position(loader: DataLoaderAdapter) -> Position | None:
 
 def epoch_start(loader: DataLoaderAdapter, position: Position | None) -> EpochStart:
     """Return the states at the start of an epoch, before its order is drawn: those of the run that began it."""
-    generator = shuffling_generator(loader)
+    generator = shuffling_generator(loader, loader.get_sampler())
     order = None if generator is None else generator.get_state()
     if position is None:
         return EpochStart(generators.states(), order, 0)

@@ -73,7 +73,7 @@ def capture(loader: DataLoaderAdapter) -> dict[str, Any]:
         "finished": yielded if at_end else 0,
     }
     if in_epoch:
-        generator, before_read = shuffling_generator(loader), progress.before_read or {}
+        generator, before_read = shuffling_generator(loader, loader.get_sampler()), progress.before_read or {}
         record["anew"] = None if generator is None else generator.get_state()
         record["at_start"] = start.generators
         # The reads that went ahead of the batch yielded last: a run that continues makes them again.
@@ -85,7 +85,7 @@ def capture(loader: DataLoaderAdapter) -> dict[str, Any]:
 
 def _order(loader: DataLoaderAdapter, in_epoch: bool) -> dict[str, Any]:
     sampler = loader.get_sampler()
-    generator = shuffling_generator(loader)
+    generator = shuffling_generator(loader, sampler)
     if isinstance(sampler, SeedableRandomSampler):
         return {"kind": "seed_and_epoch", "seed": sampler.initial_seed}
     if generator is not None:
@@ -101,7 +101,7 @@ def _order(loader: DataLoaderAdapter, in_epoch: bool) -> dict[str, Any]:
 def kept(loader: DataLoaderAdapter) -> Callable[[], None]:
     """Return a function that resets a loader, its sampler and its generator to their present position."""
     sampler = loader.get_sampler()
-    generator = shuffling_generator(loader)
+    generator = shuffling_generator(loader, sampler)
     state = None if generator is None else generator.get_state()
     parts = (loader, loader._progress, loader.base_dataloader, sampler)
     attributes = [(vars(part), dict(vars(part))) for part in parts if hasattr(part, "__dict__")]
@@ -169,7 +169,7 @@ def drop_loaded_state(loader: DataLoaderAdapter) -> None:
 
 def _restore_order(loader: DataLoaderAdapter, order: dict[str, Any], in_epoch: bool) -> None:
     sampler, kind = loader.get_sampler(), order["kind"]
-    generator = shuffling_generator(loader)
+    generator = shuffling_generator(loader, sampler)
     replayable = isinstance(sampler, ReplayableRandomSampler)
     if kind == "seed_and_epoch" and isinstance(sampler, SeedableRandomSampler):
         sampler.initial_seed = order["seed"]

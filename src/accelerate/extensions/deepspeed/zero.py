@@ -152,7 +152,7 @@ class Folder:
     def __init__(self, folder: str, weights_only: bool = True, checkpoint: CheckpointFolder | None = None) -> None:
         def opened(path: str) -> Any:
             if checkpoint is not None:
-                checkpoint.check([os.path.basename(path)], below=os.path.basename(folder))
+                checkpoint.check([f"{os.path.basename(folder)}/{os.path.basename(path)}"])
             if not weights_only:
                 return self._files.open(path, {"weights_only": False})
             return self._files.open(path, {"classes": dict.fromkeys(CLASSES, _Record)})
