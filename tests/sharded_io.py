@@ -4,7 +4,7 @@ import os
 
 import torch
 
-from accelerate.checkpoint import layouts, model_io, optimizers
+from accelerate.checkpoint import dcp, formats, layouts, model_io, optimizers, state
 from accelerate.checkpoint.manifest import PARAMETER_NAMES
 from accelerate.checkpoint.model_io import names_file
 from accelerate.checkpoint.verify import with_manifest
@@ -16,10 +16,21 @@ def _plugin(layout):
     return FullyShardedDataParallelPlugin(state_dict_type=f"{(layout or 'sharded').upper()}_STATE_DICT")
 
 
+def _write(values, folder, kind, index, layout):
+    shards, file = layouts.usual_names(kind, index)
+    if layout == "sharded":
+        dcp.save({kind: values}, os.path.join(folder, shards))
+        return
+    values = state.gathered(values)
+    if state.rank_and_size()[0] == 0:
+        os.makedirs(folder, exist_ok=True)
+        formats.write_torch(os.path.join(folder, file), values)
+
+
 def save_model(model, folder, index=0, layout="sharded"):
     if hasattr(fsdp_utils, "save_fsdp_model"):
         return fsdp_utils.save_fsdp_model(_plugin(layout), None, model, os.fspath(folder), index)
-    return layouts.write(model_io.io_of(model).model_state(model).values, os.fspath(folder), "model", index, layout)
+    return _write(model_io.io_of(model).model_state(model).values, folder, "model", index, layout)
 
 
 def load_model(model, folder, index=0, prefer=None, strict=True):
@@ -32,15 +43,16 @@ def load_model(model, folder, index=0, prefer=None, strict=True):
 def save_optimizer(optimizer, model, folder, index=0, layout="sharded"):
     if hasattr(fsdp_utils, "save_fsdp_optimizer"):
         return fsdp_utils.save_fsdp_optimizer(_plugin(layout), None, optimizer, model, os.fspath(folder), index)
-    state = model_io.io_of(model).optimizer_state(optimizer, model)
-    return layouts.write(state, os.fspath(folder), "optimizer", index, layout)
+    values = model_io.io_of(model).optimizer_state(optimizer, model)
+    return _write(values, folder, "optimizer", index, layout)
 
 
 def load_optimizer(optimizer, model, folder, index=0):
     if hasattr(fsdp_utils, "load_fsdp_optimizer"):
         return fsdp_utils.load_fsdp_optimizer(_plugin(None), None, optimizer, model, os.fspath(folder), index)
-    state = optimizers.read_for_optimizer(optimizer, model, with_manifest(os.fspath(folder)), index, "sharded")
-    return optimizer.load_state_dict(state)
+    return optimizer.load_state_dict(
+        optimizers.read_for_optimizer(optimizer, model, with_manifest(os.fspath(folder)), index, "sharded")
+    )
 
 
 def write_names(optimizer, model, folder):

@@ -26,15 +26,14 @@ from torch import nn
 
 from accelerate.base._warn import warn_user
 from accelerate.base.constants import FSDP_MODEL_NAME
-from accelerate.checkpoint import formats, manifest, plain_data, state
+from accelerate.checkpoint import manifest, plain_data, state
 from accelerate.checkpoint.apply import Change, loads_by_name, model_change
-from accelerate.checkpoint.manifest import INDEX_SUFFIX, NAME, DamagedCheckpoint, Manifest
+from accelerate.checkpoint.manifest import INDEX_SUFFIX, DamagedCheckpoint, Manifest
 from accelerate.checkpoint.model_io import ModelState, io_of
 from accelerate.checkpoint.save import SavePlan
 from accelerate.checkpoint.state import (
     Kind,
     Layout,
-    from_first_rank,
     is_distributed_tensor,
     mapped_leaves,
     run_on_all_ranks,
@@ -370,52 +369,19 @@ def layout_of(plugin: "FullyShardedDataParallelPlugin | None", use_dcp: bool = T
     return "full" if name == "FULL_STATE_DICT" and use_dcp else "sharded"
 
 
-def write(values: dict[str, Any], folder: Path, kind: Kind, index: int = 0, layout: Layout = "sharded") -> None:
-    """Write a state into a folder that all ranks see, or put it into a plan. All ranks; failures are raised on all.
+def write(values: dict[str, Any], plan: SavePlan, kind: Kind, index: int = 0, layout: Layout = "sharded") -> None:
+    """Put a state into a plan: as shards, or gathered on rank 0.
 
-    ValueError for a folder with a manifest.
+    Collective: call on every rank.
     """
-    shards, name = usual_names(kind, index)
+    shards, file = usual_names(kind, index)
     if layout == "full":
         values = state.gathered(values)
-    owns = layout == "full" and state.rank_and_size()[0] == 0
-
-    def check() -> None:
-        plain_data.refuse_unreadable({f"{kind} {index}": values}, ignores_tensors=True)
-
-    if isinstance(folder, SavePlan):
-        check()
-        if layout == "sharded":
-            folder.add_shards(shards, {kind: values})
-        elif owns:
-            folder.add_object(name, values)
-        return
-
-    def put() -> None:
-        check()
-        os.makedirs(folder, exist_ok=True)
-        if os.path.exists(os.path.join(folder, NAME)):
-            raise ValueError(f"{os.fspath(folder)!r} is a checkpoint of save_state. Save to another folder.")
-        if owns:
-            formats.write_torch(os.path.join(folder, name), values)
-
-    run_on_all_ranks(put)
+    plain_data.refuse_unreadable({f"{kind} {index}": values}, ignores_tensors=True)
     if layout == "sharded":
-        _publish_shards({kind: values}, os.path.join(folder, shards))
-
-
-def _publish_shards(values: dict[str, Any], folder: str) -> None:
-    """Write shards aside, and let them take their place together."""
-    from accelerate.checkpoint import dcp
-
-    main = state.rank_and_size()[0] == 0
-    storage = LocalStorage(folder)
-    staged = from_first_rank(run_on_all_ranks(lambda: storage.stage() if main else ""))
-    try:
-        dcp.save(values, staged)
-        run_on_all_ranks(lambda: storage.publish() if main else None)
-    finally:
-        storage.discard()
+        plan.add_shards(shards, {kind: values})
+    elif state.rank_and_size()[0] == 0:
+        plan.add_object(file, values)
 
 
 def read_for_model(

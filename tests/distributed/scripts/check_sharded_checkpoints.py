@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sharded_io
 from accelerate import PartialState
-from accelerate.checkpoint import formats, layouts, model_io, state
+from accelerate.checkpoint import dcp, formats, model_io, state
 from accelerate.checkpoint.manifest import DamagedCheckpoint, Manifest
 from accelerate.extensions.convert.convert import reshard
 from accelerate.utils import fsdp_utils
@@ -338,8 +338,8 @@ def check_what_is_missing_is_refused_or_left_out(folder):
     for strategy in ("fsdp1", "fsdp1-flat", "fsdp2"):
         job, other = Job(strategy), Job(strategy, seed=1)
         values = model_io.io_of(job.model).model_state(job.model).values
-        os.makedirs(f"{folder}-{strategy}", exist_ok=True)
-        layouts.write({k: v for k, v in values.items() if k != "scale"}, f"{folder}-{strategy}", "model")
+        values = {name: value for name, value in values.items() if name != "scale"}
+        dcp.save({"model": values}, f"{folder}-{strategy}/pytorch_model_fsdp_0")
         with torch.no_grad():
             for name, parameter in other.model.named_parameters():
                 if name.endswith("scale"):

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from accelerate.checkpoint import layouts, optimizers
+from accelerate.checkpoint import formats, layouts, optimizers, plain_data
+from accelerate.checkpoint.manifest import NAME
 from accelerate.checkpoint.model_io import inner_optimizer, io_of
-from accelerate.checkpoint.state import run_on_all_ranks
+from accelerate.checkpoint.state import Kind, Layout, from_first_rank, gathered, rank_and_size, run_on_all_ranks
+from accelerate.checkpoint.storage import LocalStorage
 from accelerate.checkpoint.verify import with_manifest
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.modules import tensor_kinds
@@ -126,7 +128,7 @@ def save_fsdp_model(
     """
     getter = partial(public_module()._get_model_state_dict, adapter_only=adapter_only)
     layout = layouts.layout_of(fsdp_plugin, use_dcp)
-    layouts.write(io_of(model).model_state(model, getter).values, output_dir, "model", model_index, layout)
+    _write(io_of(model).model_state(model, getter).values, output_dir, "model", model_index, layout)
 
 
 def load_fsdp_model(
@@ -195,7 +197,7 @@ def save_fsdp_optimizer(
         RuntimeError: writing failed on some rank; raised on all of them.
     """
     layout = layouts.layout_of(fsdp_plugin, use_dcp)
-    layouts.write(io_of(model).optimizer_state(optimizer, model), output_dir, "optimizer", optimizer_index, layout)
+    _write(io_of(model).optimizer_state(optimizer, model), output_dir, "optimizer", optimizer_index, layout)
 
 
 def load_fsdp_optimizer(
@@ -233,6 +235,38 @@ def load_fsdp_optimizer(
     state = run_on_all_ranks(lambda: optimizers.read_for_optimizer(optimizer, model, folder, optimizer_index, prefer))
     inner = inner_optimizer(optimizer)
     inner.load_state_dict(dict(tensor_kinds.rebuilt(inner, state)))
+
+
+def _write(values: dict[str, Any], folder: str, kind: Kind, index: int, layout: Layout) -> None:
+    """Write a state into a folder that all ranks see: shards aside, until they take their place together.
+
+    ValueError for a folder with a manifest; a failure is raised on all ranks. Collective: call on every rank.
+    """
+    shards, file = layouts.usual_names(kind, index)
+    main = rank_and_size()[0] == 0
+    if layout == "full":
+        values = gathered(values)
+
+    def prepare() -> None:
+        plain_data.refuse_unreadable({f"{kind} {index}": values}, ignores_tensors=True)
+        os.makedirs(folder, exist_ok=True)
+        if os.path.exists(os.path.join(folder, NAME)):
+            raise ValueError(f"{os.fspath(folder)!r} is a checkpoint of save_state. Save to another folder.")
+        if layout == "full" and main:
+            formats.write_torch(os.path.join(folder, file), values)
+
+    run_on_all_ranks(prepare)
+    if layout == "full":
+        return
+    from accelerate.checkpoint import dcp  # here: torch's planner takes 50 ms to import
+
+    storage = LocalStorage(os.path.join(folder, shards))
+    staged = from_first_rank(run_on_all_ranks(lambda: storage.stage() if main else ""))
+    try:
+        dcp.save({kind: values}, staged)
+        run_on_all_ranks(lambda: storage.publish() if main else None)
+    finally:
+        storage.discard()
 
 
 def _prepare_sd_options(fsdp_plugin: FullyShardedDataParallelPlugin) -> "StateDictOptions | None":
