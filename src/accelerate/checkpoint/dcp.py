@@ -66,9 +66,10 @@ class ShardedFolder(Reader):
                 for key, spec in specs.items()
                 if isinstance(spec, TensorStorageMetadata)
             }
-            objects = _LoadPlanner()
-            self._plan(objects, {key: None for key in specs if key not in values})()
-            values = {key: values[key] if key in values else objects.objects[key] for key in specs}
+            planner = _LoadPlanner()
+            if others := [key for key in specs if key not in values]:
+                self._plan(planner, dict.fromkeys(others))()
+            values = {key: values[key] if key in values else planner.objects[key] for key in specs}
             paths = {key: self._metadata.planner_data.get(key, (key,)) for key in specs}
             self.state = unflatten_state_dict(values, paths)
 
