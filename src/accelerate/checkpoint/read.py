@@ -64,7 +64,7 @@ def read(run: Run, contents: Contents, options: dict[str, Any]) -> None:
             if run.num_processes == 1:
                 break
     if problems:
-        raise problems[0]
+        raise problems.pop(0)  # which this frame then does not keep
     beyond = manifest.random_states_file(run.num_processes)
     if run.process_index == 0 and os.path.exists(os.path.join(folder.path, beyond)):
         # Ranks that are new warn themselves.

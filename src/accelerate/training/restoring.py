@@ -68,6 +68,7 @@ def _load(accelerator: TrainingRun, search: Search, options: dict[str, Any], mis
         try:
             contents = _load_chosen(accelerator, ranks, choice, options)
         except TryNext as problem:
+            problem.__traceback__ = None  # its frames would keep what was read until garbage is collected
             if not problem.replaced and not search.latest:
                 raise damaged(choice.storage.location, problem.reasons) from None
             if not problem.replaced:
