@@ -153,72 +153,45 @@ def writes(save_on_each_node: bool = False) -> bool:
     return state.is_local_main_process if save_on_each_node else state.is_main_process
 
 
-@contextlib.contextmanager
-def planned(folder: durable.Path, save_on_each_node: bool = False) -> Iterator[SavePlan]:
-    """Give the plan that takes files: the caller's, or one for a plain folder, written when the block ends."""
-    if isinstance(folder, SavePlan):
-        yield folder
-    else:
-        plan = SavePlan(os.fspath(folder), writes_shared=writes(save_on_each_node))
-        yield plan
-        plan.write()
-
-
 def plain_names(state_dict: Mapping[str, Any]) -> OrderedDict[str, Any]:
     """Return a state dict, and the versions of modules in it, without what torch.compile puts into names."""
-
-    def plain(named: Mapping[str, Any]) -> OrderedDict[str, Any]:
-        return OrderedDict(
-            [(f"{name}.".replace("_orig_mod.", "").removesuffix("."), value) for name, value in named.items()]
-        )
-
-    state = plain(state_dict)
+    plain: OrderedDict[str, Any] = OrderedDict()
+    renamed = [(plain, state_dict)]
     if hasattr(state_dict, "_metadata"):
         # The entry of a compiled wrapper itself gives way to that of the module inside, which follows it.
-        vars(state)["_metadata"] = plain(state_dict._metadata)
-    return state
+        vars(plain)["_metadata"] = metadata = OrderedDict[str, Any]()
+        renamed.append((metadata, state_dict._metadata))
+    for target, named in renamed:
+        for name, value in named.items():
+            target[f"{name}.".replace("_orig_mod.", "").removesuffix(".")] = value
+    return plain
 
 
-def write_model(
-    state_dict: Mapping[str, Any],
-    folder: durable.Path,
-    index: int = 0,
-    safe_serialization: bool = True,
-    save_on_each_node: bool = False,
+def add_model(
+    state_dict: Mapping[str, Any], plan: SavePlan, index: int = 0, safe_serialization: bool = True
 ) -> None:
-    """Write the state dict of model number `index`; ValueError names a value that safetensors lacks.
+    """Add the state dict of model number `index` to a plan; ValueError names a value that safetensors lacks.
 
-    Collective: call on every rank.
+    Not a collective.
     """
     file = manifest.model_file(index, safe_serialization)
-    with planned(folder, save_on_each_node) as plan:
-        if not plan.writes_shared:
-            return
-        if safe_serialization:
-            tensors, aliases = separate_tensors(state_dict)
-            plan.add_tensors(file, tensors, metadata={"format": "pt"}, aliases=aliases)
-        else:
-            plain_data.refuse_unreadable({f"model {index} ({file})": state_dict})
-            plan.add_object(file, state_dict)
-    if plan is not folder:
-        # Of an earlier save in the other format; a reader would not know which of the two is newer.
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(os.path.join(folder, manifest.model_file(index, not safe_serialization)))
+    if plan.writes_shared and safe_serialization:
+        tensors, aliases = separate_tensors(state_dict)
+        plan.add_tensors(file, tensors, metadata={"format": "pt"}, aliases=aliases)
+    elif plan.writes_shared:
+        plain_data.refuse_unreadable({f"model {index} ({file})": state_dict})
+        plan.add_object(file, state_dict)
 
 
-def write_optimizer(state: Any, folder: durable.Path, index: int = 0, save_on_each_node: bool = False) -> None:
-    """Write the state of optimizer number `index`.
-
-    Collective: call on every rank, one process writes.
-    """
-    with planned(folder, save_on_each_node) as plan:
-        if plan.writes_shared:
-            plain_data.refuse_unreadable({f"optimizer {index}": state})
-            plan.add_object(manifest.optimizer_file(index), state)
+def add_optimizer(state: Any, plan: SavePlan, index: int = 0) -> None:
+    """Add the state of optimizer number `index` to a plan. Not a collective."""
+    if plan.writes_shared:
+        plain_data.refuse_unreadable({f"optimizer {index}": state})
+        plan.add_object(manifest.optimizer_file(index), state)
 
 
-def write_common(common: Common, folder: durable.Path, step: int, save_on_each_node: bool = False) -> None:
-    """Write what every strategy saves. All ranks call it: one writes what is shared, and each its own."""
+def add_common(common: Common, plan: SavePlan, step: int) -> None:
+    """Add what every strategy saves to a plan: on one rank what is shared, and on each its own. Not a collective."""
     common_states: dict[str, Any] = {}  # by file
     owners: dict[str, Any] = {}  # by what an error calls them
     for obj, file, _ in common.shared():
@@ -232,22 +205,20 @@ def write_common(common: Common, folder: durable.Path, step: int, save_on_each_n
             states[index] = {name: value for name, value in loader.state_dict().items() if name != resume.KEY}
         owners[f"data loader {index}"] = positions[index], states.get(index)
     plain_data.refuse_unreadable(owners)
-    with planned(folder, save_on_each_node) as plan:
-        for file, state in common_states.items() if plan.writes_shared else ():
+    own = {
+        "step": step,
+        **generators.collect(common.device),
+        POSITIONS: positions,
+        apply.SCHEDULE_UNITS: apply.schedule_units(common),
+    }
+    if plan.writes_shared:
+        # The states of loaders are in separate files, which other programs and new ranks read.
+        common_states |= {manifest.dataloader_file(index): state for index, state in states.items()}
+        for file, state in common_states.items():
             plan.add_object(file, state)
-        own = {
-            "step": step,
-            **generators.collect(common.device),
-            POSITIONS: positions,
-            apply.SCHEDULE_UNITS: apply.schedule_units(common),
-        }
-        for index, state in states.items():
-            # The writer of shared files puts its states into separate files, which other programs and new ranks read.
-            if plan.writes_shared:
-                plan.add_object(manifest.dataloader_file(index), state)
-            else:
-                own.setdefault(LOADERS, {})[index] = state
-        plan.add_object(manifest.random_states_file(common.process_index), own)
+    elif states:
+        own[LOADERS] = states
+    plan.add_object(manifest.random_states_file(common.process_index), own)
 
 
 # -- the saving of one checkpoint ----------------------------------------------------------------------------------------

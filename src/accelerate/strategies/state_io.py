@@ -66,7 +66,7 @@ class StateIO:
 
         Collective: call on every rank.
         """
-        save.write_model(state, plan, index, **options)
+        save.add_model(state, plan, index, **options)
 
     def load_model(
         self, accelerator: Run, model: nn.Module, folder: CheckpointFolder, index: int, **options: Any
@@ -86,7 +86,7 @@ class StateIO:
 
         Collective: call on every rank.
         """
-        save.write_optimizer(plain_state(inner_optimizer(optimizer)), plan, index, **options)
+        save.add_optimizer(plain_state(inner_optimizer(optimizer)), plan, index, **options)
 
     def load_optimizer(
         self, accelerator: Run, optimizer: Any, folder: CheckpointFolder, index: int, **options: Any

@@ -15,7 +15,7 @@ from accelerate.base.text import get_pretty_name
 from accelerate.checkpoint.manifest import CHECKPOINTS_FOLDER, PARAMETER_NAMES, numbered_folder
 from accelerate.checkpoint.model_io import names_file
 from accelerate.checkpoint.ranks import Group
-from accelerate.checkpoint.save import Save, SavePlan, plain_names, write_common
+from accelerate.checkpoint.save import Save, SavePlan, add_common, plain_names
 from accelerate.checkpoint.state import Common
 from accelerate.checkpoint.storage import CheckpointStorage, LocalStorage, prune, storage_of
 from accelerate.extension import all_specs, imported
@@ -192,7 +192,7 @@ def _collect(
         plan.add_bytes(PARAMETER_NAMES, names)
     if accelerator.scaler is not None:
         scaling.flush_update(accelerator.scaler)
-    write_common(Common.of(accelerator, schedulers), plan, accelerator.step)
+    add_common(Common.of(accelerator, schedulers), plan, accelerator.step)
 
 
 def get_state_dict(

@@ -19,7 +19,7 @@ from accelerate.checkpoint import torch_files as other
 from accelerate.checkpoint.apply import Contents
 from accelerate.checkpoint.manifest import DamagedCheckpoint, FileEntry, Manifest
 from accelerate.checkpoint.read import read_common, read_file
-from accelerate.checkpoint.save import plain_names, write_model, write_optimizer
+from accelerate.checkpoint.save import SavePlan, add_model, add_optimizer, plain_names, writes
 from accelerate.checkpoint.state import Common
 from accelerate.checkpoint.stored import FullFiles, read_whole
 from accelerate.checkpoint.verify import CheckpointFolder, with_manifest
@@ -33,6 +33,16 @@ from sharded_io import same
 
 def common(schedulers=(), loaders=(), custom=()):
     return Common(schedulers, loaders, custom, None, 0, torch.device("cpu"))
+
+
+def write_model(state, folder):
+    add_model(state, plan := SavePlan(str(folder)))
+    plan.write()
+
+
+def write_optimizer(state, folder):
+    add_optimizer(state, plan := SavePlan(str(folder)))
+    plan.write()
 
 
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod."])
@@ -241,7 +251,10 @@ def test_other_ranks_write_no_shared_file(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(PartialState, "is_main_process", False)
     checkpointing.save_accelerator_state(tmp_path, [nn.Linear(1, 1).state_dict()], [Object()], [Object()], [], 1, 0)
     checkpointing.save_custom_state(Object(1), tmp_path)
-    write_optimizer({}, tmp_path)
+    plan = SavePlan(str(tmp_path), writes_shared=writes())
+    add_model({}, plan)
+    add_optimizer({}, plan)
+    assert not plan.contents()
     assert os.listdir(tmp_path) == ["random_states_1.pkl"]
     assert checkpointing.load_accelerator_state(tmp_path, [], [], [], [], 0) == {}
     assert "rank 0 keeps its random states" in caplog.text

@@ -3,6 +3,7 @@
 The folder has the layout of Hugging Face Accelerate, file by file, so that checkpoints are read in both directions.
 """
 
+import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,7 +26,7 @@ from accelerate.base.constants import (  # noqa: F401  their recorded place
 )
 from accelerate.checkpoint import apply, layouts, plain_data, read
 from accelerate.checkpoint import save as saving
-from accelerate.checkpoint.manifest import custom_file, optimizer_file
+from accelerate.checkpoint.manifest import custom_file, model_file, optimizer_file
 from accelerate.checkpoint.state import Common
 from accelerate.checkpoint.torch_files import load as load  # a name of upstream's module
 from accelerate.checkpoint.torch_files import save as save
@@ -76,12 +77,18 @@ def save_accelerator_state(
         The folder.
     """
     os.makedirs(output_dir, exist_ok=True)
+    plan = saving.SavePlan(os.fspath(output_dir), writes_shared=saving.writes(save_on_each_node))
     for index, state in enumerate(model_states):
-        saving.write_model(state, output_dir, index, safe_serialization, save_on_each_node)
+        saving.add_model(state, plan, index, safe_serialization)
     for index, obj in enumerate(optimizers):
-        saving.write_optimizer(obj.state_dict(), output_dir, index, save_on_each_node)
+        saving.add_optimizer(obj.state_dict(), plan, index)
     common = Common(schedulers, dataloaders, [], scaler, process_index, PartialState().device)
-    saving.write_common(common, output_dir, step, save_on_each_node)
+    saving.add_common(common, plan, step)
+    plan.write()
+    for index in range(len(model_states) if plan.writes_shared else 0):
+        # Of an earlier save in the other format; a reader would not know which of the two is newer.
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(os.path.join(output_dir, model_file(index, not safe_serialization)))
     return Path(output_dir)
 
 
@@ -162,9 +169,10 @@ def save_custom_state(obj: Any, path: Folder, index: int = 0, save_on_each_node:
     """
     state = obj.state_dict()
     plain_data.refuse_unreadable({f"{type(obj).__name__} ({custom_file(index)})": state})
-    with saving.planned(path, save_on_each_node) as plan:
-        if plan.writes_shared:
-            plan.add_object(custom_file(index), state)
+    if saving.writes(save_on_each_node):
+        plan = saving.SavePlan(os.fspath(path))
+        plan.add_object(custom_file(index), state)
+        plan.write()
 
 
 def load_custom_state(obj: Any, path: Folder, index: int = 0) -> None:

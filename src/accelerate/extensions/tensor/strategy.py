@@ -44,4 +44,4 @@ class TensorParallelIO(ShardedIO):
 
     def save_model(self, accelerator: Run, state: dict[str, Any], plan: SavePlan, index: int, **options: Any) -> None:
         """Write the gathered weights, from rank 0. Collective: call on every rank."""
-        save.write_model(state, plan, index, **options)
+        save.add_model(state, plan, index, **options)
