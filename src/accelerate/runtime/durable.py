@@ -14,11 +14,9 @@ import ctypes
 import errno
 import functools
 import io
-import mmap
 import os
 import re
 import stat
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -40,9 +38,6 @@ _COLLECTED = 128 << 10
 # How much is read at a time.
 _STEP = 1 << 20
 
-# Advice: to read and map pages of a file in one go, several times faster than a fault at a time (kernels from 5.14 know it).
-POPULATE = 22
-
 
 def each(task: Callable[[Any], T], items: Iterable[Any], threads: int) -> list[T]:
     """Return what a task returns for each item, in order, or raise its first error once no task runs.
@@ -53,7 +48,7 @@ def each(task: Callable[[Any], T], items: Iterable[Any], threads: int) -> list[T
     """
     items = list(items)
     if min(threads, len(items)) < 2:
-        return [task(item) for item in items]
+        return list(map(task, items))
     from concurrent.futures import ThreadPoolExecutor
 
     with ThreadPoolExecutor(min(threads, len(items)), thread_name_prefix="checkpoint") as pool:
@@ -154,15 +149,6 @@ def _digest(descriptor: int, start: int, end: int, path: str) -> bytes:
         digest.update(block[:size])
         start += size
     return digest.digest()
-
-
-def advise(address: int, length: int, advice: int) -> bool:
-    """Tell the kernel what pages of memory are for; whether it follows. Source: https://man7.org/linux/man-pages/man2/madvise.2.html"""
-    if sys.platform != "linux":
-        return False
-    begin = address // mmap.PAGESIZE * mmap.PAGESIZE
-    # ctypes lets other threads run meanwhile; mmap.madvise does not.
-    return _call("madvise", "void_p", "size_t", "int")(begin, address + length - begin, advice) == 0
 
 
 # -- files --------------------------------------------------------------------------------------------------------------
@@ -378,7 +364,7 @@ def sync_tree(path: str) -> None:
 
 
 @functools.cache
-def _call(name: str, *kinds: str) -> Callable[..., int] | None:
+def c_function(name: str, *kinds: str) -> Callable[..., int] | None:
     """Return a function of the C library that Python does not offer; None where there is none."""
     try:
         function = getattr(ctypes.CDLL(None, use_errno=True), name)
@@ -390,7 +376,7 @@ def _call(name: str, *kinds: str) -> Callable[..., int] | None:
 
 def _start_writing(descriptor: int, start: int, size: int) -> None:
     """Let the disk begin with a part of a file (sync_file_range). Only fsync waits for it."""
-    begin = _call("sync_file_range", "int", "int64", "int64", "uint")
+    begin = c_function("sync_file_range", "int", "int64", "int64", "uint")
     if begin is not None:  # where it fails, fsync does all of it, and reports what is wrong
         begin(descriptor, start, size, 2)  # SYNC_FILE_RANGE_WRITE
 
@@ -400,7 +386,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 def exchange(left: str, right: str) -> bool:
     """Exchange two folders of one file system in one step (renameat2); return whether the system could."""
-    rename = _call("renameat2", "int", "char_p", "int", "char_p", "uint")
+    rename = c_function("renameat2", "int", "char_p", "int", "char_p", "uint")
     if rename is None:
         return False
     return rename(_AT_FDCWD, os.fsencode(left), _AT_FDCWD, os.fsencode(right), _RENAME_EXCHANGE) == 0

@@ -12,6 +12,7 @@ import functools
 import logging
 import mmap
 import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -29,7 +30,7 @@ from accelerate.devices import table
 from accelerate.extensions.big_models.placement import FOUR_BIT, INT8, exact_device
 from accelerate.extensions.big_models.store import WeightSource
 from accelerate.modules.offloaded import hooks_of, offloading_hook
-from accelerate.runtime.durable import POPULATE, advise
+from accelerate.runtime.durable import c_function
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,8 @@ PREFETCH_VARIABLE = "ACCELERATE_OFFLOAD_PREFETCH"
 _AHEAD_ON_CPU = 256 * 2**20
 # There, modules with fewer bytes than this are not worth a thread's while.
 SMALLEST_ON_CPU = 64 * 1024
+# Kernels from 5.14 know this advice.
+_POPULATE = 22
 # Size of each of the pinned buffers that weights travel through; two are enough to fill one while the other is sent.
 STAGING_BYTES = 64 * 2**20
 
@@ -67,8 +70,17 @@ def prefetch_budget(prefetch: bool | int | str | None) -> int | None:
 
 def _read_pages(tensor: torch.Tensor) -> None:
     """Have the pages of a mapped tensor read and mapped in one go, which is several times faster than a fault at a time."""
-    if tensor.nbytes and tensor.is_contiguous() and not advise(tensor.data_ptr(), tensor.nbytes, POPULATE):
+    if tensor.nbytes and tensor.is_contiguous() and not _populated(tensor.data_ptr(), tensor.nbytes):
         tensor.detach().view(-1).view(torch.uint8)[:: mmap.PAGESIZE].sum()  # a byte of each page
+
+
+def _populated(address: int, length: int) -> bool:
+    """Advise the kernel to read and map pages; return whether it does. Source: https://man7.org/linux/man-pages/man2/madvise.2.html"""
+    if sys.platform != "linux":
+        return False
+    begin = address // mmap.PAGESIZE * mmap.PAGESIZE
+    # ctypes lets other threads run meanwhile; mmap.madvise does not.
+    return c_function("madvise", "void_p", "size_t", "int")(begin, address + length - begin, _POPULATE) == 0
 
 
 class HostTransfer:
