@@ -141,7 +141,7 @@ class Ranks:
         self._origin: Any = store if group.world_size > 1 else None
         self._store: Any = None  # the connection on which this rank waits
         self._keys: Any = None  # those of this meeting
-        self._kind = self._location = self._site = ""
+        self._kind = self._location = self._site = self._note_key = ""
         self._number, self._round, self._leader = 0, -1, group.rank
         self._has_left = False
 
@@ -164,9 +164,8 @@ class Ranks:
             "scope": machine if group.each_node else "",
         }
         call |= {"machine": machine, "leads": group.local_rank == 0, "name": save_name()}
-        text = json.dumps(call)
         try:
-            outcome = self._outcome(text, self._origin is not None and self._arrive(call))
+            outcome = self._outcome(call, self._origin is not None and self._arrive(call))
             if outcome["misuse"] is None:
                 self.name, self._leader = outcome["name"], self._machine_leader(machine, outcome)
         except RuntimeError as error:
@@ -187,7 +186,7 @@ class Ranks:
 
         Collective: call on every rank.
         """
-        flags: int = self._meet("null", bool(flag), error)["flags"]
+        flags: int = self._meet(flag=bool(flag), error=error)["flags"]
         return flags
 
     def first_error(self, error: BaseException | None) -> None:
@@ -195,7 +194,7 @@ class Ranks:
 
         Collective: call on every rank.
         """
-        self._meet("null", error=error)
+        self._meet(error=error)
 
     def worst(self, problem: Problem | None) -> Problem | None:
         """Return the problem with the highest level: this rank's if it has that level, else one that names the ranks with it.
@@ -206,7 +205,7 @@ class Ranks:
             RuntimeError: A rank will never come, or the store failed.
         """
         level, error = (0, None) if problem is None else (problem.level, problem.error)
-        outcome = self._meet("null", error=error, level=level, raises=False)
+        outcome = self._meet(error=error, level=level, raises=False)
         if outcome["error"] is None or outcome["level"] == level:
             return problem
         failure = RuntimeError(f"{self._kind}({self._location!r}) {outcome['error']}")
@@ -222,9 +221,10 @@ class Ranks:
             raise ValueError(
                 f"Ranks share {LARGEST_VALUE} bytes at most, but got {len(text)}. Share the path of a file."
             )
-        outcome = self._meet(text, error=error)
+        value = json.loads(text)
+        outcome = self._meet(value, error=error)
         if root == self.group.rank:
-            return json.loads(text)
+            return value
         notes = outcome.get("notes") or {root: self._note(root)}
         return None if notes[root] is None else notes[root]["value"]
 
@@ -234,7 +234,7 @@ class Ranks:
         Collective: call on every rank.
         """
         if self._store is None:
-            numbers: list[int] = [note["value"] for note in self._meet(str(number), error=error)["notes"].values()]
+            numbers: list[int] = [note["value"] for note in self._meet(number, error=error)["notes"].values()]
             return min(numbers)
         key, smallest = f"smallest/{self._round + 1}", ""
         while (smallest := self._keys.compare_set(key, smallest, str(number)).decode()) and int(smallest) > number:
@@ -275,8 +275,11 @@ class Ranks:
         first = {"first": [call["kind"], call["location"]]}
         if call["scope"]:
             first = {"first": call["kind"], f"first/{call['scope']}": call["location"]}
-        texts = {key: json.dumps(value) for key, value in first.items()}
-        return {key: self._keys.compare_set(key, "", text).decode() for key, text in texts.items()} != texts
+        differs = False
+        for key, value in first.items():
+            text = json.dumps(value)
+            differs |= self._keys.compare_set(key, "", text).decode() != text
+        return differs
 
     def _machine_leader(self, machine: str, outcome: Note) -> int:
         rank = self.group.rank
@@ -294,14 +297,19 @@ class Ranks:
         return int(self._store.get(keys[0])) if keys else rank
 
     def _meet(
-        self, text: str, flag: bool = False, error: BaseException | None = None, level: int = 1, raises: bool = True
+        self,
+        value: Any = None,
+        flag: bool = False,
+        error: BaseException | None = None,
+        level: int = 1,
+        raises: bool = True,
     ) -> Note:
         """Come to the next round with a JSON value; return its outcome once all ranks have come.
 
         Raise the error of any rank if `raises`, and in any case one for a rank that will never come and for a store that fails.
         """
         try:
-            outcome = self._outcome(text, flag, error, level)
+            outcome = self._outcome(value, flag, error, level)
         except RuntimeError as store_error:
             raise error or RuntimeError(self._store_problem(store_error)) from store_error
         if outcome["error"] is None:
@@ -313,33 +321,27 @@ class Ranks:
             raise RuntimeError(f"{self._kind}({self._location!r}) {outcome['error']}") from error
         return outcome
 
-    def _outcome(self, text: str, flag: bool, error: BaseException | None = None, level: int = 0) -> Note:
+    def _outcome(self, value: Any, flag: bool, error: BaseException | None = None, level: int = 0) -> Note:
         """Come to the next round, and return its outcome; without a store it has the notes of all ranks."""
         self._round += 1
+        # Who comes to a round may overwrite the note of the round before the last: all have read that. Calls have a key to
+        # themselves, because a rank may come to the next meeting before others have read the last note of this one.
+        self._note_key = "call/{}" if self._round == 0 else f"note/{{}}/{self._round % 2}"
         note: Note = {
             "round": [self._number, self._round],
-            "value": json.loads(text),
+            "value": value,
             "error": None if error is None else _short(f"{type(error).__name__}: {error}"),
             "level": 0 if error is None else level,
         }
-        if self._store is not None:
-            return self._come(note, flag)
-        notes, flags = zip(*self._gather([note, flag]), strict=True)
-        outcome = self._summary(dict(enumerate(notes)), sum(flags))
-        return {**outcome, "notes": dict(enumerate(notes))}
-
-    def _gather(self, note: Any) -> list[Any]:
-        """Return the notes of all ranks, which have no store."""
-        # The communicator of a single process is not asked: the run may have reset its state meanwhile.
-        return [note] if self.group.world_size == 1 else comm.current().gather_object(note)
-
-    def _come(self, note: Note, flag: bool) -> Note:
-        """Come to a round and return its outcome: the last rank to come writes it, or one that looks for missing ranks."""
-        failed, key = note["error"] is not None, f"outcome/{self._round}"
-        self._store.set(self._note_key(self.group.rank), json.dumps(note))
+        if self._store is None:
+            return self._gathered_outcome(note, flag)
+        failed, key = error is not None, f"outcome/{self._round}"
+        self._store.set(self._note_key.format(self.group.rank), json.dumps(note))
         come = self._keys.add("come", 1 + _FLAG * flag + _FAILED * failed)
         ticket, flags, failures = come % _FLAG, come % _FAILED // _FLAG, come // _FAILED
-        if ticket == self.group.world_size:
+        if (
+            ticket == self.group.world_size
+        ):  # the last rank to come writes the outcome, or one that looks for missing ranks
             self._keys.set("come", "0")
             with contextlib.suppress(RuntimeError):  # a store that cannot delete
                 self._keys.delete_key(f"outcome/{self._round - 1}")  # all have read it, because they have come here
@@ -355,16 +357,29 @@ class Ranks:
         outcome: Note = json.loads(self._keys.get(key))
         return outcome
 
+    def _gathered_outcome(self, note: Note, flag: bool) -> Note:
+        """Return the outcome of a round without a store, by a collective."""
+        # The communicator of a single process is not asked: the run may have reset its state meanwhile.
+        come = [(note, flag)] if self.group.world_size == 1 else comm.current().gather_object((note, flag))
+        notes = {rank: rank_note for rank, (rank_note, _) in enumerate(come)}
+        return {**self._summary(notes, sum(rank_flag for _, rank_flag in come)), "notes": notes}
+
     def _summary(self, notes: dict[int, Note], flags: int) -> Note:
         """Return the outcome of a round to which all ranks have come, by their notes, or by one of these if nothing is wrong."""
         if self._round == 0:
             calls = {rank: note["value"] for rank, note in notes.items()}
-            return {"misuse": _disagreement(calls), "name": next(iter(calls.values()))["name"]}
+            return {
+                "misuse": _disagreement(calls) if len(calls) > 1 else None,
+                "name": next(iter(calls.values()))["name"],
+            }
         outcome: Note = {"flags": flags, "error": None, "level": 0, "lines": [], "lost": []}
-        if failed := [(note["level"], rank, note["error"]) for rank, note in notes.items() if note["level"] > 0]:
-            outcome["level"] = highest = max(failed)[0]
-            lines = [f"Rank {rank}: {error}" for level, rank, error in sorted(failed) if level == highest]
-            outcome["lines"] = first_of(lines, _MOST)
+        for rank, note in sorted(notes.items()):
+            if note["level"] > outcome["level"]:
+                outcome.update(level=note["level"], lines=[])
+            if note["level"] == outcome["level"] > 0:
+                outcome["lines"].append(f"Rank {rank}: {note['error']}")
+        if outcome["lines"]:
+            outcome["lines"] = first_of(outcome["lines"], _MOST)
             outcome["error"] = f"failed on other ranks. {' '.join(outcome['lines'])}"
         return outcome
 
@@ -418,18 +433,12 @@ class Ranks:
 
     def _notes(self) -> dict[int, Note]:
         """Return the notes of the ranks that have come to this round."""
-        notes = {rank: self._note(rank) for rank in range(self.group.world_size)}
-        return {rank: note for rank, note in notes.items() if note is not None}
+        return {rank: note for rank in range(self.group.world_size) if (note := self._note(rank)) is not None}
 
     def _note(self, rank: int) -> Note | None:
-        key = self._note_key(rank)
+        key = self._note_key.format(rank)
         note: Note | None = json.loads(self._store.get(key)) if self._store.check([key]) else None
         return note if note is not None and note["round"] == [self._number, self._round] else None
-
-    def _note_key(self, rank: int) -> str:
-        # Who comes to a round may overwrite the note of the round before the last: all have read that. Calls have a key to
-        # themselves, because a rank may come to the next meeting before others have read the last note of this one.
-        return f"call/{rank}" if self._round == 0 else f"note/{rank}/{self._round % 2}"
 
     def _store_problem(self, error: RuntimeError) -> str:
         call = f"{self._kind}({self._location!r}) at {self._site}: the "
