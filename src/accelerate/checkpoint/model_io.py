@@ -40,8 +40,6 @@ class ModelIO:
     gives_copies: ClassVar[bool] = False
     # Whether torch's functions for gathered states, and loading a part of a state, fail with these models.
     gathers_itself: ClassVar[bool] = False
-    # Whether each rank has the names of all parameters.
-    has_all_names: ClassVar[bool] = True
 
     def unwrapped(self, model: nn.Module) -> nn.Module:
         """Return a model out of its wrappers, but for those that give and take its state. Not a collective."""
@@ -58,17 +56,16 @@ class ModelIO:
         """Return the names that are in the model, but in no state of this rank. Not a collective."""
         return ()
 
-    def names_of(self, name: str, parameter: nn.Parameter) -> list[str]:
-        """Return the names of what a parameter of `unwrapped` holds. Not a collective."""
-        return [name]
+    def held_names(self, model: nn.Module) -> dict[int, list[str]]:
+        """Return the names of what each parameter of `unwrapped` holds, by its id. Not a collective."""
+        return {id(parameter): [name] for name, parameter in self.unwrapped(model).named_parameters()}
 
     def own_names(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:
         """Return the names in `unwrapped` of an optimizer's parameters, for each group; ValueError for one of no model.
 
         Not a collective.
         """
-        named = self.unwrapped(model).named_parameters()
-        names = {id(parameter): self.names_of(name, parameter) for name, parameter in named}
+        names = self.held_names(model)
         groups: list[list[str]] = []
         for number, group in enumerate(inner_optimizer(optimizer).param_groups):
             groups.append([])
@@ -236,10 +233,10 @@ def owner(optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]) -> tupl
 
 def names_file(optimizers: Iterable[torch.optim.Optimizer], models: Collection[nn.Module]) -> bytes | None:
     """Return the content of the file that says which parameters the optimizers' numbers mean; None without any."""
-    if not all(io_of(model).has_all_names for model in models):  # shards of their optimizers have names themselves
-        return None
-    names = [owner(optimizer, models)[1] for optimizer in optimizers]
-    known = {index: groups for index, groups in enumerate(names) if groups}
+    known: dict[int, list[list[str]]] = {}
+    for index, optimizer in enumerate(optimizers):
+        if groups := owner(optimizer, models)[1]:
+            known[index] = groups
     return names_text(known) if known else None
 
 

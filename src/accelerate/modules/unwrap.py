@@ -162,12 +162,12 @@ def canonical_name(name: str) -> str:
 
     The leading ``module.`` of DistributedDataParallel stays, because a user's own attribute may have that name.
     """
-    return ".".join(itertools.filterfalse(INNER_ATTRIBUTES.__contains__, name.split(".")))
+    return canonical_names((name,))[0]
 
 
 def canonical_names(names: Iterable[str]) -> list[str]:
     """Return `canonical_name` of each of some names."""
-    return list(map(canonical_name, names))
+    return [".".join(itertools.filterfalse(INNER_ATTRIBUTES.__contains__, name.split("."))) for name in names]
 
 
 def match_names(targets: Iterable[str], source_names: Iterable[str]) -> dict[str, str]:

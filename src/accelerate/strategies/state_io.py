@@ -28,6 +28,8 @@ class StateIO:
     saves_shards: ClassVar[bool] = False
     # Whether the results of `whole_tensors` are copies, which stay valid, rather than the model's own memory.
     gathers_new_memory: ClassVar[bool] = False
+    # Whether each rank has the names of all parameters, so that one rank can write them down.
+    has_all_names: ClassVar[bool] = True
     # Which arguments of `save_state` reach `save_model`.
     save_options: ClassVar[tuple[str, ...]] = ()
 

@@ -12,9 +12,11 @@ def is_fsdp1(model: Any) -> bool:
     """Return whether a model is, or contains, a FullyShardedDataParallel. Not a collective."""
     # While the module is not imported there is no such model, and importing it is slow.
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and any(
-        issubclass(kind, fsdp.FullyShardedDataParallel) for kind in set(map(type, model.modules()))
-    )
+    if fsdp is not None:
+        for kind in set(map(type, model.modules())):
+            if issubclass(kind, fsdp.FullyShardedDataParallel):
+                return True
+    return False
 
 
 _HERE = "accelerate.extensions.fsdp1"

@@ -43,11 +43,14 @@ class FSDP1Models(ModelIO):
                 tied.append(canonical_names(".".join(part for part in (prefix, *pair) if part) for pair in inside))
         return tied
 
-    def names_of(self, name: str, parameter: nn.Parameter) -> list[str]:
-        """Return the names of a flat parameter's members. Not a collective."""
-        members = member_names(parameter)
-        prefix = name.rpartition(".")[0]
-        return [name] if members is None else [f"{prefix}.{member}" if prefix else member for member in members]
+    def held_names(self, model: nn.Module) -> dict[int, list[str]]:
+        """Return the names of each parameter, those of its members if it is flat, by its id. Not a collective."""
+        names = super().held_names(model)
+        for name, parameter in self.unwrapped(model).named_parameters():
+            if (members := member_names(parameter)) is not None:
+                prefix = name.rpartition(".")[0]
+                names[id(parameter)] = [f"{prefix}.{member}" if prefix else member for member in members]
+        return names
 
     def state_dict(self, model: nn.Module, getter: Callable[..., Any] | None) -> dict[str, Any]:
         """Return the model's own state dict, each rank with its shards. Collective: call on every rank."""

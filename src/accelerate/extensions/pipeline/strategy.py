@@ -123,8 +123,6 @@ class PipelineParallel(Sharded):
 class PipelineModels(ModelIO):
     """How a pipeline gives its state: each rank has the tensors of its stages, under the names of the full model."""
 
-    has_all_names = False
-
     def tied_names(self, model: Any) -> list[list[str]]:
         """Return the groups of names that mean one parameter, which a pipeline has once. Not a collective."""
         ties: list[list[str]] = model.holdings.ties
@@ -138,6 +136,8 @@ class PipelineModels(ModelIO):
 
 class PipelineIO(ShardedIO):
     """The states of a run with pipelines."""
+
+    has_all_names = False
 
     def layout(self, accelerator: Run, use_dcp: bool = True) -> Layout:
         """Return how a checkpoint keeps stages: as shards, whatever a plugin says, because no rank has all names."""
