@@ -313,9 +313,13 @@ def _mark(descriptor: int) -> tuple[int, ...]:
 
 def _text(values: Mapping[str, Any], files: Mapping[str, FileEntry]) -> str:
     """Return the text of a manifest, or of a part of it, with a line for each value and file, for people and `diff`."""
-    lines = [f" {json.dumps(key)}: {json.dumps(value)},\n" for key, value in values.items()]
-    listed = [f"  {json.dumps(name)}: {json.dumps(entry.to_json())}" for name, entry in sorted(files.items())]
-    return "{\n" + "".join(lines) + ' "files": {\n' + ",\n".join(listed) + "\n }\n}\n"
+    listed = ",\n".join(
+        [f"  {json.dumps(name)}: {json.dumps(entry.to_json())}" for name, entry in sorted(files.items())]
+    )
+    text = ""
+    for key, value in values.items():
+        text += f" {json.dumps(key)}: {json.dumps(value)},\n"
+    return f'{{\n{text} "files": {{\n{listed}\n }}\n}}\n'
 
 
 def save_name() -> str:
@@ -346,7 +350,7 @@ def parts(folder: Path, ranks: Iterable[int], written: int = 0) -> dict[int, byt
     durable.each(read, [rank for rank in ranks if f"{rank}.json" in listed], _READERS)
     if len(found) < written:  # the listing of a network's file system may be older than what other nodes have written
         durable.each(read, [rank for rank in ranks if rank not in found], _READERS)
-    return {rank: found[rank] for rank in sorted(found)}
+    return dict(sorted(found.items()))
 
 
 def gathered(parts: Mapping[int, bytes]) -> dict[str, FileEntry]:
@@ -523,8 +527,8 @@ def files_below(folder: Path) -> set[str]:
     """Return the paths of the files below a local folder, with ``/`` between parts."""
     paths = set()
     for where, _, files in os.walk(folder):
-        below = os.path.relpath(where, folder)
-        paths.update([os.path.normpath(os.path.join(below, file)).replace(os.sep, "/") for file in files])
+        for file in files:
+            paths.add(os.path.relpath(os.path.join(where, file), folder).replace(os.sep, "/"))
     return paths
 
 

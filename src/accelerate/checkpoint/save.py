@@ -18,17 +18,11 @@ import torch
 from accelerate.checkpoint import apply, formats, manifest, plain_data
 from accelerate.checkpoint.manifest import FileEntry, Manifest
 from accelerate.checkpoint.ranks import Group, Ranks, default_store
-from accelerate.checkpoint.state import (
-    LOADERS,
-    POSITIONS,
-    Common,
-    keeps_state,
-)
+from accelerate.checkpoint.state import LOADERS, POSITIONS, Common, keeps_state
 from accelerate.checkpoint.storage import CheckpointStorage
 from accelerate.data import resume
 from accelerate.data.loader import PreparedLoader
 from accelerate.modules.unwrap import separate_tensors
-from accelerate.process import PartialState
 from accelerate.runtime import durable, generators
 
 logger = logging.getLogger(__name__)
@@ -100,7 +94,8 @@ class SavePlan(os.PathLike[str]):
         for name, state in states.items():
             from accelerate.checkpoint import dcp  # here: with torch's planner
 
-            written = dcp.save(state, os.path.join(self.folder, name), group, create=self._create_in(name))
+            create = partial(self._create_shard, name)
+            written = dcp.save(state, os.path.join(self.folder, name), group, create=create)
             self._written |= {f"{name}/{file}": entry for file, entry in written.items()}
             self._unsynced += [f"{name}/{file}" for file in written]
 
@@ -130,8 +125,8 @@ class SavePlan(os.PathLike[str]):
         """Return what each file, and each folder of shards, is to hold."""
         return {file: obj for file, (_, obj, _) in self._jobs.items()} | self._shards
 
-    def _create_in(self, folder: str) -> formats.Create:
-        return lambda path: self.create(f"{folder}/{os.path.basename(path)}")
+    def _create_shard(self, folder: str, path: durable.Path) -> Any:
+        return self.create(f"{folder}/{os.path.basename(path)}")
 
     def _has_large_files(self) -> bool:
         """Return whether the tensors directly in the object of one file are large."""
@@ -147,29 +142,20 @@ class SavePlan(os.PathLike[str]):
 # -- what is put into it -----------------------------------------------------------------------------------------------
 
 
-def writes(save_on_each_node: bool = False) -> bool:
-    """Return whether this process writes the shared files, of the run or of its node."""
-    state = PartialState()
-    return state.is_local_main_process if save_on_each_node else state.is_main_process
-
-
 def plain_names(state_dict: Mapping[str, Any]) -> OrderedDict[str, Any]:
     """Return a state dict, and the versions of modules in it, without what torch.compile puts into names."""
     plain: OrderedDict[str, Any] = OrderedDict()
-    renamed = [(plain, state_dict)]
-    if hasattr(state_dict, "_metadata"):
-        # The entry of a compiled wrapper itself gives way to that of the module inside, which follows it.
-        vars(plain)["_metadata"] = metadata = OrderedDict[str, Any]()
-        renamed.append((metadata, state_dict._metadata))
-    for target, named in renamed:
+    versions: OrderedDict[str, Any] = OrderedDict()
+    # The entry of a compiled wrapper itself gives way to that of the module inside, which follows it.
+    for target, named in ((plain, state_dict), (versions, getattr(state_dict, "_metadata", {}))):
         for name, value in named.items():
             target[f"{name}.".replace("_orig_mod.", "").removesuffix(".")] = value
+    if hasattr(state_dict, "_metadata"):
+        vars(plain)["_metadata"] = versions
     return plain
 
 
-def add_model(
-    state_dict: Mapping[str, Any], plan: SavePlan, index: int = 0, safe_serialization: bool = True
-) -> None:
+def add_model(state_dict: Mapping[str, Any], plan: SavePlan, index: int = 0, safe_serialization: bool = True) -> None:
     """Add the state dict of model number `index` to a plan; ValueError names a value that safetensors lacks.
 
     Not a collective.
@@ -336,12 +322,12 @@ class Save:
         ranks, group, shared = self.ranks, self.group, self.storage.shared
         with self._discarding():
             # Write. A rank that does not publish lists its files in its part of the manifest.
-            files = {**(self.run_step(self.plan.write, threads, self.shards_group) or {})}
+            files: dict[str, FileEntry] = dict(self.run_step(self.plan.write, threads, self.shards_group) or {})
             if not shared:
                 # Until here the hooks of other ranks may write into the folder of their machine.
                 ranks.first_error(self.problem)
                 if self.stages:
-                    files |= self.run_step(self._of_hooks, files, threads) or {}
+                    self.run_step(self._add_unlisted, files, threads)
             leaves_part = bool(files) and not self.publishes
             if leaves_part:
                 self.run_step(self._leave_part, files)
@@ -349,10 +335,7 @@ class Save:
 
             # List. The rank that publishes reads the parts, and hashes what hooks have written.
             if self.publishes:
-                listed = self.run_step(self._listed, parts) or {}
-                files |= listed
-                if shared:
-                    files |= self.run_step(self._of_hooks, files, threads) or {}
+                self.run_step(self._add_listed, files, parts, threads)
             if group.each_node:
                 ranks.first_error(self.problem)  # several ranks publish, and none does so if another one has failed
 
@@ -366,32 +349,32 @@ class Save:
             self.storage.discard()
             self.prune_old(self.storage)
 
-    def _of_hooks(self, files: Iterable[str], threads: int) -> dict[str, FileEntry]:
-        """Return entries of the files in the folder that no rank has listed, once the storage has them."""
+    def _add_unlisted(self, files: dict[str, FileEntry], threads: int) -> None:
+        """Add the files in the folder that no rank has listed, which hooks have written."""
         entries = unlisted(self.plan.folder, files, self.group.rank, threads)
         if not self.storage.shared:
             self.storage.sync(self.plan.folder, entries)
-        return entries
+        files |= entries
 
     def _leave_part(self, files: dict[str, FileEntry]) -> None:
         folder, rank = self.plan.folder, self.group.rank
         manifest.write_part(folder, rank, files, partial(self.storage.create, folder))
         self.storage.sync(folder, [manifest.part_file(rank)])
 
-    def _listed(self, parts: int) -> dict[str, FileEntry]:
-        """Return what the parts of other ranks list, of which there are so many."""
-        if not parts:
-            return {}
-        # Machines with separate checkpoints have only their own parts, which are not counted.
-        texts = self.storage.parts(
-            self.plan.folder, range(self.group.world_size), 0 if self.group.each_node else parts
-        )
-        if not self.group.each_node and len(texts) != parts:
-            raise OSError(
-                f"Of the {parts} parts of its manifest {len(texts)} can be seen in {self.plan.folder!r}: the file system does not "
-                "show what other nodes have written there. Save to another one."
-            )
-        return manifest.gathered(texts)
+    def _add_listed(self, files: dict[str, FileEntry], parts: int, threads: int) -> None:
+        """Add the files that the parts of other ranks list, of which there are so many, and in a shared folder those of hooks."""
+        if parts:
+            # Machines with separate checkpoints have only their own parts, which are not counted.
+            expected = 0 if self.group.each_node else parts
+            texts = self.storage.parts(self.plan.folder, range(self.group.world_size), expected)
+            if expected and len(texts) != expected:
+                raise OSError(
+                    f"Of the {parts} parts of its manifest {len(texts)} can be seen in {self.plan.folder!r}: the file system does "
+                    "not show what other nodes have written there. Save to another one."
+                )
+            files |= manifest.gathered(texts)
+        if self.storage.shared:
+            self._add_unlisted(files, threads)
 
     def _publish(self, files: dict[str, FileEntry]) -> None:
         Manifest(files, save=self.ranks.name, **self.manifest_fields).write(self.plan.folder)

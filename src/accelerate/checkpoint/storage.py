@@ -7,6 +7,7 @@ next process that writes to the location.
 """
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import logging
@@ -106,7 +107,7 @@ class CheckpointStorage(ABC):
     def __post_init__(self) -> None:
         self.unresolved = self.location
 
-    @property
+    @functools.cached_property
     def name(self) -> str:
         """The last part of the location."""
         return os.path.basename(self.location.rstrip("/"))
@@ -322,10 +323,6 @@ class LocalStorage(CheckpointStorage):
         storage.location = os.path.join(self.location, name)
         return storage
 
-    def _asides(self) -> list[str]:
-        """Return the hidden folders of saves and removals of this checkpoint."""
-        return [path for path, name in folders.asides(os.path.dirname(self.location)) if name == self.name]
-
     def _verified(self) -> tuple[Manifest | None, list[str]]:
         folder = self.fetch()
         try:
@@ -390,8 +387,8 @@ class LocalStorage(CheckpointStorage):
 
     def fetch(self, wanted: Callable[[str], bool] | None = None) -> str:
         """Return the folder itself: the location, or where a publish that was killed between two renames left the checkpoint."""
-        for aside in () if os.path.isdir(self.location) else self._asides():
-            if folders.is_folder(former := os.path.join(aside, folders.FORMER)):
+        for aside, name in () if os.path.isdir(self.location) else folders.asides(os.path.dirname(self.location)):
+            if name == self.name and folders.is_folder(former := os.path.join(aside, folders.FORMER)):
                 new = os.path.join(aside, self.name)
                 return new if folders.is_folder(new) else former
         return self.location
@@ -473,9 +470,10 @@ class LocalStorage(CheckpointStorage):
 
     def _complete(self) -> None:
         """Bring publishes to their end from whichever step they have come to, and remove what is worth nothing. Needs the lock."""
-        for aside in self._asides():
-            self._complete_publish(aside)
-            folders.remove_aside(aside)
+        for aside, name in folders.asides(os.path.dirname(self.location)):
+            if name == self.name:
+                self._complete_publish(aside)
+                folders.remove_aside(aside)
         folders.remove_empty_asides(os.path.dirname(self.location))
 
     def _complete_publish(self, aside: str) -> None:
@@ -554,18 +552,14 @@ def storage_of(path: str | os.PathLike[str]) -> CheckpointStorage:
     """
     text = os.path.expanduser(os.fspath(path)).removeprefix("file://").removeprefix("local://")
     if "://" in text:
-        return _url_storage(text.rstrip("/"))
+        for spec in (*third_parties(), *specs()):
+            if spec.storage:
+                storage: CheckpointStorage = imported(spec.storage)(text.rstrip("/"))
+                return storage
+        raise ValueError(f"{text!r}: no extension of accelerate stores checkpoints at URLs. Pass a local folder.")
     protocol, separator, rest = text.partition(":/")
     if separator and len(protocol) > 1 and protocol.isalnum() and not os.path.isdir(f"{protocol}:"):
         raise ValueError(
             f"{text!r} is neither a folder nor a URL: a URL has two slashes. Pass '{protocol}://{rest}', or './{text}' for a folder."
         )
     return LocalStorage(text)
-
-
-def _url_storage(url: str) -> CheckpointStorage:
-    for spec in (*third_parties(), *specs()):
-        if spec.storage:
-            storage: CheckpointStorage = imported(spec.storage)(url)
-            return storage
-    raise ValueError(f"{url!r}: no extension of accelerate stores checkpoints at URLs. Pass a local folder.")

@@ -170,26 +170,26 @@ def _collect(
     # Through the method, because libraries replace it. Hooks of strategies that save shards see no weights.
     models = [] if state_io.saves_shards else accelerator._models
     states: list[dict[str, Any]] = [plain_names(accelerator.get_state_dict(model)) for model in models]
-    hooks = list(accelerator._save_model_state_pre_hook.values())
-    models = [
-        model if state_io.owns_state(model) else strategy.unwrap_model(model)
-        for model in (accelerator._models if hooks else ())
-    ]
-    for hook in hooks:
-        hook(models, states, plan.folder)
+    if hooks := list(accelerator._save_model_state_pre_hook.values()):
+        outer = accelerator._models
+        inner = [model if state_io.owns_state(model) else strategy.unwrap_model(model) for model in outer]
+        for hook in hooks:
+            hook(inner, states, plan.folder)
+    options = {"safe_serialization": safe_serialization, **model_options}
     if unused := sorted(model_options.keys() - set(state_io.save_options)):
         warn_user(f"save_state got {unused}, which the strategy {strategy.name!r} does not use.")
-    options = {name: value for name, value in model_options.items() if name in state_io.save_options}
-    options.update(safe_serialization=safe_serialization)
+        for name in unused:
+            del options[name]
     if state_io.saves_shards:
         states = [{} for _ in accelerator._models]
     for index, state in enumerate(states):
         state_io.save_model(accelerator, state, plan, index, **options)
     for index, optimizer in enumerate(accelerator._optimizers):
         state_io.save_optimizer(accelerator, optimizer, plan, index)
-    names = names_file(accelerator._optimizers, accelerator._models)
-    if names is not None and plan.writes_shared:
-        plan.add_bytes(PARAMETER_NAMES, names)
+    if plan.writes_shared and state_io.has_all_names:
+        names = names_file(accelerator._optimizers, accelerator._models)
+        if names is not None:
+            plan.add_bytes(PARAMETER_NAMES, names)
     if accelerator.scaler is not None:
         scaling.flush_update(accelerator.scaler)
     add_common(Common.of(accelerator, schedulers), plan, accelerator.step)

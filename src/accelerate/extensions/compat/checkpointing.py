@@ -77,7 +77,7 @@ def save_accelerator_state(
         The folder.
     """
     os.makedirs(output_dir, exist_ok=True)
-    plan = saving.SavePlan(os.fspath(output_dir), writes_shared=saving.writes(save_on_each_node))
+    plan = saving.SavePlan(os.fspath(output_dir), writes_shared=_writes_shared(save_on_each_node))
     for index, state in enumerate(model_states):
         saving.add_model(state, plan, index, safe_serialization)
     for index, obj in enumerate(optimizers):
@@ -90,6 +90,11 @@ def save_accelerator_state(
         with contextlib.suppress(FileNotFoundError):
             os.remove(os.path.join(output_dir, model_file(index, not safe_serialization)))
     return Path(output_dir)
+
+
+def _writes_shared(save_on_each_node: bool) -> bool:
+    state = PartialState()
+    return state.is_local_main_process if save_on_each_node else state.is_main_process
 
 
 def load_accelerator_state(
@@ -169,7 +174,7 @@ def save_custom_state(obj: Any, path: Folder, index: int = 0, save_on_each_node:
     """
     state = obj.state_dict()
     plain_data.refuse_unreadable({f"{type(obj).__name__} ({custom_file(index)})": state})
-    if saving.writes(save_on_each_node):
+    if _writes_shared(save_on_each_node):
         plan = saving.SavePlan(os.fspath(path))
         plan.add_object(custom_file(index), state)
         plan.write()

@@ -16,7 +16,6 @@ from accelerate.base.constants import (
     WEIGHTS_PATTERN_NAME,
 )
 from accelerate.base.text import convert_file_size_to_int
-from accelerate.checkpoint.save import writes
 from accelerate.extensions.export.files import replace_weights
 from accelerate.modules import tensor_kinds
 from accelerate.modules.unwrap import canonical_names, clean_state_dict_for_safetensors
@@ -54,7 +53,8 @@ def save_model(
     convert_file_size_to_int(max_shard_size)  # refused on all ranks, not by the one that writes alone
     state = accelerator.get_state_dict(model)
     _refuse_meta(state or {})
-    if not writes(accelerator.project_configuration.save_on_each_node):
+    on_each_node = accelerator.project_configuration.save_on_each_node
+    if not (accelerator.is_local_main_process if on_each_node else accelerator.is_main_process):
         return
     if accelerator._state_io.saves_shards and not accelerator.is_main_process:
         warn_user(
