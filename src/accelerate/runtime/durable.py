@@ -39,6 +39,10 @@ _COLLECTED = 128 << 10
 _STEP = 1 << 20
 
 
+# A thread may set `pace.rest`, which is called after each block that it writes, with the seconds that the block took.
+pace = threading.local()
+
+
 def each(task: Callable[[Any], T], items: Iterable[Any], threads: int) -> list[T]:
     """Return what a task returns for each item, in order, or raise its first error once no task runs.
 
@@ -221,7 +225,8 @@ class DiskFile(io.FileIO):
                 if (ready := checksum.size - self._begun) >= BLOCK:
                     _start_writing(descriptor, self._begun, ready)
                     self._begun += ready
-                    _rest(time.monotonic() - self._since)
+                    if (rest := getattr(pace, "rest", None)) is not None:
+                        rest(time.monotonic() - self._since)
                     self._since = time.monotonic()
         except Exception as error:
             self.problem = error
@@ -282,25 +287,6 @@ def written_whole(path: Path) -> Iterator[str]:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
-
-
-_resting = threading.local()
-
-
-@contextlib.contextmanager
-def resting(rest: float, hurry: threading.Event) -> Iterator[None]:
-    """Let this thread rest after each block that it writes, `rest` times as long as it took, until `hurry` is set."""
-    _resting.how = rest, hurry
-    try:
-        yield
-    finally:
-        del _resting.how
-
-
-def _rest(took: float) -> None:
-    rest, hurry = getattr(_resting, "how", (0.0, None))
-    if hurry is not None and not hurry.is_set():
-        hurry.wait(rest * took)
 
 
 # An empty step, one dot or two, a drive, and what separates steps on one system or ends a name on all.

@@ -1,5 +1,6 @@
 """One save at a time in the background; its error comes out of the next call."""
 
+import os
 import subprocess
 import sys
 import threading
@@ -8,7 +9,8 @@ import pytest
 import torch
 
 from accelerate.checkpoint.storage import LocalStorage
-from accelerate.extensions.async_save.background import Background
+from accelerate.extensions.async_save.background import Background, resting
+from accelerate.runtime import durable
 
 
 def test_an_error_comes_out_once_and_memory_comes_back():
@@ -20,6 +22,14 @@ def test_an_error_comes_out_once_and_memory_comes_back():
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
     assert background.buffers.copy(torch.ones(3).untyped_storage()).data_ptr() == memory.data_ptr()
     background.finish()
+
+
+def test_a_thread_that_rests_does_so_until_somebody_waits(tmp_path, monkeypatch):
+    hurry, rests = threading.Event(), []
+    monkeypatch.setattr(hurry, "wait", lambda seconds: rests.append(seconds) or (len(rests) == 3 and hurry.set()))
+    with resting(3.0, hurry), durable.durable(tmp_path / "f") as file:
+        file.write(os.urandom(48 << 20))
+    assert len(rests) == 3 and all(seconds >= 0 for seconds in rests)
 
 
 def test_a_wait_that_is_interrupted_is_no_wait(monkeypatch):

@@ -2,7 +2,6 @@
 
 import errno
 import os
-import threading
 
 import pytest
 
@@ -71,14 +70,6 @@ def test_an_error_names_the_file_and_leaves_the_old_one(tmp_path, monkeypatch, c
             file.write(b"x" * 300_000)
     assert caught.value.errno == errno.ENOSPC
     assert os.listdir(tmp_path) == ["x.bin"] and (tmp_path / "x.bin").read_text() == "old"
-
-
-def test_a_thread_that_rests_does_so_until_somebody_waits(tmp_path, monkeypatch):
-    hurry, rests = threading.Event(), []
-    monkeypatch.setattr(hurry, "wait", lambda seconds: rests.append(seconds) or (len(rests) == 3 and hurry.set()))
-    with durable.resting(3.0, hurry):
-        written(tmp_path / "f", os.urandom(48 * MB))
-    assert len(rests) == 3 and all(seconds >= 0 for seconds in rests)
 
 
 def test_the_last_of_several_writers_of_one_file_counts(tmp_path):

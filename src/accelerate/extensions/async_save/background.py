@@ -5,13 +5,14 @@ Hashing, copying and writing release the interpreter lock. The thread rests betw
 priority is that of any other thread: a thread of a low priority that holds the interpreter lock would delay the training for longer.
 """
 
+import contextlib
 import logging
 import multiprocessing.util
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from accelerate.extensions.async_save.copies import HostBuffers
@@ -23,6 +24,16 @@ logger = logging.getLogger(__name__)
 # How long the thread rests after each block, as a multiple of the time that the block took: the training is slowed for longer, but
 # by little at a time.
 _REST = 3.0
+
+
+@contextlib.contextmanager
+def resting(rest: float, hurry: threading.Event) -> Iterator[None]:
+    """Let this thread rest after each block that it writes, `rest` times as long as it took, until `hurry` is set."""
+    durable.pace.rest = lambda took: hurry.is_set() or hurry.wait(rest * took)
+    try:
+        yield
+    finally:
+        del durable.pace.rest
 
 
 class Background:
@@ -53,7 +64,7 @@ class Background:
         def run() -> None:
             try:
                 time.sleep(0)  # the caller continues first
-                with durable.resting(_REST, self._hurry):
+                with resting(_REST, self._hurry):
                     task()
                 _unreported.discard(self)
             except BaseException as error:
