@@ -142,7 +142,8 @@ class Ranks:
         self._store: Any = None  # the connection on which this rank waits
         self._keys: Any = None  # those of this meeting
         self._kind = self._location = self._site = self._note_key = ""
-        self._number, self._round, self._leader = 0, -1, group.rank
+        self._number, self._round = 0, -1
+        self._leader = 0 if group.one_folder else group.rank
         self._has_left = False
 
     def agree(self, kind: str, location: str) -> None:
@@ -167,7 +168,9 @@ class Ranks:
         try:
             outcome = self._outcome(call, self._origin is not None and self._arrive(call))
             if outcome["misuse"] is None:
-                self.name, self._leader = outcome["name"], self._machine_leader(machine, outcome)
+                self.name = outcome["name"]
+                if not group.one_folder:
+                    self._leader = self._machine_leader(machine, outcome)
         except RuntimeError as error:
             raise CollectiveMisuse(self._store_problem(error)) from error
         if outcome["misuse"] is not None:
@@ -244,7 +247,7 @@ class Ranks:
 
     def leader(self) -> int:
         """Return the rank that stages for this one: rank 0, or where each machine stages the first one of this machine."""
-        return 0 if self.group.one_folder else self._leader
+        return self._leader
 
     def leave(self) -> None:
         """End the call, after the last round, once on each rank. The last rank to leave removes the keys.
@@ -283,8 +286,6 @@ class Ranks:
 
     def _machine_leader(self, machine: str, outcome: Note) -> int:
         rank = self.group.rank
-        if self.group.one_folder:
-            return 0
         # Most launchers give a machine a block of ranks. That also tells apart machines of one name.
         usual = rank - self.group.local_rank
         if "notes" in outcome:

@@ -353,13 +353,13 @@ class Save:
         """Add the files in the folder that no rank has listed, which hooks have written."""
         entries = unlisted(self.plan.folder, files, self.group.rank, threads)
         if not self.storage.shared:
-            self.storage.sync(self.plan.folder, entries)
+            self.plan.sync(entries)
         files |= entries
 
     def _leave_part(self, files: dict[str, FileEntry]) -> None:
-        folder, rank = self.plan.folder, self.group.rank
-        manifest.write_part(folder, rank, files, partial(self.storage.create, folder))
-        self.storage.sync(folder, [manifest.part_file(rank)])
+        plan, rank = self.plan, self.group.rank
+        manifest.write_part(plan.folder, rank, files, plan.create)
+        plan.sync([manifest.part_file(rank)])
 
     def _add_listed(self, files: dict[str, FileEntry], parts: int, threads: int) -> None:
         """Add the files that the parts of other ranks list, of which there are so many, and in a shared folder those of hooks."""
