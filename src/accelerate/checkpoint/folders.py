@@ -82,7 +82,8 @@ def asides(folder: str) -> list[tuple[str, str]]:
     for entry in scan(folder):
         if entry.name.startswith(STAGING_PREFIX) and is_folder(entry.path):
             name = _name_in(entry.path)
-            if name and not _has_links(entry.path, name):
+            parts = [os.path.join(entry.path, part) for part in (name, FORMER, GONE)]
+            if name and not any(map(os.path.islink, parts)):
                 found.append((entry.path, name))
     return found
 
@@ -97,10 +98,6 @@ def _name_in(aside: str) -> str:
                 name = os.fsdecode(file.read(_LONGEST + 1))
                 return name if is_name(name) and name not in (PLACE, FORMER, GONE) else ""
     return ""
-
-
-def _has_links(aside: str, name: str) -> bool:
-    return any(os.path.islink(os.path.join(aside, inner)) for inner in (name, FORMER, GONE))
 
 
 def remove_aside(aside: str) -> None:

@@ -128,13 +128,16 @@ class ModelIO:
         return set_model_state_dict(model, state, options=options)
 
     @quietly()
-    def optimizer_state(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
+    def optimizer_state(
+        self, optimizer: torch.optim.Optimizer, model: nn.Module, groups: list[list[str]] | None = None
+    ) -> dict[str, Any]:
         """Return an optimizer's state keyed by the names of parameters, each rank with its shards; no copy.
 
         Unlike torch's `get_optimizer_state_dict` it does not step an optimizer that has not stepped yet: that would count.
-        ValueError for a parameter that the model does not have. Collective: call on every rank.
+        `groups` are `parameter_names`, where they are known; ValueError for a parameter that the model does not have.
+        Collective: call on every rank.
         """
-        names = self.parameter_names(optimizer, model)
+        names = self.parameter_names(optimizer, model) if groups is None else groups
         raw = plain_state(inner_optimizer(optimizer))
         numbers = itertools.chain.from_iterable(group["params"] for group in raw["param_groups"])
         return renamed(raw, dict(zip(numbers, itertools.chain(*names), strict=True)))

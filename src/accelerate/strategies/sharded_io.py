@@ -84,8 +84,8 @@ class ShardedIO(StateIO):
 
         Collective: call on every rank.
         """
-        model, _ = model_of(optimizer, accelerator._models)
-        state = io_of(model).optimizer_state(optimizer, model)
+        model, groups = model_of(optimizer, accelerator._models)
+        state = io_of(model).optimizer_state(optimizer, model, groups)
         layouts.write(state, plan, "optimizer", index, self.layout(accelerator))
 
     def load_optimizer(

@@ -79,7 +79,9 @@ class FSDP1Models(ModelIO):
         return keys
 
     @quietly()
-    def optimizer_state(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
+    def optimizer_state(
+        self, optimizer: torch.optim.Optimizer, model: nn.Module, groups: list[list[str]] | None = None
+    ) -> dict[str, Any]:
         """Return an optimizer's state keyed by the names of parameters, each rank with its shards.
 
         Collective: call on every rank.
@@ -87,7 +89,8 @@ class FSDP1Models(ModelIO):
         from torch.distributed.fsdp import FullyShardedDataParallel
 
         inner = inner_optimizer(optimizer)
-        self.own_names(optimizer, model)  # a ValueError for a parameter that the model does not have
+        if groups is None:
+            self.own_names(optimizer, model)  # a ValueError for a parameter that the model does not have
         if torch_private.is_fake():  # torch asks other ranks for the names of parameters that this rank has no part of
             return inner.state_dict()
         with _gives_shards(model):
