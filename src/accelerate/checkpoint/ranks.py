@@ -189,7 +189,7 @@ class Ranks:
 
         Collective: call on every rank.
         """
-        flags: int = self._meet(flag=bool(flag), error=error)["flags"]
+        flags: int = self._meet(None, bool(flag), error)["flags"]
         return flags
 
     def first_error(self, error: BaseException | None) -> None:
@@ -197,7 +197,7 @@ class Ranks:
 
         Collective: call on every rank.
         """
-        self._meet(error=error)
+        self._meet(None, error=error)
 
     def worst(self, problem: Problem | None) -> Problem | None:
         """Return the problem with the highest level: this rank's if it has that level, else one that names the ranks with it.
@@ -208,7 +208,7 @@ class Ranks:
             RuntimeError: A rank will never come, or the store failed.
         """
         level, error = (0, None) if problem is None else (problem.level, problem.error)
-        outcome = self._meet(error=error, level=level, raises=False)
+        outcome = self._meet(None, error=error, level=level, raises=False)
         if outcome["error"] is None or outcome["level"] == level:
             return problem
         failure = RuntimeError(f"{self._kind}({self._location!r}) {outcome['error']}")
@@ -298,12 +298,7 @@ class Ranks:
         return int(self._store.get(keys[0])) if keys else rank
 
     def _meet(
-        self,
-        value: Any = None,
-        flag: bool = False,
-        error: BaseException | None = None,
-        level: int = 1,
-        raises: bool = True,
+        self, value: Any, flag: bool = False, error: BaseException | None = None, level: int = 1, raises: bool = True
     ) -> Note:
         """Come to the next round with a JSON value; return its outcome once all ranks have come.
 
