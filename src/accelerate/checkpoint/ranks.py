@@ -335,9 +335,8 @@ class Ranks:
         self._store.set(self._note_key.format(self.group.rank), json.dumps(note))
         come = self._keys.add("come", 1 + _FLAG * flag + _FAILED * failed)
         ticket, flags, failures = come % _FLAG, come % _FAILED // _FLAG, come // _FAILED
-        if (
-            ticket == self.group.world_size
-        ):  # the last rank to come writes the outcome, or one that looks for missing ranks
+        # The last rank to come writes the outcome, or one that looks for missing ranks.
+        if ticket == self.group.world_size:
             self._keys.set("come", "0")
             with contextlib.suppress(RuntimeError):  # a store that cannot delete
                 self._keys.delete_key(f"outcome/{self._round - 1}")  # all have read it, because they have come here
