@@ -115,8 +115,8 @@ def schedulers(environ: Mapping[str, str]) -> list[ModuleType]:
 
     - `ranks` returns the ranks of this process, or None.
     - `address` takes the ranks of this process, too. It returns the host and the port at which the processes meet, or None.
-    - `arrange` takes the settings of a launch, too. It returns None, or three values: a function or None, settings that it changes,
-      and notes. The launcher calls the function with the settings and with the name of the other program that starts the processes,
+    - `arrange` takes the settings of a launch, too. It returns None, or three values: a job or None, settings that it changes,
+      and notes. A job has `source` and `starts_each_process`. The launcher calls it with the settings and with the name of the other program that starts the processes,
       or None. It returns the variables of the one process that the launch starts, or None; settings that it changes; and notes.
     """
     names = [name for spec in all_specs() for variable, name in spec.schedulers.items() if variable in environ]

@@ -23,7 +23,6 @@ from accelerate import Accelerator, DataLoaderConfiguration, ParallelismConfig
 from accelerate.checkpoint import dcp as our_dcp
 from accelerate.checkpoint.manifest import NAME, DamagedCheckpoint
 from accelerate.extensions.checks.replicas import ReplicasDiffer
-from accelerate.extensions.export import weights as saved_weights
 from accelerate.extensions.reports import out_of_memory
 from accelerate.precision import master
 from accelerate.strategies import shard
@@ -393,15 +392,13 @@ def check_weights_are_written_where_they_are():
     """Each node was to have a file, and the second node got an empty one."""
     accelerator = fresh_accelerator(fsdp_plugin=sharding(2))
     model = accelerator.prepare(build()[0])
-    original, saved_weights.writes = saved_weights.writes, lambda each: True
-    try:
+    with mock.patch.object(Accelerator, "is_local_main_process", True):
+        accelerator.project_configuration.save_on_each_node = True
         with shared_folder() as folder, warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             accelerator.save_model(model, os.path.join(folder, str(rank())))
             assert os.path.exists(os.path.join(folder, str(rank()))) is (rank() == 0)
             assert any("first node only" in str(item.message) for item in caught) is (rank() == 1)
-    finally:
-        saved_weights.writes = original
 
 
 def check_what_ranks_have_whole_is_written_as_the_first_has_it():

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 from accelerate.extensions.slurm.variables import Cluster
@@ -35,23 +35,38 @@ def arrange(cluster: Cluster, values: Values, environ: Environ) -> tuple[Any, Ch
             changes[name] = Resolved(offered, Source.ENVIRONMENT, cluster.source)
             if former.source is Source.FILE and former.value != offered:
                 notes.append(f"{name} is {offered!r} (from {cluster.source}), not {former.value!r} ({former.origin}).")
-    return partial(_start, cluster, environ), changes, notes
+    return Job(cluster, environ), changes, notes
 
 
-def _start(
-    cluster: Cluster, environ: Environ, values: Values, runner: str | None
-) -> tuple[dict[str, str] | None, Changes, list[str]]:
-    """Return the variables of the task that this launch starts, its settings and notes; no variables where it starts a machine's processes."""
-    task = cluster.task
-    if task is None:
-        stays = runner is None and (values["num_machines"].value or 1) == 1
-        return None, {}, list(cluster.notes) if stays else []
-    if runner is not None:
-        started = f"{cluster.source} has started {task.world_size} of these launches"
-        return None, {}, [f"{started}, and each of them starts a whole run by {runner}. Start one launch alone."]
-    count, notes = _count(cluster, values)
-    cores, lines = _cores(cluster, values)
-    return _variables(cluster, values, environ), {"num_processes": count, **cores}, notes + lines
+@dataclass(frozen=True)
+class Job:
+    """What a scheduler knows of this launch; `extensions.warm_start` reads `source` and `starts_each_process`."""
+
+    cluster: Cluster
+    environ: Environ
+
+    @property
+    def source(self) -> str:
+        """Who told of the machines, in words."""
+        return self.cluster.source
+
+    @property
+    def starts_each_process(self) -> bool:
+        """Whether the scheduler has started one launch for each process."""
+        return self.cluster.task is not None
+
+    def __call__(self, values: Values, runner: str | None) -> tuple[dict[str, str] | None, Changes, list[str]]:
+        """Return the variables of the task that this launch starts, its settings and notes; no variables where it starts a machine's processes."""
+        cluster, task = self.cluster, self.cluster.task
+        if task is None:
+            stays = runner is None and (values["num_machines"].value or 1) == 1
+            return None, {}, list(cluster.notes) if stays else []
+        if runner is not None:
+            started = f"{cluster.source} has started {task.world_size} of these launches"
+            return None, {}, [f"{started}, and each of them starts a whole run by {runner}. Start one launch alone."]
+        count, notes = _count(cluster, values)
+        cores, lines = _cores(cluster, values)
+        return _variables(cluster, values, self.environ), {"num_processes": count, **cores}, notes + lines
 
 
 def _count(cluster: Cluster, values: Values) -> tuple[Resolved, list[str]]:

@@ -52,7 +52,7 @@ def starts(values: Mapping[str, Resolved], on: set[str], job: Any) -> bool:
             raise LaunchError(
                 f"--warm_start: {FEATURES[name].title} starts the processes in another way. Remove one of the two."
             )
-    if job and job.task:
+    if job and job.starts_each_process:
         raise LaunchError(
             f"--warm_start: {job.source} has started a launch for each process. Start one for each machine."
         )
