@@ -162,7 +162,7 @@ def canonical_name(name: str) -> str:
 
     The leading ``module.`` of DistributedDataParallel stays, because a user's own attribute may have that name.
     """
-    return canonical_names((name,))[0]
+    return ".".join(itertools.filterfalse(INNER_ATTRIBUTES.__contains__, name.split(".")))
 
 
 def canonical_names(names: Iterable[str]) -> list[str]:

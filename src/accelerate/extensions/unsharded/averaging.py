@@ -6,7 +6,7 @@ gradients. Averaging twice changes nothing, so passes, micro-batches and models 
 
 import logging
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,11 +27,18 @@ _BUCKET = 1 << 24
 
 
 class UnshardedParameters(Extension):
-    """Finds the unsharded parameters of each model that `fully_shard` has sharded."""
+    """Finds the unsharded parameters of each model that `fully_shard` has sharded: those of modules that it ignores."""
+
+    ignores = False
+
+    def sharding(self, model: Any, ignored: Collection[Any], policies: dict[Any, Any], units: set[Any]) -> None:
+        """Note whether parameters stay unsharded. `ignored_modules` are the same on all ranks, so the answer is."""
+        self.ignores = bool(ignored)
 
     def sharded(self, model: nn.Module) -> None:
         """Let `backward` average the gradients of parameters that are no DTensors."""
-        register(self.run, model, whole(model))
+        if self.ignores:
+            register(self.run, model, whole(model))
 
 
 class Averaging(Extension):
