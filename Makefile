@@ -24,7 +24,7 @@ BESIDE_2.7.1   := transformers==4.57.6 torchao==0.11.0
 BESIDE_2.9.1   := transformers==5.0.0 torchao==0.14.1
 BESIDE_2.15.0  := transformers==5.23.0 torchao==0.18.0
 # Every part of the package in one process, and each strategy, checkpoints and the launcher on several.
-VERSIONS_TESTS := tests/unit tests/architecture $(addprefix tests/distributed/test_,conformance.py checkpoint.py launch.py self_check.py)
+VERSIONS_TESTS := tests/unit tests/extensions tests/architecture $(addprefix tests/distributed/test_,conformance.py checkpoint.py launch.py self_check.py)
 # Upstream's source distributions that the exported patches are proved on.
 UPSTREAM_SOURCES := accelerate-1.12.0 accelerate-1.15.0 transformers-4.57.6 transformers-5.23.0 transformers-5.24.0
 # Of the downstream libraries the only source distribution that carries the tests of its trainer.
