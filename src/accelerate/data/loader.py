@@ -244,9 +244,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         try:
             for number, batch in enumerate(batches, start + 1):
                 progress.batches, is_last = number, order.ended
-                if (
-                    is_last or self.end_of_dataloader or not active or active[-1] is not innermost_loop
-                ):  # not for every batch
+                # Not for every batch.
+                if is_last or self.end_of_dataloader or not active or active[-1] is not innermost_loop:
                     self._hand_out(is_last)
                 yield batch if place is None else place(batch)
         except GeneratorExit:
@@ -254,7 +253,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             if progress.at_end and progress.batches and progress.epoch == epoch:
                 self._finish_epoch()
             raise
-        self.end_of_dataloader = progress.at_end = True  # also where there was no batch
+        progress.at_end = True  # also where there was no batch
+        self.end_of_dataloader = progress.batches > 0  # of an empty loader no batch was the last, as in upstream
         self._finish_epoch()
 
     def _hand_out(self, is_last: bool) -> None:

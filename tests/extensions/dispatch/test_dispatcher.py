@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from accelerate.data.build import skip_first_batches
+from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.state import GradientState
 from cases import cases
 from dispatch_samples import dispatched
@@ -160,3 +161,8 @@ def test_nothing_of_the_connection_is_pickled():
     loader = dispatched(DataLoader([1, 2], 2), [], 2, 0)
     loader.state = None
     assert "_connection" not in vars(pickle.loads(pickle.dumps(loader)))
+
+
+def test_of_an_empty_loader_no_batch_is_the_last():
+    loader = DataLoaderDispatcher([], batch_size=2)
+    assert list(loader) == [] and not loader.end_of_dataloader

@@ -185,6 +185,14 @@ def test_metrics_keep_all_samples_of_a_last_round_that_is_full(options, caplog):
     assert loader.end_of_dataloader and "has no length" not in caplog.text
 
 
+@pytest.mark.parametrize("kind", [DataLoaderShard, SkipDataLoader])
+def test_of_an_empty_loader_no_batch_is_the_last(kind):
+    loader = kind([], batch_size=2)
+    assert list(loader) == [] and not loader.end_of_dataloader
+    loader = kind(range(3), batch_size=2)
+    assert len(list(loader)) == 2 and loader.end_of_dataloader
+
+
 def test_metrics_of_an_uneven_last_round_keep_the_real_samples():
     loaders = [
         prepare_data_loader(DataLoader(Numbers(28), 8), num_processes=2, process_index=rank, even_batches=False)
