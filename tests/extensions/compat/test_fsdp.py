@@ -4,14 +4,18 @@ import os
 
 import pytest
 import torch
+import torch.distributed.checkpoint as torch_dcp
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+import sharded_io
+from accelerate import Accelerator
 from accelerate.checkpoint import dcp, layouts
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.utils import fsdp_utils as utils
+from sharded_io import same
 from sharded_samples import net, sharding
-from unit.checkpoint.tied_net import Net
+from unit.checkpoint.tied_net import Net, job
 
 
 @pytest.mark.parametrize("key", [lambda parameter: parameter, lambda parameter: parameter.data_ptr()])
@@ -67,3 +71,31 @@ def test_the_final_norm_is_a_child_of_the_base_model():
     model.head = torch.nn.Linear(2, 2)
     assert utils._find_final_norm(model) is model.model[2]
     assert utils._find_final_norm(model.head) is None
+
+
+def test_a_save_replaces_the_former_one_when_it_is_there(tmp_path, monkeypatch):
+    first, second, found = Net(), Net(), Net()
+    sharded_io.save_model(first, tmp_path)
+    (tmp_path / "pytorch_model_fsdp_0" / "__7_0.distcp").touch()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch_dcp, "save", lambda *_, **options: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            sharded_io.save_model(second, tmp_path)
+    for model in (first, second):
+        sharded_io.load_model(found, tmp_path)
+        assert same(dict(found.state_dict()), dict(model.state_dict()))
+        sharded_io.save_model(second, tmp_path)
+    assert os.listdir(tmp_path) == ["pytorch_model_fsdp_0"]
+    assert set(os.listdir(tmp_path / "pytorch_model_fsdp_0")) == {".metadata", "__0_0.distcp"}
+
+
+def test_a_checkpoint_with_a_manifest_is_not_saved_into(tmp_path):
+    Accelerator(cpu=True).save_state(str(tmp_path))
+    before = os.listdir(tmp_path)
+    model, optimizer = job()
+    for layout in ("sharded", "full"):
+        with pytest.raises(ValueError, match="Save to another folder"):
+            sharded_io.save_model(model, tmp_path, layout=layout)
+        with pytest.raises(ValueError, match="Save to another folder"):
+            sharded_io.save_optimizer(optimizer, model, tmp_path, layout=layout)
+    assert os.listdir(tmp_path) == before

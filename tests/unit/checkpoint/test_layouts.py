@@ -80,32 +80,6 @@ def test_files_of_single_ranks_are_refused(tmp_path, file):
     fails(tmp_path, *job(), ValueError, f"{file}.*what each rank had.*on as many ranks.*SHARDED_STATE_DICT")
 
 
-def test_a_save_replaces_the_former_one_when_it_is_there(tmp_path, monkeypatch):
-    first, second, found = Net(), Net(), Net()
-    sharded_io.save_model(first, tmp_path)
-    (tmp_path / "pytorch_model_fsdp_0" / "__7_0.distcp").touch()
-    with monkeypatch.context() as patch:
-        patch.setattr(torch_dcp, "save", lambda *_, **options: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            sharded_io.save_model(second, tmp_path)
-    for model in (first, second):
-        sharded_io.load_model(found, tmp_path)
-        assert same(dict(found.state_dict()), dict(model.state_dict()))
-        sharded_io.save_model(second, tmp_path)
-    assert os.listdir(tmp_path) == ["pytorch_model_fsdp_0"]
-    assert set(os.listdir(tmp_path / "pytorch_model_fsdp_0")) == {".metadata", "__0_0.distcp"}
-
-
-def test_a_checkpoint_with_a_manifest_is_not_saved_into(tmp_path):
-    Accelerator(cpu=True).save_state(str(tmp_path))
-    before = os.listdir(tmp_path)
-    model, optimizer = job()
-    for layout in ("sharded", "full"):
-        with pytest.raises(ValueError, match="Save to another folder"):
-            save(model, optimizer, tmp_path, layout)
-    assert os.listdir(tmp_path) == before
-
-
 def fails(folder, model, optimizer, kind, match, what="model"):
     before = state_of(model, optimizer)
     with pytest.raises(kind, match=match):
