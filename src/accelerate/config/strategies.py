@@ -219,10 +219,14 @@ def engines() -> dict[str, StrategySpec]:
 
 
 def serving(state: Any) -> StrategySpec | None:
-    """Return the record of the strategy that serves a state now; None without one. ValueError if the run asked for one behind it."""
+    """Return the record of the strategy that serves a state now; None without one. ValueError if the run asked for one behind it.
+
+    A record in front that looks at the state itself, or serves the type that the later one's plugin sets, is there on purpose: pipelines
+    have stages that FSDP2 shards.
+    """
     able = [spec for spec in specs() if _serves(spec, state)]
-    for spec in able[1:]:
-        if spec.switch and spec.matches is not None:
+    for spec in able[1:] if able and able[0].matches is None else ():
+        if spec.switch and spec.matches is not None and state.distributed_type not in spec.kinds:
             raise ValueError(
                 f"--{spec.switch} asks for the strategy {spec.name!r}, but the run gets {able[0].name!r}, whose record comes first. Give the "
                 f"record of {spec.name!r} an `order` below {able[0].order}."

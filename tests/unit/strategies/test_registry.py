@@ -28,6 +28,17 @@ def test_a_state_finds_its_strategy(kind, settings, name):
     assert registry.resolve(SimpleNamespace(distributed_type=kind, **settings)).name == name
 
 
+@pytest.mark.parametrize(
+    "first", [{"matches": lambda state: True}, {"kinds": (DistributedType.FSDP,)}], ids=["looks", "serves the type"]
+)
+def test_a_strategy_in_front_of_the_one_that_was_asked_for_is_meant(monkeypatch, first):
+    """As pipelines are, whose stages FSDP2 shards."""
+    refined = strategies.StrategySpec("refined", "m:Refined", **first)
+    monkeypatch.setattr(strategies, "specs", lambda: [refined, *strategies._CORE])
+    state = SimpleNamespace(distributed_type=DistributedType.FSDP, is_fsdp2=True)
+    assert strategies.serving(state) is refined
+
+
 def test_a_strategy_that_was_asked_for_and_comes_too_late_is_no_silent_ddp(monkeypatch):
     late = strategies.StrategySpec("late", "m:Late", matches=lambda state: True, switch="use_late")
     monkeypatch.setattr(strategies, "specs", lambda: [*strategies._CORE, late])
