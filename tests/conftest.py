@@ -94,6 +94,7 @@ def forget_states() -> None:
 
     from accelerate import comm
     from accelerate.devices import table
+    from accelerate.runtime import rendezvous
     from accelerate.state import AcceleratorState, GradientState
 
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -101,6 +102,7 @@ def forget_states() -> None:
     table.forget()
     if dist.is_available() and dist.is_initialized():
         comm.forget()
+        rendezvous.wait_for_threads()  # torch 2.7 frees a group while it holds the interpreter, which a thread of gloo may wait for
         dist.destroy_process_group()
 
 
