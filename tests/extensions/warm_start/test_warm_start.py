@@ -132,7 +132,8 @@ class Job:
         self.launch = launch
         self.started = []
         while len(self.started) < 4 and (line := launch.stdout.readline()):
-            self.started += [psutil.Process(int(word)) for word in line.split()[1:]]
+            if line.startswith("up "):  # torch 2.9 prints lines of gloo, too
+                self.started += [psutil.Process(int(word)) for word in line.split()[1:]]
         clients = [
             process for process in psutil.process_iter(["cmdline", "cwd"]) if process.info["cwd"] == str(folder)
         ]
