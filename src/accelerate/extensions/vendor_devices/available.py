@@ -12,7 +12,7 @@ from collections.abc import Callable
 from accelerate.base.environment import parse_flag_from_env, patch_environment
 from accelerate.base.versions import is_torch_version
 
-# Read once: torch_xla takes the device as soon as it is imported, so changing one's mind later has no effect.
+# Read once: torch_xla takes the device when it is imported, so a later change of the variable has no effect.
 USE_TORCH_XLA = parse_flag_from_env("USE_TORCH_XLA", True)
 
 

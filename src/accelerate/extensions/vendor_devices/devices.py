@@ -117,8 +117,8 @@ def _is_xpu_usable() -> bool:
     return wanted and available.is_xpu_available(check_device=True)
 
 
-# torch's native TPU backend has no kind of its own among the recorded ones, nor a word for its generator: it cooperates as GPUs do.
-# torch_xla comes first: the runtimes of other vendors may bring it along.
+# Upstream has no DistributedType and no RNGType for torch's native TPU backend, so it uses those of GPUs and none.
+# torch_xla comes first: packages of other vendors may install it.
 ROWS = (
     Xla("xla", _T.XLA, ("xla",), _R.XLA, available.is_torch_xla_available),
     Tpu("tpu", _T.MULTI_GPU, ("tpu_dist",), None, lambda: available.has_device("torch_tpu", "tpu")),
