@@ -100,10 +100,11 @@ class ShardedFolder(Reader):
                 place = self._metadata.storage_data[item.storage_index]
                 file = f"{self._name}/{place.relative_path}"
                 ranges.setdefault(file, set()).add((place.offset, place.offset + place.length))
-            if self.holds_files:
-                self._files.hold(ranges)
         if self._folder is not None:
-            self._folder.check(ranges)
+            self._folder.check(ranges)  # first, because it may bring files, which take the place of empty ones
+        if self.holds_files:
+            with _damage_named(self.origin):
+                self._files.hold(ranges)
 
         def read() -> None:
             with _damage_named(self.origin), torch.no_grad():

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from accelerate import Accelerator
+from accelerate.checkpoint import dcp
 from accelerate.checkpoint.manifest import (
     NAME,
     DamagedCheckpoint,
@@ -24,6 +25,7 @@ from accelerate.checkpoint.manifest import (
     write_part,
 )
 from accelerate.checkpoint.storage import prune, storage_of
+from accelerate.checkpoint.verify import CheckpointFolder
 from accelerate.extensions.object_store import object_store
 from accelerate.extensions.object_store.object_store import ObjectStore
 from accelerate.runtime import durable
@@ -492,6 +494,22 @@ def test_ranks_of_node_download_each_file_once(base, monkeypatch):
             second.bring({"short.bin": 2001})
     with pytest.raises(DamagedCheckpoint, match="lost.bin is missing"):
         second.bring({"lost.bin": 1})
+
+
+def test_shards_are_read_from_files_that_come_when_they_are_asked_for(base, tmp_path):
+    """Until then they are empty, and what comes takes their place."""
+    state = {"model": {"weight": torch.arange(6.0), "other": torch.ones(2, 3)}, "epoch": 3}
+    dcp.save(state, tmp_path, files=2)
+    url = f"{base}/checkpoint_0"
+    save(url, {f"shards/{file.name}": file.read_bytes() for file in tmp_path.iterdir()})
+    storage = storage_of(url)
+    folder, listing = storage.outline()
+    assert {os.path.getsize(os.path.join(folder, name)) for name in listing.files} == {0}
+    reader = dcp.ShardedFolder(
+        os.path.join(folder, "shards"), CheckpointFolder(folder, listing, bring=storage.bring)
+    )
+    assert reader.state["epoch"] == 3
+    assert all(torch.equal(reader.read(reader.state["model"][name]), value) for name, value in state["model"].items())
 
 
 def test_removing_takes_few_requests_and_is_told_where_it_is_refused(memory, monkeypatch, caplog):
