@@ -96,7 +96,7 @@ class CallChecker:
         self._calls.append(call)
 
     def is_valid(self, call: Call, expected: Call, flags: torch.Tensor) -> bool:
-        """Return whether all ranks made the expected call. The `flags` return whether any rank did not, and whether any did."""
+        """Return whether all ranks made the expected call. Of the `flags`, the first shows whether any rank did not, the second whether any did."""
         follows = call == expected
         module = getattr(torch, flags.device.type)
         # Objects are read at once; ranks whose objects have grown are no error.

@@ -48,7 +48,7 @@ class RegressionModel(nn.Module):
     Args:
         a: the first slope.
         b: the first height at 0.
-        double_output: accepted for compatibility; both values return the same.
+        double_output: accepted for compatibility; both values give the same.
     """
 
     __module__ = "accelerate.test_utils.training"  # the path in pickles

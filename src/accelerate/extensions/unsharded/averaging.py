@@ -116,7 +116,7 @@ def average_gradients(parameters: Sequence[nn.Parameter], group: Any = None) -> 
     sent = []
     for bucket in _buckets([parameter for parameter in parameters if parameter.requires_grad]):
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
-        # The flags return whether any rank has a gradient: if none has, the gradient stays None, as on one process.
+        # The flags show whether any rank has a gradient: if none has, the gradient stays None, as on one process.
         flags = gradients[0].new_tensor([parameter.grad is not None for parameter in bucket])
         flat = torch.cat([*(gradient.flatten() for gradient in gradients), flags]).div_(dist.get_world_size(group))
         sent.append((bucket, gradients, flat, dist.all_reduce(flat, group=group, async_op=True)))
