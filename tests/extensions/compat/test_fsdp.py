@@ -11,6 +11,8 @@ from torch.distributed.fsdp import fully_shard
 import sharded_io
 from accelerate import Accelerator
 from accelerate.checkpoint import dcp, layouts
+from accelerate.checkpoint.manifest import files_below
+from accelerate.checkpoint.save import SavePlan
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.utils import fsdp_utils as utils
 from sharded_io import same
@@ -47,6 +49,20 @@ def test_a_file_of_each_rank_is_not_written(tmp_path):
         with pytest.warns(UserWarning, match="only as many ranks"):
             utils.save_fsdp_model(plugin, None, Net(), str(tmp_path / kind), use_dcp=use_dcp)
         assert os.listdir(tmp_path / kind) == ["pytorch_model_fsdp_0"]
+
+
+@pytest.mark.parametrize("kind, shards", [("SHARDED_STATE_DICT", True), ("FULL_STATE_DICT", False)])
+def test_a_plan_takes_the_state_and_nothing_is_written_yet(tmp_path, kind, shards):
+    """So a thread can write the rest of a Trainer's checkpoint, and each rank its own shards."""
+    plugin, (model, optimizer), plan = (
+        FullyShardedDataParallelPlugin(state_dict_type=kind),
+        job(),
+        SavePlan(str(tmp_path)),
+    )
+    utils.save_fsdp_model(plugin, None, model, plan)
+    utils.save_fsdp_optimizer(plugin, None, optimizer, model, plan)
+    assert plan.has_shards is shards and len(plan.contents()) == 2 and not os.listdir(tmp_path)
+    assert plan.write().keys() == files_below(tmp_path)
 
 
 def test_adapters(tmp_path):

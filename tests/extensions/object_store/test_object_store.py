@@ -505,9 +505,7 @@ def test_shards_are_read_from_files_that_come_when_they_are_asked_for(base, tmp_
     storage = storage_of(url)
     folder, listing = storage.outline()
     assert {os.path.getsize(os.path.join(folder, name)) for name in listing.files} == {0}
-    reader = dcp.ShardedFolder(
-        os.path.join(folder, "shards"), CheckpointFolder(folder, listing, bring=storage.bring)
-    )
+    reader = dcp.ShardedFolder(os.path.join(folder, "shards"), CheckpointFolder(folder, listing, bring=storage.bring))
     assert reader.state["epoch"] == 3
     assert all(torch.equal(reader.read(reader.state["model"][name]), value) for name, value in state["model"].items())
 

@@ -11,6 +11,7 @@ from torch import nn
 from accelerate.checkpoint import formats, layouts, optimizers, plain_data
 from accelerate.checkpoint.manifest import NAME
 from accelerate.checkpoint.model_io import inner_optimizer, io_of
+from accelerate.checkpoint.save import SavePlan
 from accelerate.checkpoint.state import Kind, Layout, from_first_rank, gathered, rank_and_size, run_on_all_ranks
 from accelerate.checkpoint.storage import LocalStorage
 from accelerate.checkpoint.verify import with_manifest
@@ -238,10 +239,12 @@ def load_fsdp_optimizer(
 
 
 def _write(values: dict[str, Any], folder: str, kind: Kind, index: int, layout: Layout) -> None:
-    """Write a state into a folder that all ranks see: shards aside, until they take their place together.
+    """Write a state into a folder that all ranks see: shards aside, until they take their place together. A plan only takes the state.
 
     ValueError for a folder with a manifest; a failure is raised on all ranks. Collective: call on every rank.
     """
+    if isinstance(folder, SavePlan):  # of a Trainer's checkpoint, which may be written in the background
+        return layouts.write(values, folder, kind, index, layout)
     shards, file = layouts.usual_names(kind, index)
     main = rank_and_size()[0] == 0
     if layout == "full":
