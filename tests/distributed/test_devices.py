@@ -13,6 +13,14 @@ from distributed.conftest import SCRIPTS, done, plain_environment
 UNIT = Path(__file__).parents[1] / "unit"
 # Of the whole suite what differs between devices, and takes seconds.
 QUICK = ("computes_in_bf16", "continues_after_loading")
+ABOUT_DEVICES = [
+    *(UNIT / name for name in ("devices", "training", "modules")),
+    *(UNIT / f"test_{name}.py" for name in ("accelerator", "optimizer", "process", "state")),
+    *(UNIT / name for name in ("comm/test_operations.py", "data/test_adapter.py", "precision/test_amp.py")),
+    *(UNIT / name for name in ("runtime/test_random.py", "utils/test_memory.py")),
+    *(UNIT.parent / "extensions" / name for name in ("big_models/test_placement.py", "vendor_devices")),
+]
+assert all(path.exists() for path in ABOUT_DEVICES), "a slow test alone would tell of one that has moved"
 pytestmark = pytest.mark.skipif(
     is_torch_version("<", "2.10") or not hasattr(torch._C, "_acc"), reason="torch has no devices written in Python"
 )
@@ -40,14 +48,6 @@ def test_every_check_of_one_process_passes(tmp_path, checks):
 @pytest.mark.slow
 def test_the_unit_tests_about_devices_pass(tmp_path):
     """In a process in which the device is there, and found before all others."""
-    names = ["devices", "utils/test_random.py", "utils/test_memory.py", "utils/test_operations.py", "data/test_rng.py"]
-    names += [
-        "data/test_adapter.py",
-        "precision/test_amp.py",
-        "../extensions/big_models/test_placement.py",
-        "test_optimizer.py",
-    ]
-    names += ["test_accelerator.py", "test_process.py", "test_state.py", "training", "modules"]
     marks = "not slow and not gpu"
-    told = run(tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", marks, *(UNIT / name for name in names))
+    told = run(tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", marks, *ABOUT_DEVICES)
     assert " passed" in told and "failed" not in told, told
