@@ -52,17 +52,21 @@ def test_strategies(launch, tmp_path, third_party, processes, slow, needs):
         for one in STRATEGIES.values()
         if processes in one.processes and (processes in one.slow, one.needs) == (slow, needs)
     ]
-    expected = {f"ok {one.name} {check}" for one in chosen for check in CHECKS if check not in one.without}
-    arguments = [str(tmp_path / "checkpoints"), *(one.name for one in chosen), "--pairs"]
-    if (processes, slow, needs) == (2, False, ""):
-        arguments += EXCHANGE
-        expected |= {f"ok {source} saves" for source in EXCHANGE}
-        expected |= {f"ok {goal} loads {source}" for source in EXCHANGE for goal in EXCHANGE}
-    paths = [str(third_party), *filter(None, [os.environ.get("PYTHONPATH")])]
-    how = {"processes": processes, "cpu": True, "limit_s": 600}
-    done = launch(str(FOLDER / "run.py"), *arguments, **how, environment={"PYTHONPATH": os.pathsep.join(paths)})
-    held = {line.partition(" (")[0] for line in done.stdout.splitlines()}
-    assert expected <= held, f"{sorted(expected - held)} did not run:\n{done.stdout}"
+    # Torch keeps the groups of every mesh until a process ends, and each has threads, which after hundreds of groups are all that runs.
+    at_once = 3 if slow else len(chosen)
+    for first in range(0, len(chosen), at_once):
+        some = chosen[first : first + at_once]
+        expected = {f"ok {one.name} {check}" for one in some for check in CHECKS if check not in one.without}
+        arguments = [str(tmp_path / "checkpoints"), *(one.name for one in some), "--pairs"]
+        if (processes, slow, needs) == (2, False, ""):
+            arguments += EXCHANGE
+            expected |= {f"ok {source} saves" for source in EXCHANGE}
+            expected |= {f"ok {goal} loads {source}" for source in EXCHANGE for goal in EXCHANGE}
+        paths = [str(third_party), *filter(None, [os.environ.get("PYTHONPATH")])]
+        how = {"processes": processes, "cpu": True, "limit_s": 600}
+        done = launch(str(FOLDER / "run.py"), *arguments, **how, environment={"PYTHONPATH": os.pathsep.join(paths)})
+        held = {line.partition(" (")[0] for line in done.stdout.splitlines()}
+        assert expected <= held, f"{sorted(expected - held)} did not run:\n{done.stdout}"
 
 
 @pytest.mark.slow
