@@ -1,6 +1,7 @@
 """How distributed tests run: real processes under our own ``accelerate launch``, on GPUs where there are enough."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -35,6 +36,12 @@ def plain_environment(home: Path, **more: str) -> dict[str, str]:
     """Return the variables of a shell that neither a launcher nor a scheduler has started, and some more."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(OUTER) and name not in RANKS}
     return {**kept, "HF_HOME": str(home), **more}
+
+
+def lines_without_gloo(text: str) -> list[str]:
+    """Return the lines of an output without what gloo of torch 2.9 prints, in pieces that those of two ranks may part."""
+    pieces = r"\[Gloo\] Rank \d+|is connected to \d+ peer ranks\.|Expected number of connected peer ranks is : \d+"
+    return [line for line in re.sub(pieces, "", text).splitlines() if line.strip()]
 
 
 def until(question: Callable[[], object], what: str, seconds: float = 60) -> None:
