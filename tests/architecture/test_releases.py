@@ -19,7 +19,7 @@ def text(name: str) -> str:
 
 def table() -> dict[str, tuple[str, list[str]]]:
     """Return, for each row of the table of versions, its lower bound and the releases of continuous integration."""
-    section = text("docs/support.md").split("\n## Versions\n")[1].split("\n## ")[0].split("\n\n- **torch on demand")[0]
+    section = text("docs/support.md").split("\n## Versions\n")[1].split("\n## ")[0].split("\nLimits of older torch")[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
     assert rows[0] == ["what", "supported", "continuous integration", "run here"]
     found = {}
