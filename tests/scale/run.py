@@ -78,7 +78,7 @@ def bars(found: Figures) -> Iterator[Bar]:
     if "sampling" in found:
         yield from _bars_of_sampling(found["sampling"])
     if "object_store" in found:
-        # A load reads one file more than those of the two ranks of a node: that of rank 0, with what all ranks read.
+        # Files are downloaded in full: next to those of its two ranks a node reads that of rank 0, with what all ranks read.
         for phase, most in (("save", 1.05), ("load", 1.05 * 3 / 2)):
             row = found["object_store"][phase]
             moved = row["written" if phase == "save" else "read"]
