@@ -212,10 +212,10 @@ def table(medians: dict[str, dict[str, float]]) -> str:
     return "\n".join(lines)
 
 
-def write_page(medians: dict[str, dict[str, float]], rounds: int, load: float) -> None:
+def write_page(medians: dict[str, dict[str, float]], rounds: int, others: float) -> None:
     """Write the table into the guide."""
     before, _, rest = PAGE.read_text().partition(BEGIN)
-    busy = f", while other programs used them (a load of {load:.1f}): compare CPU seconds" if load > 1 else ""
+    busy = f", of which other programs used {others:.1f} before: compare CPU seconds" if others else ""
     note = f"Medians of {rounds} launches of a script with one step, two processes on {os.cpu_count()} cores{busy}."
     PAGE.write_text(f"{before}{BEGIN}\n{table(medians)}\n\n{note}\n{END}{rest.partition(END)[2]}")
 
@@ -226,19 +226,21 @@ def main() -> None:
         reads = os.environ.get(READS)
         train_on(reads) if reads else train()
         return
+    from busy import cores_of_others
+
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    rounds, load = parser.parse_args().rounds, os.getloadavg()[0]
+    rounds, others = parser.parse_args().rounds, cores_of_others()
     series = run(rounds)
     medians = {
         name: {figure: statistics.median(values) for figure, values in row.items()} for name, row in series.items()
     }
     continued = run_continued(rounds)
     rows = [{"label": name, "phases": phases} for name, phases in continued.items()]
-    results = {"medians": medians, "rounds": series, "load": round(load, 1), "rows": rows}
+    results = {"medians": medians, "rounds": series, "cores_of_others": others, "rows": rows}
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     print(table(medians))
-    write_page(medians, rounds, load)
+    write_page(medians, rounds, others)
 
 
 if __name__ == "__main__":

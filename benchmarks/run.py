@@ -17,6 +17,7 @@ import big_models
 import checkpoints
 import strategies
 import trainer_checkpoint
+from busy import cores_of_others
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -316,11 +317,14 @@ def write_page():
     file = RESULTS / "accumulation.json"
     if file.exists():
         data = json.loads(file.read_text())
-        busy = f"**Provisional.** The machine ran other programs meanwhile (a load of {data['load']:.1f}): compare ratios, not times."
+        others = data["cores_of_others"]
+        busy = (
+            f"**Provisional.** Other programs used {others:.1f} cores before the first run: compare ratios, not times."
+        )
         parts += [
             "## What accumulation saves, two processes",
             ACCUMULATION,
-            busy if data["load"] > 1 else "",
+            busy if others else "",
             data["table"],
         ]
     file = RESULTS / "checkpoint.json"
@@ -337,7 +341,7 @@ def write_page():
         parts += [
             "## Checkpoints of transformers' Trainer",
             trainer_checkpoint.NOTE,
-            trainer_checkpoint.busy(data["load"]),
+            trainer_checkpoint.busy(data["cores_of_others"]),
             data["table"],
             "![stalls and wall times of a Trainer's saves](img/trainer_checkpoint.png)",
         ]
@@ -379,7 +383,7 @@ def main():
     for case in cases:
         extra = {}
         if case in (*BESIDE, "accumulation"):
-            extra = {"load": os.getloadavg()[0]} if case == "accumulation" else {}
+            extra = {"cores_of_others": cores_of_others()} if case == "accumulation" else {}
             python, made_by = ENVIRONMENTS.get(case, (sys.executable, ""))
             if not Path(python).exists():
                 print(f"{case} is omitted: {made_by} makes its environment", flush=True)
@@ -397,7 +401,7 @@ def main():
             text = checkpoints.table(figures, packages, OURS, number)
             checkpoints.plot(figures, packages, PAGE.parent / "img" / "checkpoint.png")
         elif case == "trainer_checkpoint":
-            extra = {"load": os.getloadavg()[0]}
+            extra = {"cores_of_others": cores_of_others()}
             figures = trainer_checkpoint.run(arguments.rounds, measure, sys.executable, arguments.large)
             text = trainer_checkpoint.table(figures, number)
             trainer_checkpoint.plot(figures, PAGE.parent / "img" / "trainer_checkpoint.png")

@@ -13,6 +13,8 @@ import sys
 import time
 from pathlib import Path
 
+from busy import cores_of_others
+
 ROOT = Path(__file__).parents[1]
 PAGE, RESULTS = ROOT / "docs/guides/plan.md", ROOT / "benchmarks/results/simulated.json"
 BEGIN, END = "<!-- written by benchmarks/simulated.py -->", "<!-- end of it -->"
@@ -49,16 +51,17 @@ def main() -> None:
     if "ACCELERATE_SIMULATE_STEPS" in os.environ or "RANK" in os.environ:
         train()
         return
-    began, load = time.monotonic(), os.getloadavg()[0]
+    others = cores_of_others()
+    began = time.monotonic()
     command = [sys.executable, "-m", "accelerate.commands.launch", *OPTIONS.split(), __file__]
     subprocess.run(command, check=True)
     seconds = time.monotonic() - began
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
     RESULTS.write_text(
-        json.dumps({"seconds": round(seconds, 1), "MiB": round(peak), "load": round(load, 1)}, indent=1) + "\n"
+        json.dumps({"seconds": round(seconds, 1), "MiB": round(peak), "cores_of_others": others}, indent=1) + "\n"
     )
     before, _, rest = PAGE.read_text().partition(BEGIN)
-    busy = f", which other programs used meanwhile (a load of {load:.1f})" if load > 1 else ""
+    busy = f", of which other programs used {others:.1f} before" if others else ""
     text = f"The simulation took {seconds:.0f} s and {peak:,.0f} MiB of memory on {os.cpu_count()} cores{busy}."
     PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}")
 

@@ -20,12 +20,12 @@ NOTE = (
 )
 
 
-def busy(load):
-    """Return a warning for figures that were taken while the machine ran other programs, by its load before."""
-    if load <= 1:
+def busy(cores):
+    """Return a warning for figures that were taken while other programs used this many cores."""
+    if not cores:
         return ""
     return (
-        f"**Provisional.** The machine ran other programs meanwhile (a load of {load:.1f} before the first run), so the times of one row vary by "
+        f"**Provisional.** Other programs used {cores:.1f} cores before the first run, so the times of one row vary by "
         "more than the ways differ: a step alone, which is the same in all of them, shows how much."
     )
 
