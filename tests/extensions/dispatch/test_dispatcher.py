@@ -60,7 +60,7 @@ def patches(rows):
         "labels": [{"boxes": image} for image in images],
         "name": rows[0]["name"],
         "sparse": torch.diag(torch.tensor(numbers)).to_sparse(),
-        "nested": [torch.nested.nested_tensor(images, layout=layout) for layout in layouts],
+        "nested": [torch.nested.nested_tensor([-image for image in images], layout=layout) for layout in layouts],
     }
 
 

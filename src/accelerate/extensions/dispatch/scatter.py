@@ -40,6 +40,12 @@ class _Pickler(pickle.Pickler):
         self.dump(part)
         self.description = file.getvalue()
 
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.Tensor) and obj.is_nested and obj.layout == torch.strided:
+            # torch's way ignores where in its memory a tensor begins, and tensors that arrive are parts of one body.
+            return torch.nested.as_nested_tensor, (list(obj.unbind()),)
+        return NotImplemented
+
     def persistent_id(self, obj: Any) -> Any:
         # Sparse, nested and other special tensors pickle themselves, from tensors that come here.
         if type(obj) not in (torch.Tensor, torch.nn.Parameter) or obj.layout != torch.strided or obj.is_nested:
