@@ -36,6 +36,30 @@ def test_received_batches_do_not_share_memory():
     assert [(number, wait().tolist()) for number, wait in messages] == [(n, [n]) for n in range(4)]
 
 
+def test_a_small_batch_travels_with_its_header():
+    connection = Connection()
+    small, large, text = torch.arange(9), torch.zeros(1020), "t" * 5000
+    batches = [
+        [small],
+        [small + 1],
+        {"x": small[:2]},
+        [small, small],
+        [large],
+        [large],
+        [small],
+        text,
+        [text, large],
+        [],
+    ]
+    operations = []
+    for batch in batches:
+        _, wait = connection.pass_on(4, [small, batch])
+        operations.append(len(connection.sent))
+        assert str(wait()) == str(batch)
+    # 4,096 bytes of a body fit only if the description is that of the batch before; 5,000 bytes of text never do.
+    assert operations == [1, 1, 1, 1, 2, 1, 1, 2, 2, 1]
+
+
 def test_processes_that_are_not_in_step_are_told():
     connection = Connection()
     connection.pass_on(2, [torch.zeros(2)])

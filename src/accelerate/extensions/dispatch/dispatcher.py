@@ -192,9 +192,9 @@ class DataLoaderDispatcher(PreparedLoader):
             for parts, samples, counts in self._form_rounds(iter(self._epoch(position)), fill):
                 yield send(samples, [(part, counts) for part in parts])
         except Exception as error:
-            send(FAILED, [f"{type(error).__name__}: {error}"])
+            send(FAILED, [f"{type(error).__name__}: {error}"])[1]()
             raise
-        send(ENDED, [None])
+        send(ENDED, [None])[1]()
 
     def _first_reads(self) -> list[Any]:
         """Read the first round of an epoch that begins later, without a trace in any generator."""

@@ -2,7 +2,7 @@
 
 A message is a header of integers, over the host, and two rows of bytes for each rank. The description is the pickled part without its
 tensors: it travels over the host, and only if it differs from the one before. The body is the bytes of the tensors, over the
-group of the device.
+group of the device. What fits into the room behind the header travels there, so a small batch costs one operation.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from accelerate.comm.base import Communicator
 
 CPU = torch.device("cpu")
 ALIGNMENT = 64
+HEADER = ALIGNMENT  # bytes, for the sequence and the number of a message, and the sizes of its description and body
+ROOM = 4 << 10  # bytes behind the header; they take less time than another operation
 
 # What a rank gets of a message: the number in its header, and a function that waits for this rank's part.
 Received = tuple[int, Callable[[], Any]]
@@ -101,34 +103,48 @@ class Scatter:
         previous, self.descriptions = self.descriptions, [pickler.description for pickler in pickled]
         texts = _rows([[torch.frombuffer(bytearray(text), dtype=torch.uint8)] for text in self.descriptions])
         text_size = 0 if self.descriptions == previous else texts.shape[1]
-        self._broadcast(torch.tensor([self.sequence, number, text_size, body.shape[1]]))
+        size, heads = body.shape[1], torch.zeros(self.parts, HEADER + ROOM, dtype=torch.uint8)
+        heads.view(torch.int64)[:, :4] = torch.tensor([self.sequence, number, text_size, size])
         self.sequence += 1
-        waits = [self._share(text_size, CPU, texts)[1], self._share(body.shape[1], self.device, body)[1]]
+        text_inside, inside = self._inside(text_size, size)
+        heads[:, HEADER:][:, :text_inside] = texts[:, :text_inside]
+        heads[:, HEADER + text_inside :][:, :inside] = body[:, :inside]
+        shares = [
+            (HEADER + ROOM, CPU, heads),
+            (text_size - text_inside, CPU, texts),
+            (size - inside, self.device, body),
+        ]
+        waits = [self._share(*share)[1] for share in shares]
         first = parts[0]
         return number, lambda: ([wait() for wait in waits], first)[1]
 
     def receive(self) -> Received:
         """Wait for the next header and begin to receive; RuntimeError if rank 0 is at another message."""
-        sequence, number, text_size, size = self._broadcast(torch.empty(4, dtype=torch.int64)).tolist()
+        head, wait = self._share(HEADER + ROOM, CPU)
+        wait()
+        sequence, number, text_size, size = head.view(torch.int64)[:4].tolist()
         if sequence != self.sequence:
             raise RuntimeError(
                 f"This process waits for message {self.sequence} of the dispatching process, but {sequence} came: the "
                 "processes are not in step. Leave the loop over a dispatched loader at the same batch on all of them."
             )
         self.sequence += 1
+        text_inside, inside = self._inside(text_size, size)
+        text, body = head[HEADER:][:text_inside], head[HEADER + text_inside :][:inside]
+        if text_size and not text_inside:
+            text, wait = self._share(text_size, CPU)
+            wait()
         if text_size:
-            text, wait_for_text = self._share(text_size, CPU)
-            wait_for_text()
             self.descriptions = [text.numpy().tobytes()]
-        [description], (body, wait) = self.descriptions, self._share(size, self.device)
+        if not inside:
+            body, wait = self._share(size, self.device)
+        [description] = self.descriptions
         return number, lambda: (wait(), _Unpickler(description, body).load())[1]
 
-    def _broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Broadcast a tensor of the host; return that of rank 0."""
-        if self.host_group is None:
-            return self.communicator.broadcast_object_list([tensor], 0)[0]
-        dist.broadcast(tensor, 0, group=self.host_group)
-        return tensor
+    def _inside(self, text_size: int, size: int) -> tuple[int, int]:
+        """Return how many bytes of a description and of a body are behind the header: all of each, or none."""
+        text_inside = text_size if text_size <= ROOM else 0
+        return text_inside, size if self.device.type == "cpu" and text_inside + size <= ROOM else 0
 
     def _share(
         self, size: int, device: torch.device, rows: torch.Tensor | None = None
