@@ -118,6 +118,17 @@ def check_evaluation() -> None:
             model(*list(batches(step, 0))[rank()])
 
 
+def check_ranks_run_different_forwards_inside_whole_parameters() -> None:
+    accelerator = fresh_accelerator(fsdp_plugin=plugin())
+    model = Model()
+    accelerator.conditional(model.pictures, given="pictures", inputs=torch.zeros(1, 6))
+    model = accelerator.prepare(model)
+    with torch.no_grad(), accelerator.whole_parameters(model) as whole:
+        for step in range(3 * rank()):
+            whole(*list(batches(step, 0))[rank()])
+    model(*list(batches(1, 0))[rank()])["loss"].backward()  # only the first rank calls it
+
+
 class Wrapped(Model):
     def forward(self, text, pictures=None):
         return type("Output", (), super().forward(text, pictures))

@@ -22,6 +22,7 @@ from accelerate.base.nested import leaves, recursively_apply
 from accelerate.config.handlers import DistributedDataParallelKwargs
 from accelerate.config.strategies import traits_of
 from accelerate.extension import Extension
+from accelerate.runtime import torch_private
 from accelerate.strategies.registry import resolve
 
 
@@ -121,13 +122,16 @@ def _install(run: Any, model: nn.Module, declared: Mapping[str, _Declared]) -> l
 
     def begin(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         nonlocal joins
+        outputs.clear()
+        if not torch.is_grad_enabled() and all(group.is_unsharded for group in torch_private.shard_groups(model)):
+            joins = False  # nothing is gathered, as in `whole_parameters`, where ranks may run different numbers of forwards
+            return
         calls = [_is_there(args[at] if at < len(args) else kwargs.get(argument)) for at, argument in places]
         counts = torch.tensor(calls, dtype=torch.int32, device=run.device)
         ranks = run._communicator.all_reduce(counts, "sum", "a forward with conditional modules").tolist()
         joins = torch.is_grad_enabled() and any(
             trains and count > 0 for trains, count in zip(trained, ranks, strict=True)
         )
-        outputs.clear()
         for (path, part), is_called, count in zip(declared.items(), calls, ranks, strict=True):
             if count and not is_called:
                 output = _call_for_others(model.get_submodule(path), part.inputs, run.device)
