@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from accelerate import ParallelismConfig
+from accelerate.local_sgd import LocalSGD
 from accelerate.utils import FullyShardedDataParallelPlugin
 
 DECAY, STEPS = 0.7, 4
@@ -92,6 +93,14 @@ def strategies() -> dict:
         sizes = {"dp_replicate_size": 2, "dp_shard_size": 2}
         several["hsdp"] = lambda: {**fsdp2(), "parallelism_config": ParallelismConfig(**sizes)}
     return several if world() > 1 else {"alone": dict, "fsdp2": fsdp2}
+
+
+def check_ranks_that_train_on_their_own_are_refused() -> None:
+    accelerator, model, optimizer, _ = begun()
+    if world() == 1:
+        return
+    with raised(RuntimeError, "inside LocalSGD or no_sync"), LocalSGD(accelerator, model, local_sgd_steps=2):
+        learn(accelerator, model(batch(0)).square().mean(), optimizer)
 
 
 def check_equal_to_torchs_average_and_in_checkpoints() -> None:

@@ -96,6 +96,11 @@ class Ema(Extension):
             raise RuntimeError(
                 "optimizer.step() was called inside ema.applied(), where the model has averages for weights."
             )
+        if not getattr(self._model, "require_backward_grad_sync", True):
+            raise RuntimeError(
+                "optimizer.step() was called inside LocalSGD or no_sync, with an average by ema(): ranks have different weights there, so their "
+                "averages would differ for good. Step outside of it, or call ema.close() before."
+            )
         if getattr(optimizer, "found_inf", None):  # a fused step looks at it itself, and so does not skip this
             return
         if pairs := list(self._pairs(optimizer, begins=True)):
