@@ -68,7 +68,9 @@ def watching(trainer: Any) -> Iterator[None]:
         yield
         return
     stop, main = Stop(args.process_index, args.world_size), threading.current_thread() is threading.main_thread()
-    free = [number for number in _SIGNALS if main and signal.getsignal(number) is signal.SIG_DFL]
+    # Ranks that cannot agree on a step keep the system's way: a signal ends them.
+    acts = main and (stop._alone or stop._agreement is not None)
+    free = [number for number in _SIGNALS if acts and signal.getsignal(number) is signal.SIG_DFL]
     trainer.add_callback(stop)
     for number in free:
         signal.signal(number, stop.note)

@@ -1,12 +1,17 @@
 """Errors in collectives of a training loop reach every rank, and the processes can continue together afterwards."""
 
+import os
+from pathlib import Path
+
 import torch
 from expect import assert_all_close, assert_same_everywhere, raised
-from harness import CPU, everywhere, fresh_accelerator
+from harness import CPU, everywhere, fresh_accelerator, shared_folder
 from models import WIDTH, gradients, inputs_of, mean_square, network, own_inputs, whole_batch_gradients
 from torch.utils.data import DataLoader
 
 from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate.extensions.goodput import GOODPUT, goodput
+from accelerate.utils import ProfileKwargs
 from accelerate.utils.operations import DistributedOperationException
 
 
@@ -46,6 +51,28 @@ def check_windows_without_items_raise_everywhere():
     assert_same_everywhere(gradients(model))
     assert_all_close(gradients(model), whole_batch_gradients(accelerator, [inputs_of(0)]))
     assert everywhere(accelerator.process_index) == list(range(accelerator.num_processes))
+
+
+def check_a_file_that_one_rank_cannot_use_raises_everywhere():
+    accelerator = fresh_accelerator()
+    with shared_folder() as folder:
+        traces, started = Path(folder, f"traces-{accelerator.process_index}"), goodput.started
+        if accelerator.is_last_process:
+            traces.touch()  # not a folder
+            goodput.started = lambda process: Path(folder, "missing").read_text()
+        try:
+            with (
+                raised((OSError, RuntimeError), "traces-1"),
+                accelerator.profile(ProfileKwargs(output_trace_dir=traces)),
+            ):
+                pass
+            os.environ[GOODPUT] = str(Path(folder, "goodput"))
+            with raised((ValueError, RuntimeError), "the record of the run cannot be used. [Errno 2]"):
+                fresh_accelerator()
+        finally:
+            goodput.started = started
+            os.environ.pop(GOODPUT, None)
+    fresh_accelerator()
 
 
 def one_rank_fails():

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from expect import raised
@@ -95,6 +96,19 @@ def resumes_exactly(case, stops, send=to_one_rank, **options):
     with shared_folder() as folder:
         parts = interrupted(case, folder, stops, send, **options)
     assert parts == whole, (case.name, next((p, w) for p, w in zip(parts, whole, strict=False) if p != w))
+
+
+def check_a_project_that_one_rank_cannot_list_is_refused_by_all():
+    def checkpoints():  # of the storage, which only the main process asks
+        raise OSError("the store of checkpoints is away")
+
+    usual = preemption.storage_of
+    preemption.storage_of = lambda path: SimpleNamespace(child=lambda name: SimpleNamespace(checkpoints=checkpoints))
+    try:
+        with shared_folder() as folder, raised((OSError, RuntimeError), "the store of checkpoints is away"):
+            preemption._save(fresh_accelerator(project_config=project(folder)))
+    finally:
+        preemption.storage_of = usual
 
 
 def check_runs_go_on_exactly():

@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from accelerate.base.versions import is_torch_version
 from accelerate.checkpoint.formats import describe
 from accelerate.checkpoint.manifest import DamagedCheckpoint, FileEntry, Manifest
 from accelerate.checkpoint.stored import TensorInMemory
+from accelerate.extensions.peer_memory import resume
 from accelerate.extensions.peer_memory.folder import Copy, Incoming, MemoryFolder, _writes, choices
 from accelerate.extensions.peer_memory.options import Cadence, PeerMemoryKwargs, steps_between_copies
 from accelerate.extensions.peer_memory.shards import _Shard
@@ -203,6 +205,12 @@ def test_truncated_copy_is_not_offered(tmp_path, monkeypatch, caplog):
     (offer,) = folder.complete_copies()
     assert (offer.save, offer.ranks, offer.world_size) == ("a", [3], 4)
     assert "random_states_3.pkl has 4 bytes, but 5 were written" in caplog.text
+
+
+def test_copies_that_cannot_be_listed_are_none(tmp_path, caplog):
+    folder = MemoryFolder(str(tmp_path))  # without the folders in it
+    assert resume._complete_copies(SimpleNamespace(folder=folder)) == []
+    assert "copies in the memory of this machine cannot be used: [Errno 2]" in caplog.text
 
 
 def test_too_little_memory_is_refused_with_numbers(tmp_path, monkeypatch):

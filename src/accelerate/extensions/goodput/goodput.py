@@ -15,6 +15,7 @@ from typing import Any
 
 from accelerate.base.environment import str_to_bool
 from accelerate.base.table import Report
+from accelerate.checkpoint.state import run_on_all_ranks
 from accelerate.extension import Extension
 from accelerate.extensions.goodput import GOODPUT
 from accelerate.extensions.goodput.record import (
@@ -174,18 +175,18 @@ class Goodput(Extension):
         path = _path(run)
         if path is None:
             return None
-        problem, ledger = None, cls._ledgers.get(path)
-        try:
-            if ledger is None:
+
+        def begun() -> Ledger:
+            try:
                 process = started(os.getpid())
                 record = Record(path) if run.is_main_process else None
-                ledger = Ledger(record, process, min(launcher_started() or process, process), _clock())
-        except (OSError, ValueError) as error:
-            problem = f"{GOODPUT}={os.environ[GOODPUT]!r}: the record of the run cannot be used. {error}"
-        (problem,) = run._communicator.broadcast_object_list([problem])
-        if problem is not None or ledger is None:
-            raise ValueError(problem)
-        cls._ledgers[path] = ledger
+                return Ledger(record, process, min(launcher_started() or process, process), _clock())
+            except (OSError, ValueError) as error:
+                raise ValueError(
+                    f"{GOODPUT}={os.environ[GOODPUT]!r}: the record of the run cannot be used. {error}"
+                ) from error
+
+        ledger = cls._ledgers[path] = run_on_all_ranks(lambda: cls._ledgers.get(path) or begun())
         return cls(run, path, ledger)
 
     def step_ends(self, optimizer: Any) -> None:

@@ -91,4 +91,6 @@ def raise_any(problem: BaseException | None, failed: float) -> None:
     if problem is not None:
         raise problem
     if failed:
-        raise RuntimeError("Another rank could not copy its state into memory. Its message names the reason.")
+        raise RuntimeError(
+            "Another rank failed at copying its state into memory or at reading a copy. Its message names the reason."
+        )

@@ -102,7 +102,7 @@ def _from_memory(memory: PeerMemory, storage: CheckpointStorage | None) -> Resum
     on_disk = ""
     if ranks.rank == 0 and storage is not None:  # names of saves sort by time
         on_disk = Search(memory.run, storage, latest=True).answer().get("save") or ""
-    offers = ranks.gather((memory.folder.complete_copies() if ranks.leads else [], on_disk))
+    offers = ranks.gather((_complete_copies(memory) if ranks.leads else [], on_disk))
     copies, on_disk = [offers[ranks.leader(machine)][0] for machine in range(len(ranks.machines))], offers[0][1]
     others = {copy.world_size for of_machine in copies for copy in of_machine} - {ranks.world_size}
     if others and ranks.rank == 0:
@@ -178,6 +178,15 @@ def _load(memory: PeerMemory, folder: str, save: str) -> Manifest | None:
     return listing
 
 
+def _complete_copies(memory: PeerMemory) -> list[Copy]:
+    """Return the complete copies on this machine; none where they cannot be read, so that the run goes on from the disk."""
+    try:
+        return memory.folder.complete_copies()
+    except OSError as error:
+        logger.warning("The copies in the memory of this machine cannot be used: %s", error)
+        return []
+
+
 def _restore_number(memory: PeerMemory, listing: Manifest) -> None:
     """Let the next automatic name of a checkpoint follow those on the disk, and those before the copy.
 
@@ -186,7 +195,12 @@ def _restore_number(memory: PeerMemory, listing: Manifest) -> None:
     project, number = memory.run.project_configuration, listing.iteration
     if not project.automatic_checkpoint_naming or project.project_dir is None:
         return
-    if memory.ranks.leads:
-        saved = storage_of(project.project_dir).child(CHECKPOINTS_FOLDER).checkpoints()
-        number = max([number, *(1 + taken for taken, entry in saved if not entry.is_empty())])
+
+    def look() -> None:
+        nonlocal number
+        if memory.ranks.leads:
+            saved = storage_of(project.project_dir).child(CHECKPOINTS_FOLDER).checkpoints()
+            number = max([number, *(1 + taken for taken, entry in saved if not entry.is_empty())])
+
+    memory.ranks.together(look)
     project.iteration = int(memory.ranks.largest(number)[0])

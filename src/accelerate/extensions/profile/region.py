@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from accelerate.base.constants import PROFILE_PATTERN_NAME
+from accelerate.checkpoint.state import run_on_all_ranks
 from accelerate.extensions.profile.settings import ProfileKwargs
 
 
@@ -44,9 +45,13 @@ def _profiled(accelerator: Any, handler: ProfileKwargs) -> Iterator[torch.profil
         yield profiler
     if handler.output_trace_dir is not None:
         name = PROFILE_PATTERN_NAME.format(suffix=accelerator.process_index)
-        os.makedirs(handler.output_trace_dir, exist_ok=True)
-        profiler.export_chrome_trace(os.path.join(handler.output_trace_dir, name))
-        accelerator.wait_for_everyone()
+        path = os.path.join(handler.output_trace_dir, name)
+
+        def write() -> None:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            profiler.export_chrome_trace(path)
+
+        run_on_all_ranks(write)
 
 
 @contextlib.contextmanager
