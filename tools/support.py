@@ -29,8 +29,8 @@ HEAD = """\
 | ✕ | unsupported: raises an error |
 | - | does not apply |
 
-A test of a strategy compares 20 steps with one process: losses, gradient norms and weights agree within 1e-5 in float32, with accumulation,
-clipping and a schedule. In bf16, losses agree within 0.05 over 4 steps. *Several CPU processes* are processes of one machine, over gloo.
+A test of a strategy compares 5 steps with one process: losses, gradient norms and weights agree within 1e-5 in float32, with accumulation,
+clipping and a schedule. In bf16, losses agree within 0.05 over 2 steps. *Several CPU processes* are processes of one machine, over gloo.
 """
 
 

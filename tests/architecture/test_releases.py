@@ -70,6 +70,13 @@ def test_support_page_is_generated_and_every_proof_exists():
     for run in support["runs"]:
         assert any(run["target"] == target or run["target"].startswith(f"{target}-") for target in targets), run
     proofs = {row["proof"] for table in support["tables"] for row in [table, *table["rows"]] if "proof" in row}
+    for table in support["tables"]:
+        for row in table["rows"]:
+            name, *cells = row["row"] if isinstance(row, dict) else row
+            proof = row.get("proof", table["proof"]) if isinstance(row, dict) else table["proof"]
+            if "ci" in cells:  # such a target runs on every change, and not all tests of such a file are slow
+                assert not proof.startswith("make ") or proof in text(".github/workflows/tests.yml"), name
+                assert not (proof.endswith(".py") and re.search(r"^pytestmark = .*slow", text(proof), re.M)), name
     targets = set(re.findall(r"^([\w-]+):", text("Makefile"), re.M))
     missing = [proof for proof in proofs if not (proof.removeprefix("make ") in targets or (ROOT / proof).exists())]
     assert missing == []

@@ -48,18 +48,16 @@ def find_executable_batch_size(
 
     Collective: call the decorated function on every rank.
 
-    Collective: call on every rank.
-
     Args:
         function: The function to decorate; None when the decorator is used with arguments.
         starting_batch_size: The first size to try.
         reduce_batch_size_fn: Takes nothing and returns the next size; every rank calls it before each new try. By default
             the last size times 0.9, or half of it with `keep_global_batch`, rounded down.
-            accelerator: The Accelerator that the function trains with. Each new try restores the positions of loaders that were
-                prepared before the call, and releases the objects that the failed try prepared.
-            keep_global_batch: Raise `accelerator.gradient_accumulation_steps` so that an optimizer step takes as many samples
-                as with the first size, or up to a micro-batch more if that does not divide.
-            together: False lets each rank search separately, for functions without collectives that not all ranks call.
+        accelerator: The Accelerator that the function trains with. Each new try restores the positions of loaders that were
+            prepared before the call, and releases the objects that the failed try prepared.
+        keep_global_batch: Raise `accelerator.gradient_accumulation_steps` so that an optimizer step takes as many samples
+            as with the first size, or up to a micro-batch more if that does not divide.
+        together: False lets each rank search separately, for functions without collectives that not all ranks call.
 
     Returns:
         The decorated function, or a decorator.
