@@ -264,6 +264,8 @@ def test_what_a_file_cannot_say_is_told(layout, said):
 def test_the_file_of_each_kind_of_layout_is_taken(accelerate, place, layout):
     (place / "train.py").touch()
     config_utils.write("plan.yaml", plan.configuration(layout, 2))
+    if layout.shards and layout.tp * layout.ep > 1:  # with the launcher's default `prepare` refuses it
+        assert "fsdp_cpu_ram_efficient_loading: false" in (place / "plan.yaml").read_text()
     here = ["--cpu"] if layout == Layout(dp_replicate=4) else []  # MULTI_GPU needs GPUs
     status, out, err = accelerate("launch", *here, "--config_file", "plan.yaml", "--dry-run", "train.py")
     assert status == 0, err

@@ -377,6 +377,8 @@ def configuration(layout: Layout, nodes: int) -> dict[str, Any]:
             "fsdp_activation_checkpointing": layout.checkpointing,
             "fsdp_offload_params": layout.offload,
         }
+        if layout.tp * layout.ep > 1:  # layers are split before FSDP2 shards them, so each rank needs their weights
+            content["fsdp_config"]["fsdp_cpu_ram_efficient_loading"] = False
     named = {name: getattr(layout, name) for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp")}
     sizes = {f"parallelism_config_{name}_size": size for name, size in named.items() if size > 1}
     if (layout.zero is None and len(sizes) > 1) or layout.tp * layout.cp * layout.sp > 1:

@@ -34,7 +34,8 @@ class TensorParallelism(Extension):
         if self.serves and run.is_fsdp2 and run.state.fsdp_plugin.cpu_ram_efficient_loading:
             raise ValueError(
                 f"cpu_ram_efficient_loading=True with tp_size={layout.tp_size} and ep_size={layout.ep_size}: layers are split before they are sharded, and each "
-                "group of ranks needs their weights for that. Set cpu_ram_efficient_loading=False."
+                "group of ranks needs their weights for that. Set cpu_ram_efficient_loading=False; for the launcher, whose default is true, "
+                "`--fsdp_cpu_ram_efficient_loading false` or the same key in its file."
             )
         traits = traits_of(run.distributed_type)
         # An engine that places its models averages gradients itself.
