@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from accelerate.config.options import FEATURES, OPTIONS
+from accelerate.config.options.schema import ON, ONE
 from accelerate.launch.hardware import Hardware
 from accelerate.runtime.ranks import is_of_agent, without_agent
 
@@ -120,7 +121,10 @@ def worker_environment(plan: LaunchPlan, base: Mapping[str, str]) -> dict[str, s
     """Return the full environment of the processes of a plan, which inherit `base`."""
     if is_of_agent(base):  # a rank has started this launch: the new run is another one
         base = without_agent(base)
-    environment = {**base, **exports(plan.settings), **plan.extra}
+    # A switch that another layer turned off says so by no variable, so that of the user's environment must go.
+    off = {option.env for option in OPTIONS if option.style in (ON, ONE) and not plan.settings[option.name].value}
+    inherited = {name: text for name, text in base.items() if name not in off}
+    environment = {**inherited, **exports(plan.settings), **plan.extra}
     selected = plan["gpu_ids"]
     if selected not in (None, "all") and plan.hardware.visible_env and not plan.on_cpu:
         environment[plan.hardware.visible_env] = ",".join(part.strip() for part in str(selected).split(","))

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accelerate import DataLoaderConfiguration, DistributedDataParallelKwargs
+from accelerate.local_sgd import LocalSGD
 
 
 def check_uneven_inputs_are_joined():
@@ -99,6 +100,23 @@ def check_joined_windows_may_close_at_different_steps():
         with accelerator.join_uneven_inputs([model]):
             with raised(ValueError, "join_uneven_inputs"), accelerator.accumulate(model, num_items=1):
                 pass
+
+
+def check_weights_that_ranks_have_alone_are_not_joined():
+    accelerator = fresh_accelerator()
+    model, _ = prepared(accelerator)
+    with (
+        raised(ValueError, "inside join_uneven_inputs"),
+        accelerator.join_uneven_inputs([model]),
+        LocalSGD(accelerator, model, 2),
+    ):
+        pass
+    with (
+        raised(ValueError, "inside LocalSGD or no_sync"),
+        LocalSGD(accelerator, model, 2),
+        accelerator.join_uneven_inputs([model]),
+    ):
+        pass
 
 
 def check_joining_warns_for_streams():

@@ -7,14 +7,14 @@ from unittest import mock
 
 import torch
 from check_sharded import sharding
-from expect import raised
-from harness import everywhere, fresh_accelerator, shared_folder
+from expect import full, raised
+from harness import everywhere, fresh_accelerator, rank, shared_folder
 from pytest import raises as pytest_raises
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from accelerate import ParallelismConfig
+from accelerate import ParallelismConfig, load_checkpoint_in_model
 from accelerate.utils import TorchTensorParallelConfig
 
 MIB = 1 << 20
@@ -99,6 +99,21 @@ def check_a_stream_has_buffers_and_leaves_integers():
         floating = ("0.0.weight", "0.0.bias", "1.weight", "1.bias", "1.running_mean", "1.running_var")
         expected = {**dict.fromkeys(floating, torch.float16), "1.num_batches_tracked": torch.int64}
         assert all(one == expected for one in everywhere(kinds)), (name, kinds)
+
+
+def check_a_checkpoint_on_the_first_machine_alone_is_loaded_or_refused_by_all():
+    accelerator = fresh_accelerator(**RUNS["fsdp2"])
+    torch.manual_seed(rank())
+    model = accelerator.prepare(nn.Sequential(nn.Linear(8, 8)))
+    with shared_folder() as folder:
+        path = Path(folder, "weights.bin" if rank() == 0 else "absent.bin")
+        if rank() == 0:
+            torch.save({"0.weight": torch.eye(8), "0.bias": torch.ones(8)}, path)
+        load_checkpoint_in_model(accelerator.unwrap_model(model), path, broadcast_from_rank0=True)
+        assert torch.equal(full(model[0].weight), torch.eye(8))
+        path.write_bytes(b"damaged")
+        with raised(Exception):
+            load_checkpoint_in_model(accelerator.unwrap_model(model), path, broadcast_from_rank0=True)
 
 
 def check_whole_parameters_are_lent():

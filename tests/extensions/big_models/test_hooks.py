@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate import hooks
+from accelerate import cpu_offload, hooks
 from accelerate.extensions.big_models.hooks_base import guard_method
 from accelerate.utils.modeling import align_module_device
 from accelerate.utils.versions import is_torch_version
@@ -207,3 +207,31 @@ def test_models_that_hooks_leave_in_place_compile_without_a_break(recwarn):
     finally:
         torch._dynamo.reset()
     assert not [warning for warning in recwarn if "Dynamo" in str(warning.message)]
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, inputs):
+        self.calls = self.calls + 1
+        return inputs * self.weight
+
+
+def test_buffers_that_stay_keep_their_values_when_hooks_come_and_go():
+    model = Counting()
+    cpu_offload(model, "cpu")
+    model(torch.ones(1))
+    hooks.add_hook_to_module(model, hooks.ModelHook(), append=True)
+    model(torch.ones(1))
+    hooks.remove_hook_from_submodules(model)
+    assert model.calls == 2 and model.weight == 1
+
+
+def test_weights_given_under_one_name_of_a_tie_serve_the_other():
+    model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(2)))
+    model[1].weight = model[0].weight
+    cpu_offload(model, "cpu", state_dict={"0.weight": 2 * torch.eye(2)})
+    assert model(torch.ones(1, 2)).tolist() == [[4, 4]]

@@ -71,13 +71,18 @@ def test_what_is_refused_may_be_switched_off(make, strategy, steps, error, text)
 
 
 def test_weights_are_averaged_with_one_collective_a_dtype(make, communicator):
-    tensors = [torch.full((2,), 8.0), torch.full((1, 1), 8.0), torch.full((1,), 8.0, dtype=torch.float64)]
+    tensors = [
+        torch.full((2,), 8.0),
+        torch.full((1, 1), 8.0),
+        torch.full((1,), 8.0, dtype=torch.float64),
+        torch.full((1,), 8j),
+    ]
     model = nn.ParameterList([*map(nn.Parameter, tensors), nn.Parameter(torch.ones(1).long(), requires_grad=False)])
     accelerator = make()
     with LocalSGD(accelerator, model, local_sgd_steps=2) as sgd:
         sgd.step()
         assert communicator.calls == 0
         sgd.step()
-        assert communicator.calls == 2 and model[0].tolist() == [4, 4]
-    assert [parameter.tolist() for parameter in model] == [[2, 2], [[2]], [2], [1]]
+        assert communicator.calls == 3 and model[0].tolist() == [4, 4]
+    assert [parameter.tolist() for parameter in model] == [[2, 2], [[2]], [2], [2j], [1]]
     assert accelerator.held == ["held", "released"]

@@ -377,3 +377,20 @@ def test_the_steps_of_engines_count(engine):
     optimizer._extensions = SimpleNamespace(step_begins=(), step_ends=(seen.append,))
     optimizer.step()
     assert seen == [optimizer] and parameter.item() == 1.0
+
+
+def test_the_stop_is_behind_a_rank_that_reports_between_two_requests_of_another():
+    store, watcher = dist.HashStore(), SimpleNamespace(errands=[], world_size=2)
+    first, second = preemption.StopStep(watcher, 0), preemption.StopStep(watcher, 0)
+    first._steps, second._steps = 5, 6
+
+    class Slow:
+        def __getattr__(self, name):
+            return getattr(store, name)
+
+        def add(self, *words):
+            second._report(store)
+            return store.add(*words)
+
+    first._report(Slow())
+    assert store.get("step") == b"7"

@@ -149,6 +149,20 @@ def test_whether_every_rank_is_needed(make):
     assert run.needs_every_rank(make("recording", Everywhere()))
 
 
+def test_a_tracker_of_the_main_process_does_nothing_elsewhere_beside_one_of_all_ranks(monkeypatch):
+    class Everywhere(Recording):
+        name, main_process_only = "everywhere", False
+
+    main, every = Recording(), Everywhere()
+    accelerator = Accelerator(cpu=True, log_with=[main, every])
+    monkeypatch.setattr(type(accelerator), "is_main_process", False)
+    accelerator.init_trackers("project", config={"rate": 1})
+    accelerator.log({"loss": 1.0})
+    accelerator.end_training()
+    assert len(main.events) == 1 and every.events[1] == "start" and every.events[-1] == "finish"
+    assert accelerator.get_tracker("recording") is main
+
+
 def test_trackers_that_a_program_assigns_are_finished():
     accelerator, own = Accelerator(cpu=True), Recording()
     accelerator.trackers = [own]

@@ -150,6 +150,13 @@ def test_a_launch_by_a_rank_is_a_separate_run(plan, variables, count):
     assert ranks.resolve(environment) == ranks.Ranks(0, 1, 0, None, "torchrun") if count == 1 else True
 
 
+@cases("off, on", ("DEEPSPEED", "FSDP"), ("FSDP", "DEEPSPEED"))
+def test_a_variable_that_an_option_overrides_does_not_reach_the_ranks(plan, off, on):
+    environ = {"HF_HOME": "/nowhere", f"ACCELERATE_USE_{off}": "true"}
+    environment = worker_environment(plan(f"--cpu --num_processes 2 --use_{on.lower()}", environ), environ)
+    assert environment.keys() & {"ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"} == {f"ACCELERATE_USE_{on}"}
+
+
 def test_a_process_of_a_controller_joins_and_a_line_says_what(plan):
     environ = {"HF_HOME": "/nowhere", "RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "job-0"}
     found = plan("--cpu --num_processes 1", environ)

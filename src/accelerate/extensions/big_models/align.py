@@ -296,10 +296,13 @@ class AlignDevicesHook(ModelHook):
             self.leads.close()  # it starts again if the hook comes back, as when another one is appended
         if self.offload:
             present, source = dict(named_module_tensors(module, recurse=self.place_submodules)), self.residency.source
+            offloaded = {name for name, _ in self.offloaded_tensors(module)}
             for name, device in self.original_devices.items():
                 if device.type == "meta" or name not in present:
                     continue
-                value = source.get(name)
+                # A buffer that stayed in the module may have changed since the map was made.
+                stayed = name not in offloaded and present[name].device.type != "meta"
+                value = None if stayed else source.get(name)
                 if value is None and present[name].device.type == "meta":
                     continue  # no data anywhere
                 scales = source.scales(name, value)

@@ -33,12 +33,19 @@ from accelerate.extensions.big_models.loading import CheckpointLoad
 from accelerate.extensions.big_models.loading import load_checkpoint_in_model as load_checkpoint_in_model
 from accelerate.extensions.big_models.placement import Device, as_device, as_parameter
 from accelerate.extensions.big_models.prefetch import aligning_hook, attach_prefetcher, prefetch_budget
+from accelerate.extensions.big_models.store import OffloadedWeightsLoader
 from accelerate.extensions.big_models.tensors import (
     check_tied_parameters_on_same_device,
     find_tied_parameters,
     retie_parameters,
 )
-from accelerate.extensions.big_models.weights import Offloading, check_data, shared_pointers, state_tensors
+from accelerate.extensions.big_models.weights import (
+    Offloading,
+    check_data,
+    name_tied_weights,
+    shared_pointers,
+    state_tensors,
+)
 
 __getattr__ = _lazy.aliases("accelerate.big_modeling")
 
@@ -163,7 +170,11 @@ def cpu_offload(
     prefetch_budget(prefetch)  # before anything is changed
     if state_dict is None:
         state_dict = {name: tensor.to("cpu") for name, tensor in state_tensors(model).items() if not tensor.is_meta}
-    check_data(model, {"": "cpu"}, {"cpu"}, state_dict, find_tied_parameters(model), offload_buffers)
+    weights, tied = OffloadedWeightsLoader(dict(state_dict)), find_tied_parameters(model)
+    name_tied_weights(weights, tied)
+    if len(weights) > len(state_dict):
+        state_dict = weights.state_dict
+    check_data(model, {"": "cpu"}, {"cpu"}, state_dict, tied, offload_buffers)
     _offload_all(model, state_dict, execution_device, offload_buffers, preload_module_classes, prefetch)
     return model
 

@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from accelerate.base.constants import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
+from accelerate.checkpoint.state import run_on_all_ranks
 from accelerate.devices.table import detect
 from accelerate.extensions.big_models.device_map import check_devices, disjoint_map
 from accelerate.extensions.big_models.placement import (
@@ -479,11 +480,15 @@ class CheckpointLoad:
                 "broadcast_from_rank0=True needs full_state_dict=True: what rank 0 sends are full tensors, of which each rank "
                 "keeps its part."
             )
-        files = checkpoint_files(self.checkpoint)
-        tensors: dict[str, torch.Tensor] = {}
-        if not self.broadcast_from_rank0 or torch.distributed.get_rank() == 0:
-            for file in files:
-                tensors.update(load_state_dict(file))
+
+        def whole() -> dict[str, torch.Tensor]:
+            read: dict[str, torch.Tensor] = {}
+            if not self.broadcast_from_rank0 or torch.distributed.get_rank() == 0:
+                for file in checkpoint_files(self.checkpoint):
+                    read.update(load_state_dict(file))
+            return read
+
+        tensors = run_on_all_ranks(whole)
         names = set(tensors)
         options = StateDictOptions(
             full_state_dict=self.full_state_dict, broadcast_from_rank0=self.broadcast_from_rank0, strict=False

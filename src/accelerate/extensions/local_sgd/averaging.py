@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from accelerate import comm
+from accelerate.comm.in_step import ends_are_uneven
 from accelerate.runtime import torch_private
 from accelerate.strategies.registry import resolve
 
@@ -69,6 +70,11 @@ class LocalSGD:
 
     def __enter__(self) -> "LocalSGD":
         if self.enabled:
+            if ends_are_uneven():
+                raise ValueError(
+                    "LocalSGD inside join_uneven_inputs: ranks that have ended cannot take part in its averages. Give all ranks equally "
+                    "many batches, with even_batches=True."
+                )
             self._held = contextlib.ExitStack()
             self._held.enter_context(self.accelerator.no_sync(self.model))
         return self
@@ -93,7 +99,7 @@ class LocalSGD:
     @torch.no_grad()
     def _average(self) -> None:
         communicator = comm.for_type(self.accelerator.distributed_type)
-        trained = [parameter for parameter in self.model.parameters() if parameter.is_floating_point()]
+        trained = [weight for weight in self.model.parameters() if weight.is_floating_point() or weight.is_complex()]
         for piece in torch_private.take_tensors(trained, _PIECE):  # of one dtype and kind of device each
             flat = communicator.all_reduce(torch_private.flatten_dense_tensors(piece), op="mean")
             for parameter, mean in zip(piece, torch_private.unflatten_dense_tensors(flat, piece), strict=True):

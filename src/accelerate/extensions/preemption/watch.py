@@ -393,7 +393,8 @@ class StopStep:
         while int(most or -1) < int(count):
             most = keys.compare_set("most", most, count).decode()
         if keys.add("come", 1) == self.watcher.world_size:
-            keys.set("step", str(int(most) + 1))
+            # Read again: another rank may have raised it between the two requests.
+            keys.set("step", str(int(keys.compare_set("most", "", "")) + 1))
 
 
 # A forked process gets the former handlers, because a pool that the program ends with SIGTERM must end. In between signals wait,

@@ -26,8 +26,14 @@ class Trackers(Extension):
         """Finish every tracker that runs. They stay in ``accelerator.trackers``, for questions to a finished run."""
         run = self.run
         for tracker in running(run):
-            guarded(tracker, "finish", tracker.finish)
+            if works_here(run, tracker):
+                guarded(tracker, "finish", tracker.finish)
         run._finished_trackers = list(run.trackers)
+
+
+def works_here(run: Any, tracker: Any) -> bool:
+    """Return whether a tracker works on this rank: on the main process, or on every rank."""
+    return bool(run.is_main_process or not tracker.main_process_only)
 
 
 def running(run: Any) -> list[Any]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from accelerate.config.enums import LoggerType
 from accelerate.extensions.trackers.base import GeneralTracker
-from accelerate.extensions.trackers.extension import Trackers, guarded, running, without
+from accelerate.extensions.trackers.extension import Trackers, guarded, running, without, works_here
 from accelerate.extensions.trackers.registry import LOGGER_TYPE_TO_CLASS
 
 logger = logging.getLogger(__name__)
@@ -71,16 +71,19 @@ def init_trackers(
         logger.info("init_trackers got settings for %s, which this run does not use.", sorted(unknown))
     already = running(accelerator)
     for tracker in without(already, trackers):
-        guarded(tracker, "finish", tracker.finish)
+        if works_here(accelerator, tracker):
+            guarded(tracker, "finish", tracker.finish)
     new = without(trackers, already)
     accelerator.trackers, accelerator._finished_trackers = without(trackers, new), []
     for tracker in new:
-        tracker.start()
+        if works_here(accelerator, tracker):
+            tracker.start()
         accelerator.trackers.append(tracker)  # at once: where the next one fails, `end_training` finishes this one
     accelerator.trackers = trackers
     if config is not None:
         for tracker in trackers:
-            tracker.store_init_configuration(dict(config))
+            if works_here(accelerator, tracker):
+                tracker.store_init_configuration(dict(config))
 
 
 def get_tracker(accelerator: Any, name: str, unwrap: bool = False) -> Any:
@@ -120,7 +123,8 @@ def log(
     _attach(accelerator)
     options = log_kwargs or {}
     for tracker in accelerator.trackers:
-        guarded(tracker, "log", tracker.log, dict(values), step=step, **(options.get(tracker.name) or {}))
+        if works_here(accelerator, tracker):
+            guarded(tracker, "log", tracker.log, dict(values), step=step, **(options.get(tracker.name) or {}))
 
 
 def _attach(run: Any) -> None:

@@ -46,6 +46,11 @@ def _joining(accelerator: Any, joinables: Sequence[Any], even_batches: bool | No
     traits = traits_of(accelerator.distributed_type)
     with contextlib.ExitStack() as contexts:
         if traits.joins_uneven_inputs:
+            if not all(getattr(each, "require_backward_grad_sync", True) for each in joinables):
+                raise ValueError(
+                    "join_uneven_inputs() was called inside LocalSGD or no_sync: at its end one rank's weights would replace those of the "
+                    "others. Leave that context before."
+                )
             if even_batches is not None:
                 contexts.enter_context(_overridden(accelerator._dataloaders, even_batches))
             # Gradients are exchanged after every micro-batch meanwhile, because accumulation steps end at different times.
