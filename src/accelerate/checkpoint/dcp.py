@@ -310,7 +310,12 @@ def _keeping(state: Any, path: str = "") -> Any:
         return [_keeping(value, f"{path}.{number}") for number, value in enumerate(state)]
     if not isinstance(state, Mapping):
         return state
-    outer = path.count(".") < 2  # what has all weights or states, of which there may be none
+    outer = path in (
+        "",
+        "model",
+        "optimizer",
+        "optimizer.state",
+    )  # what has all weights or states, of which there may be none
     if (state or outer) and all(isinstance(key, str) for key in state):
         return {key: _keeping(value, f"{path}.{key}" if path else key) for key, value in state.items()}
 

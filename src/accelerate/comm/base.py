@@ -57,6 +57,10 @@ class Communicator:
             raise ValueError(
                 f"{operation} got a DTensor, of which each rank has a part. Pass tensor.full_tensor() for the full tensor, or tensor.to_local() for the part."
             )
+        if argument == "mean":  # sums of short integers and truth values would not fit into their dtype
+            tensors = [
+                tensor if tensor.is_floating_point() or tensor.is_complex() else tensor.long() for tensor in tensors
+            ]
         # Scalars travel as vectors.
         ready = [tensor.detach() if tensor.ndim else tensor.detach().reshape(1) for tensor in tensors]
         results = self._exchange(operation, argument, structure, ready)

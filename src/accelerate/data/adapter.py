@@ -225,6 +225,7 @@ def as_stateful(loader: DataLoader, **changes: Any) -> DataLoader:
     # torch warns about an empty pin_memory_device, too.
     settings = {name: value for name, value in attributes.items() if value is not None and value != ""}
     if is_stream(loader):
+        settings.setdefault("batch_size", None)  # its batches are ready-made
         unused = {"sampler", "batch_sampler"}
     elif "batch_sampler" in settings:
         unused = {"batch_size", "sampler", "drop_last"}

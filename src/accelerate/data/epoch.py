@@ -68,6 +68,8 @@ def take_pending_position(loader: DataLoaderAdapter) -> Position | None:
                 f"The loader continues in epoch {progress.epoch} after {pending.batches} of its batches, where the checkpoint was "
                 "saved. DataLoaderConfiguration(continue_after_load=False) begins epochs again."
             )
+        # Another loader that shares the generator has set it meanwhile.
+        resume.restore_order(loader, pending.record.get("order", {"kind": "unrecorded"}), in_epoch=False)
         return pending
     resume.drop_loaded_state(loader)
     if skipped and in_its_epoch:

@@ -151,7 +151,7 @@ def restore(loader: DataLoaderAdapter, record: dict[str, Any], continuing: bool 
     progress.workers_kept = record.get("workers_kept", False)
     progress.finished = record.get("finished", 0)
     in_epoch = record["batches"] > 0 or record.get("part", 0) > 0
-    _restore_order(loader, record["order"], in_epoch=in_epoch)
+    restore_order(loader, record["order"], in_epoch=in_epoch)
     batches, extra = _behind(loader, record)
     if in_epoch and (batches, extra) != (record["batches"], 0):
         _warn_if_nothing_is_left(loader, batches, extra)
@@ -167,7 +167,8 @@ def drop_loaded_state(loader: DataLoaderAdapter) -> None:
         origin.base_dataloader.next_iter_state = None
 
 
-def _restore_order(loader: DataLoaderAdapter, order: dict[str, Any], in_epoch: bool) -> None:
+def restore_order(loader: DataLoaderAdapter, order: dict[str, Any], in_epoch: bool) -> None:
+    """Let a loader draw the recorded order; warn, for an epoch that was interrupted, where its sampler cannot. Not a collective."""
     sampler, kind = loader.get_sampler(), order["kind"]
     generator = shuffling_generator(loader, sampler)
     replayable = isinstance(sampler, ReplayableRandomSampler)
@@ -181,7 +182,7 @@ def _restore_order(loader: DataLoaderAdapter, order: dict[str, Any], in_epoch: b
         if generator is None:
             generator = sampler.generator = torch.Generator()
         generator.set_state(generators.generator_state(order["state"]))
-    elif in_epoch and kind != "unrecorded":
+    elif in_epoch and (kind != "unrecorded" or getattr(sampler, "generator_is_ours", False)):
         warn_user(
             f"The saved order of the data ({kind}) does not fit the loader's sampler ({type(sampler).__name__}): the "
             "interrupted epoch will be continued in another order. Prepare the loader as it was when it was saved."

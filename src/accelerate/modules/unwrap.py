@@ -238,7 +238,10 @@ def same_tensors(state: Mapping[str, Any], groups: Iterable[list[str]]) -> dict[
         first: dict[Any, str] = {}
         for name in names:
             tensor = state[name]
-            kept = first.setdefault((tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()), name)
+            views = tensor.is_conj(), tensor.is_neg()
+            kept = first.setdefault(
+                (tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset(), views), name
+            )
             if kept != name:
                 duplicates[name] = kept
     return duplicates

@@ -49,8 +49,10 @@ def save_state(
     blocking = not project.async_save if blocking is None else blocking
     finish = finish_now if blocking else _background_finish()
 
-    save = Save(storage, Group.of(accelerator, storage), _facts(accelerator), *_automatic(accelerator))
+    group = Group.of(accelerator, storage)
+    save = Save(storage, group, _facts(accelerator), *_automatic(accelerator))
     save.begin(accelerator.extensions.former_problem)
+    save.run_step(_check_machines, accelerator, group)
     save.run_step(_collect, accelerator, save.plan, safe_serialization, model_options)
     # A save that fails at its very end may have left a checkpoint, which the next one of this name replaces.
     accelerator._unfinished_save = storage.location
@@ -157,6 +159,16 @@ def _path(accelerator: TrainingRun, output_dir: Folder | None) -> Folder:
             f"{storage_of(path).location!r} is. Set automatic_checkpoint_naming=False to name the folder yourself."
         )
     return path
+
+
+def _check_machines(accelerator: TrainingRun, group: Group) -> None:
+    """Raise a ValueError on the first rank of a machine that would have a part of the weights on its disk, and nobody the others."""
+    elsewhere = group.local_rank == 0 < group.rank
+    if group.each_node and elsewhere and accelerator._state_io.saves_shards:
+        raise ValueError(
+            f"save_on_each_node=True with the strategy {accelerator._strategy.name!r}: each machine would keep a part of the weights, and no "
+            "checkpoint could be loaded. Save to a disk that the machines share, or to an object store."
+        )
 
 
 def _collect(

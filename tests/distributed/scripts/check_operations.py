@@ -107,6 +107,11 @@ def check_reduce_and_broadcast() -> None:
         assert ops.broadcast(mine, SIZE - 1) is mine and mine[0].item() == SIZE
     assert ops.reduce(torch.tensor(RANK, device=DEVICE), "sum").shape == ()
     assert ops.reduce(torch.tensor([RANK], device=DEVICE), "mean").item() == (SIZE - 1) / 2
+    for _ in range(2):  # the second call is an expected one
+        short = torch.tensor([200, RANK], device=DEVICE, dtype=torch.uint8), torch.tensor(RANK > 0, device=DEVICE)
+        mean, share = ops.reduce(short, "mean")
+        torch.testing.assert_close(mean.cpu(), torch.tensor([200, (SIZE - 1) / 2]))
+        assert abs(share.item() - (SIZE - 1) / SIZE) < 1e-6
     weight = torch.nn.Parameter(torch.full((2,), RANK + 1.0, device=DEVICE))
     kinds = (("sum", total, 1), ("mean", total / SIZE, 1 / SIZE), ("max", SIZE, 1), ("none", total, 1))
     for reduction, value, gradient in kinds:

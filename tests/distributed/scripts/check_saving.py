@@ -5,10 +5,11 @@ import os
 import threading
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from check_checkpoint import Job
 from expect import differing, raised
-from harness import everywhere, rank, shared_folder, world
+from harness import everywhere, fresh_accelerator, rank, shared_folder, world
 
 from accelerate.checkpoint import storage
 from accelerate.checkpoint.apply import Contents
@@ -16,7 +17,7 @@ from accelerate.checkpoint.manifest import PARTS_FOLDER, DamagedCheckpoint, Mani
 from accelerate.checkpoint.ranks import CollectiveMisuse
 from accelerate.checkpoint.storage import LocalStorage
 from accelerate.extensions.big_models.loading import load_checkpoint_in_model
-from accelerate.utils import ProjectConfiguration
+from accelerate.utils import FullyShardedDataParallelPlugin, ProjectConfiguration
 
 
 def check_the_manifest_lists_what_every_rank_wrote():
@@ -267,6 +268,11 @@ def every_node_has_its_own():
         job.accelerator.save_state(os.path.join(os.environ["SHARED_DISK"], "c"))
     storage.PATIENCE_S = patience
     job.accelerator.wait_for_everyone()
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    accelerator = fresh_accelerator(fsdp_plugin=plugin, project_config=project)
+    accelerator.prepare(torch.nn.Linear(4, 4))
+    with raised((ValueError, RuntimeError), "save_on_each_node=True with the strategy 'fsdp2'"):
+        accelerator.save_state()
     for _ in range(10):  # both nodes write, into one folder
         job.accelerator.save_model(job.model, os.path.join(os.environ["SHARED_DISK"], "m"), max_shard_size=200)
     job.accelerator.wait_for_everyone()

@@ -63,6 +63,7 @@ def test_every_kind_is_copied_as_it_is():
     complex_ = torch.ones(1, dtype=torch.complex64).conj()
     state = {"milestones": milestones, "many": many, "own": Sub(a=1), "versioned": versioned, "loop": loop, "odd": odd}
     state |= {"twice": (shared, shared), "sparse": torch.eye(2).to_sparse(), "conj": complex_}
+    state["nested"] = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     plan = SavePlan("")
     plan.add_object("f", state)
     snapshot(plan, HostBuffers())
@@ -75,6 +76,7 @@ def test_every_kind_is_copied_as_it_is():
     assert found["many"] == {"a": [1]} and found["twice"] == ([1], [1]) and found["odd"].numbers == [1]
     assert found["odd"].loss.tolist() == [2, 2] and found["odd"].loss is not odd.loss
     assert torch.equal(found["sparse"].to_dense(), torch.eye(2)) and found["conj"].is_conj()
+    assert [len(part) for part in found["nested"].unbind()] == [2, 3] and found["nested"] is not state["nested"]
 
 
 class Sub(dict):

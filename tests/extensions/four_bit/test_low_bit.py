@@ -60,8 +60,10 @@ def test_an_optimizer_of_32_bits_gets_values_and_gives_them():
     plain.load_state_dict(low_bit.rebuilt(plain, in_checkpoint(optimizer)))
     for parameter in parameters:
         assert torch.equal(plain.state[parameter]["exp_avg"], values_of(optimizer.state[parameter]["exp_avg"]))
+    plain.state[parameters[0]]["ema"] = average = -torch.ones(64, 96)
     fresh = optim.AdamW8bit(parameters, lr=1e-2)
     fresh.load_state_dict(low_bit.rebuilt(fresh, plain.state_dict()))
+    assert torch.equal(fresh.state[parameters[0]]["ema"], average), "no moment"
     for key, bound in (("exp_avg", 0.0072), ("exp_avg_sq", 0.0036)):
         given, kept = plain.state[parameters[0]][key], fresh.state[parameters[0]][key]
         assert low_bit.is_low_bit(kept) and (values_of(kept) - given).abs().max() <= bound * given.abs().max()

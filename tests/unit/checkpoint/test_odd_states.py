@@ -127,6 +127,9 @@ def test_extra_states(tmp_path, layout, extra):
     sharded_io.load_model(other, folder)
     assert shown(other[0].extra) == shown(extra)
     assert torch.equal(other[0].weight, model[0].weight)
+    root = Extra(torch.zeros(2))
+    sharded_io.load_model(root, saved(tmp_path / "root", Extra(copy.deepcopy(extra)), None, layout))
+    assert shown(root.extra) == shown(extra)
 
 
 @pytest.mark.parametrize("layout", ["sharded", "full"])

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
 
 from accelerate.data import adapter
 from accelerate.data.adapter import DataLoaderAdapter
@@ -158,3 +158,13 @@ def test_a_subclass_that_keeps_its_state_is_not_replaced():
     assert isinstance(loader, Keeps) and state["read"] == 1
     again.load_state_dict(state)
     assert values(again) == [[2, 3], [4, 5], [6, 7]] and values(again)[0] == [0, 1]
+
+
+@needs_torchdata
+def test_ready_made_batches_of_a_stream_stay_as_they_are():
+    class Ready(IterableDataset):
+        def __iter__(self):
+            return iter(torch.arange(6).split(2))
+
+    loader = prepare_data_loader(DataLoader(Ready(), batch_size=None), use_stateful_dataloader=True)
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5]]

@@ -385,3 +385,19 @@ def test_epoch_without_a_full_step_left_ends_and_warns():
     assert list(loader) == []
     assert loader.end_of_dataloader and loader.iteration == 1
     assert len(list(loader)) == 3
+
+
+def test_loaders_that_share_a_generator_resume_in_their_own_orders():
+    def prepared(seed):
+        generator = torch.Generator().manual_seed(seed)
+        return [prepare_data_loader(DataLoader(range(8), 2, shuffle=True, generator=generator)) for _ in range(2)]
+
+    loaders, seen, states = prepared(0), [], []
+    for number, batch in enumerate(loaders[0]):
+        seen.append(batch.tolist())
+        if number == 1:
+            states = [loader.state_dict() for loader in loaders]
+    again = prepared(9)
+    for loader, state in zip(again, states, strict=True):
+        loader.load_state_dict(state)
+    assert [batch.tolist() for batch in again[0]] == seen[2:]

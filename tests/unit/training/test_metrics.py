@@ -13,3 +13,21 @@ def test_a_filled_up_last_batch_is_cut_on_one_process_too(value, as_objects):
     accelerator = Accelerator(cpu=True)
     loader = accelerator.prepare(torch.utils.data.DataLoader(torch.arange(13), batch_size=5))
     assert [len(accelerator.gather_for_metrics(value, use_gather_object=as_objects)) for _ in loader] == [5, 5, 3]
+
+
+class Short(torch.utils.data.Sampler):
+    """A batch sampler that does not fill each batch."""
+
+    batch_size = 4
+
+    def __iter__(self):
+        return iter([[0, 1, 2, 3], [4, 5, 6], [7, 8, 9]])
+
+    def __len__(self):
+        return 3
+
+
+def test_short_batches_of_a_batch_sampler_are_kept():
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(torch.utils.data.DataLoader(range(10), batch_sampler=Short()))
+    assert [sample for batch in loader for sample in accelerator.gather_for_metrics(batch).tolist()] == [*range(10)]

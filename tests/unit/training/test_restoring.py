@@ -373,3 +373,31 @@ def test_states_that_no_object_takes_are_named(tmp_path, prepared, left):
     if prepared == "all but the scheduler":
         assert "optimizer" not in text
     assert torch.equal(other.plain.weight, run.plain.weight), "an evaluation loads its model"
+
+
+class Conjugates(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("first", torch.polar(torch.ones(3), torch.arange(3.0)))
+        self.register_buffer("second", self.first.conj())
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_conjugates_of_one_memory_come_back(tmp_path, safe):
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(Conjugates())
+    values = model.first.clone()
+    accelerator.save_state(tmp_path / "c", safe_serialization=safe)
+    model.first.zero_()
+    accelerator.load_state(tmp_path / "c")
+    assert torch.equal(model.first, values) and torch.equal(model.second.resolve_conj(), values.conj().resolve_conj())
+
+
+def test_a_lazy_module_takes_its_shape_from_a_checkpoint(tmp_path):
+    accelerator = Accelerator(cpu=True)
+    weight = accelerator.prepare(nn.Linear(2, 3)).weight.detach().clone()
+    accelerator.save_state(tmp_path / "c")
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.LazyLinear(3))
+    accelerator.load_state(tmp_path / "c")
+    assert torch.equal(model.weight, weight)

@@ -99,7 +99,9 @@ class _Snapshot:
                 local_tensor(made).detach().copy_(mine)
             return made
         tensor = tensor.detach()
-        if tensor.layout is not torch.strided or type(tensor) is not torch.Tensor or tensor.is_quantized:
+        if tensor.is_nested:
+            return tensor.clone().cpu()
+        if tensor.layout is not torch.strided or tensor.is_quantized or type(tensor) is not torch.Tensor:
             return copy.deepcopy(tensor).cpu()
         made = torch.empty(0, dtype=tensor.dtype)
         made.set_(self._copied(tensor), tensor.storage_offset(), tensor.shape, tensor.stride())

@@ -102,8 +102,10 @@ class ReplicaCheck(Extension):
 
     def step_begins(self, optimizer: AcceleratedOptimizer) -> None:
         """Compare the ranks at every N-th step of an optimizer; raise the same error on all of them."""
+        if ends_are_uneven():  # not counted either: ranks take different numbers of these steps
+            return
         self._steps[optimizer] = step = self._steps.get(optimizer, 0) + 1
-        if step % self.interval or ends_are_uneven():
+        if step % self.interval:
             return
         numbers, sums = self._described(optimizer)
         names = [*numbers, *sums]

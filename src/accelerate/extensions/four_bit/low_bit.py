@@ -94,8 +94,13 @@ def rebuilt(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> Mappi
     return {**state, "state": states}
 
 
+_MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+
+
 def _rebuilt(optimizer: Any, parameter: torch.Tensor, key: str, value: Any) -> Any:
     in_parts = is_parts(value)
+    if not in_parts and key not in _MOMENTS:
+        return value  # of others, such as an average of the weights
     if not in_parts and (not isinstance(value, torch.Tensor) or value.shape != parameter.shape or not value.dim()):
         return value
     buffer = optimizer._new_buffer(parameter, key == "exp_avg") if makes(optimizer) else None

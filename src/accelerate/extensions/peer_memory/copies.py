@@ -105,8 +105,10 @@ class PeerMemory(Extension):
         run = self.run
         if run._optimizers and optimizer is not run._optimizers[0]:
             return
+        if ends_are_uneven():  # not counted either: ranks take different numbers of these steps
+            return
         self.cadence.step_ended(self._written.is_set())
-        if self.cadence.is_due and not ends_are_uneven():
+        if self.cadence.is_due:
             self._due = list(run.gradient_state._active)
 
     def between_batches(self, loader: Any) -> None:

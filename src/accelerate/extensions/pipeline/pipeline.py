@@ -267,8 +267,10 @@ class Pipeline(nn.Module):
         elif batch.target is None:
             batch.outputs.append(outputs)
             return outputs[0].new_zeros(())
+        elif not count:  # nothing of it counts, and a mean over ignored targets is NaN
+            loss = sum(output.sum() for output in outputs if output.is_floating_point()) * 0.0
         else:
-            loss = self._loss(self._outputs.joined([outputs], max(count, 1)), batch.target_of(place))
+            loss = self._loss(self._outputs.joined([outputs], count), batch.target_of(place))
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             raise ValueError(f"The loss is {loss!r}; return a tensor with one element, the mean over the samples.")
         share = loss.reshape(()) * (count / batch.rows)
