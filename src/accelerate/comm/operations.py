@@ -103,15 +103,15 @@ def gather(tensor: Any) -> Any:
     return gather_with(comm.current(), tensor)
 
 
-def gather_object_with(communicator: Communicator, object: Any) -> Any:
-    """Do what `gather_object` does, with a given communicator."""
+def gather_object_with(communicator: Communicator, object: Any, ranks: slice = slice(None)) -> Any:
+    """Do what `gather_object` does, with a given communicator, and with what some of its ranks give."""
     if communicator.world_size == 1:
         return object
     if not isinstance(object, Iterable) or isinstance(object, (str, bytes)):
         raise TypeError(
             f"gather_object() got {object!r} ({type(object).__name__}); pass a list, such as [{object!r}]."
         )
-    values = communicator.gather_object(object)
+    values = communicator.gather_object(object)[ranks]
     if any(holds_columns(value) for value in values):
         return _merged("", values, communicator.rank)
     return [element for elements in values for element in elements]

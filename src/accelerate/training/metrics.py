@@ -22,8 +22,6 @@ def gather_for_metrics(accelerator: TrainingRun, data: Any, use_gather_object: b
         recursively_apply(lambda tensor: tensor, data, error_on_other_type=True)
     except TypeError:
         by_tensor = False
-    gather = operations.gather_with if by_tensor else operations.gather_object_with
-    gathered = gather(accelerator._communicator, data)
     state = accelerator.gradient_state
     layout = accelerator.parallelism_config
     # A stream that several worker processes share out may have a completed round before the last one.
@@ -36,14 +34,19 @@ def gather_for_metrics(accelerator: TrainingRun, data: Any, use_gather_object: b
     if layout is not None and layout.non_data_parallel_size > 1 and accelerator.torch_device_mesh is not None:
         copies, stages = layout.tp_size, layout.pp_size  # type: ignore[assignment]  # no size is None
         inner = layout.non_data_parallel_size // stages
+    communicator, ranks = accelerator._communicator, accelerator.num_processes
+    if by_tensor:
+        gathered = operations.gather_with(communicator, data)
+    else:  # chosen before lists of different lengths are joined
+        distinct = slice(0, ranks // stages, copies)
+        gathered = operations.gather_object_with(communicator, data, distinct)
+        inner, copies, stages, ranks = inner // copies, 1, 1, len(range(ranks)[distinct])
     # A sampler of the user's own fills up each part at its own end.
     reading = getattr(state.active_dataloader, "_reading", None)
     has_filled_ends = counts is not None and bool(getattr(reading, "filled_ends", None))
     if inner * stages > 1 or has_filled_ends:
         limit = counts if has_filled_ends else None if whole or keep < 0 else keep
-        pick = partial(
-            _of_distinct, inner=inner, copies=copies, stages=stages, ranks=accelerator.num_processes, keep=limit
-        )
+        pick = partial(_of_distinct, inner=inner, copies=copies, stages=stages, ranks=ranks, keep=limit)
         return recursively_apply(pick, gathered) if by_tensor else _over_columns(pick, gathered)
     if whole:
         return gathered

@@ -601,6 +601,17 @@ def four_layers_and_shards_of_other_seeds():
     assert not differs_between_ranks(model.scale)
 
 
+def four_lists_of_different_lengths_are_gathered_once_per_replica():
+    mesh = ParallelismConfig(dp_shard_size=2, tp_size=2)
+    accelerator = fresh_accelerator(fsdp_plugin=sharding(2), parallelism_config=mesh)
+    model, _ = build()
+    model._tp_plan = {"first": "colwise", "blocks.*.0": "rowwise"}
+    accelerator.prepare(model)
+    mine = ["a0", "a1", "a2"] if rank() < 2 else ["b0"]
+    assert accelerator.gather_for_metrics(mine) == ["a0", "a1", "a2", "b0"]
+    assert accelerator.gather_for_metrics({"texts": mine}) == {"texts": ["a0", "a1", "a2", "b0"]}
+
+
 def four_replicas_of_shards_that_part():
     """A shard is compared with the same one of the other replica, and with no other."""
     for sizes, seen in ({"dp_replicate_size": 2, "dp_shard_size": 2}, True), ({"dp_shard_size": 4}, False):
