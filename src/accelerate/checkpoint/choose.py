@@ -67,6 +67,7 @@ class Search:
         self.listing = state.manifest
         return {
             "location": storage.location,
+            "child": "" if storage.location == self.storage.location else storage.name,
             "save": _save_of(state),
             "folder": storage.fetch() if storage.shared else "",
             "following": self.following_number(storage),

@@ -185,7 +185,10 @@ def _choose(search: Search, ranks: Ranks, problem: BaseException | None, missing
             logger.info("%s Nothing was loaded.", refusal)
             return None
         raise refusal
-    storage, problems = storage_of(answer["location"]), list[str]()
+    location = answer["location"]
+    if group.each_node:  # machines with separate checkpoints may have separate paths
+        location = search.storage.child(answer["child"]).location if answer["child"] else search.storage.location
+    storage, problems = storage_of(location), list[str]()
     path, save, following = answer["folder"], answer["save"], answer["following"]
     listing = search.listing if group.one_folder else None
     leader = ranks.leader()

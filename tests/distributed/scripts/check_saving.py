@@ -4,6 +4,7 @@ import dataclasses
 import os
 import threading
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -268,6 +269,12 @@ def every_node_has_its_own():
         job.accelerator.save_state(os.path.join(os.environ["SHARED_DISK"], "c"))
     storage.PATIENCE_S = patience
     job.accelerator.wait_for_everyone()
+    for path in ("c", "named/checkpoint_0"):  # machines may have separate paths, too
+        own = os.path.join(os.environ["SHARED_DISK"], f"node{rank()}", path)
+        folder = own if path == "c" else os.path.dirname(own)
+        with mock.patch("socket.gethostname", lambda: f"node{rank()}"):
+            job.accelerator.save_state(own)
+            assert str(job.accelerator.load_state(folder, latest=folder != own)) == own
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
     accelerator = fresh_accelerator(fsdp_plugin=plugin, project_config=project)
     accelerator.prepare(torch.nn.Linear(4, 4))
