@@ -99,8 +99,9 @@ def check_ranks_that_train_on_their_own_are_refused() -> None:
     accelerator, model, optimizer, _ = begun()
     if world() == 1:
         return
-    with raised(RuntimeError, "inside LocalSGD or no_sync"), LocalSGD(accelerator, model, local_sgd_steps=2):
-        learn(accelerator, model(batch(0)).square().mean(), optimizer)
+    for alone in (LocalSGD(accelerator, model, local_sgd_steps=2), accelerator.join_uneven_inputs([model])):
+        with raised(RuntimeError, "inside LocalSGD, no_sync or join_uneven_inputs"), alone:
+            learn(accelerator, model(batch(0)).square().mean(), optimizer)
 
 
 def check_equal_to_torchs_average_and_in_checkpoints() -> None:

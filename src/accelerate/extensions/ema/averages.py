@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from accelerate.comm.in_step import ends_are_uneven
 from accelerate.config.strategies import traits_of
 from accelerate.extension import Extension
 from accelerate.runtime import torch_private
@@ -96,10 +97,10 @@ class Ema(Extension):
             raise RuntimeError(
                 "optimizer.step() was called inside ema.applied(), where the model has averages for weights."
             )
-        if not getattr(self._model, "require_backward_grad_sync", True):
+        if ends_are_uneven() or not getattr(self._model, "require_backward_grad_sync", True):
             raise RuntimeError(
-                "optimizer.step() was called inside LocalSGD or no_sync, with an average by ema(): ranks have different weights there, so their "
-                "averages would differ for good. Step outside of it, or call ema.close() before."
+                "optimizer.step() was called inside LocalSGD, no_sync or join_uneven_inputs, with an average by ema(): ranks step with different "
+                "weights or different numbers of times there, so their averages would differ for good. Step outside of it, or call ema.close() before."
             )
         if getattr(optimizer, "found_inf", None):  # a fused step looks at it itself, and so does not skip this
             return
