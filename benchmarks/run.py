@@ -313,7 +313,7 @@ def write_page():
         file = RESULTS / f"{case}.json"
         if file.exists():
             data = json.loads(file.read_text())
-            parts += [f"## {title}", note, data.get("note", ""), data["table"]]
+            parts += [f"## {title}", note, data["table"]]
     file = RESULTS / "accumulation.json"
     if file.exists():
         data = json.loads(file.read_text())
