@@ -121,7 +121,7 @@ class Extension:
     def phase_begins(self, phase: str, loss: Any) -> None:
         """Note that a call of the Accelerator begins.
 
-        Not a collective: a rank may make a call alone.
+        Not a collective. A rank may make a call alone.
 
         Args:
             phase: ``"backward"``, ``"save_state"``, ``"load_state"``, ``"gather"`` or ``"reduce"``.
@@ -152,7 +152,7 @@ class Extension:
     def starting_workers(self, loader: Any) -> contextlib.AbstractContextManager[Any]:
         """Return the context in which a prepared loader starts the workers of its torch loader, which is given.
 
-        Not a collective: ranks that only receive batches start no workers.
+        Not a collective. Ranks that only receive batches start no workers.
         """
         return _NOTHING
 
@@ -165,7 +165,7 @@ class Extension:
     def first_batches(self, loader: Any, batches: Iterator[Any]) -> Iterable[Any]:
         """Yield the first batches of an epoch of a prepared loader, which are read from `batches`; the loader yields the others.
 
-        Not a collective: a rank may have no batch.
+        Not a collective. A rank may have no batch.
         """
         return ()
 

@@ -366,11 +366,11 @@ class DataLoaderShard(PreparedLoader):
             return 0  # nothing is filled up; duplicates of the user's sampler are counted in the last batch
         if is_stream(self.base_dataloader) and self.base_dataloader.num_workers > 1:
             return -1  # each worker ends with its own batch, so the total tells nothing about the last one
-        if not is_stream(self.base_dataloader):
-            stack = layers(self.base_dataloader.batch_sampler)
-            batches = next((sampler for sampler in stack if not hasattr(sampler, "batch_sampler")), None)
-            if batches is not None and type(batches) is not BatchSampler:
-                return 0  # a batch sampler of the user's own may have short batches anywhere
+        batches: Any = self.base_dataloader.batch_sampler
+        while hasattr(batches, "batch_sampler"):
+            batches = batches.batch_sampler
+        if batches is not None and type(batches) is not BatchSampler:
+            return 0  # a batch sampler of the user's own may have short batches anywhere
         size = self._samples_per_step()
         samples = adapter.samples_per_epoch(self.base_dataloader)
         # A run of another size may have consumed samples beyond whole steps.

@@ -46,7 +46,7 @@ def find_executable_batch_size(
     the function has returned on all. If only one rank runs out of memory, and the others wait for it in a collective, it raises
     an error.
 
-    Collective: call the decorated function on every rank.
+    Collective: call on every rank.
 
     Args:
         function: The function to decorate; None when the decorator is used with arguments.
