@@ -17,7 +17,7 @@ CALLED: dict[str, str] = {
     "__notes__": "read by `traceback.TracebackException.format_exception_only`",
     **dict.fromkeys(["memo", "objtype", "protocol"], "Python: parameters of __deepcopy__, __get__ and __reduce_ex__"),
     "align": "numpy: what its pickles pass to a dtype",
-    **dict.fromkeys(["persistent_id", "persistent_load"], "Python: pickle"),
+    **dict.fromkeys(["persistent_id", "persistent_load", "reducer_override"], "Python: pickle"),
     **dict.fromkeys(["writable", "seekable"], "Python: io.BufferedWriter, io.BufferedReader"),
     **dict.fromkeys(["_missing_", "__dir__", "find_class", "__signature__"], "Python: enum, dir(), pickle, inspect"),
     **dict.fromkeys(["load_bytes", "create_stream", "fs"], "torch.distributed.checkpoint"),
