@@ -310,12 +310,8 @@ def _keeping(state: Any, path: str = "") -> Any:
         return [_keeping(value, f"{path}.{number}") for number, value in enumerate(state)]
     if not isinstance(state, Mapping):
         return state
-    outer = path in (
-        "",
-        "model",
-        "optimizer",
-        "optimizer.state",
-    )  # what has all weights or states, of which there may be none
+    # What has all weights or states, of which there may be none.
+    outer = path in ("", "model", "optimizer", "optimizer.state")
     if (state or outer) and all(isinstance(key, str) for key in state):
         return {key: _keeping(value, f"{path}.{key}" if path else key) for key, value in state.items()}
 

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from accelerate import DataLoaderConfiguration, DistributedDataParallelKwargs
 from accelerate.local_sgd import LocalSGD
+from accelerate.utils import GradScalerKwargs
 
 
 def check_uneven_inputs_are_joined():
@@ -105,6 +106,8 @@ def check_joined_windows_may_close_at_different_steps():
 def check_weights_that_ranks_have_alone_are_not_joined():
     accelerator = fresh_accelerator()
     model, _ = prepared(accelerator)
+    if accelerator.num_processes == 1:
+        return
     with (
         raised(ValueError, "inside join_uneven_inputs"),
         accelerator.join_uneven_inputs([model]),
@@ -117,6 +120,18 @@ def check_weights_that_ranks_have_alone_are_not_joined():
         accelerator.join_uneven_inputs([model]),
     ):
         pass
+
+
+def check_ranks_that_trained_on_their_own_have_one_loss_scale():
+    scaler = GradScalerKwargs(init_scale=64.0, growth_interval=1000)
+    accelerator = fresh_accelerator(mixed_precision="fp16", kwargs_handlers=[scaler])
+    model, optimizer = prepared(accelerator)
+    with LocalSGD(accelerator, model, 1) as local_sgd:
+        overflows = float("inf") if accelerator.is_last_process else 1.0
+        learn(accelerator, model(inputs_of(0)).sum() * overflows, optimizer)
+        local_sgd.step()
+        assert len(set(everywhere(accelerator.scaler.get_scale()))) == min(2, accelerator.num_processes)
+    assert len(set(everywhere(accelerator.scaler.get_scale()))) == 1
 
 
 def check_joining_warns_for_streams():
