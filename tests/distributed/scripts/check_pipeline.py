@@ -229,6 +229,16 @@ def slow_short_batches_and_evaluation():
                 assert_near(parameter.grad.tolist(), own[name].grad.tolist(), f"{name} of {rows}")
 
 
+def check_micro_batches_without_samples_count_for_nothing():
+    """Also where the row that stands in for them has a target that the loss ignores."""
+    model, (tokens, labels) = Net(), data(1, 4).tensors
+    pipeline, _, _ = made(accelerator_for(), model)
+    labels = torch.where(torch.arange(4) == 3, -100, labels)
+    loss = pipeline(tokens, target=labels)
+    assert loss.isfinite(), loss
+    assert all(parameter.grad.isfinite().all() for parameter in pipeline.parameters() if parameter.grad is not None)
+
+
 def slow_items_and_precision():
     """Micro-batches weighed by their items, and bfloat16 within its own rounding."""
     model = Net(True)

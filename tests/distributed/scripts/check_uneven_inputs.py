@@ -1,7 +1,9 @@
 """Training on ranks with different numbers of batches: `join_uneven_inputs`."""
 
 import copy
+import os
 import warnings
+from unittest import mock
 
 import torch
 from expect import assert_all_close, assert_same_everywhere, raised, warned
@@ -101,6 +103,19 @@ def check_joined_windows_may_close_at_different_steps():
         with accelerator.join_uneven_inputs([model]):
             with raised(ValueError, "join_uneven_inputs"), accelerator.accumulate(model, num_items=1):
                 pass
+
+
+def check_steps_of_ranks_alone_do_not_move_the_comparison():
+    with mock.patch.dict(os.environ, ACCELERATE_CHECK_EVERY="4"):
+        accelerator = fresh_accelerator()
+    model, optimizer = prepared(accelerator)
+    loader = accelerator.prepare(DataLoader(torch.ones(accelerator.num_processes + 1, WIDTH), batch_size=1))
+    with accelerator.join_uneven_inputs([model], even_batches=False):
+        for batch in loader:
+            learn(accelerator, mean_square(model, batch), optimizer)
+    for _ in range(8):
+        learn(accelerator, mean_square(model, inputs_of(0)), optimizer)
+    assert_same_everywhere(model.parameters())
 
 
 def check_weights_that_ranks_have_alone_are_not_joined():
