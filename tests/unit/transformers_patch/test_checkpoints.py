@@ -23,7 +23,7 @@ import transformers_patch
 from accelerate.checkpoint import formats
 from accelerate.checkpoint.manifest import DamagedCheckpoint, Manifest
 from accelerate.checkpoint.save import unlisted
-from transformers_patch import UnsupportedVersion, registry
+from transformers_patch import UnsupportedVersion, preempt, registry
 from transformers_patch.checkpoints import CheckpointMixin, capture, choose, get_last_checkpoint, ranks, streams
 
 STOCK = {"model.safetensors", "trainer_state.json", "training_args.bin"}
@@ -689,6 +689,17 @@ def test_a_signal_that_somebody_handles_stays_his(tmp_path, kind):
     finally:
         signal.signal(signal.SIGTERM, former)
     assert seen == [signal.SIGTERM] and len(trainer.losses) == 8
+
+
+def test_ranks_that_cannot_agree_leave_signals_to_the_system(monkeypatch):
+    monkeypatch.setenv(preempt.LAUNCHER, "1")
+    monkeypatch.setattr(preempt, "default_store", lambda: None)
+    monkeypatch.setattr(preempt.hang, "watch", lambda *args: None)
+    monkeypatch.setattr(preempt.hang, "watcher", lambda: None)
+    args = types.SimpleNamespace(world_size=2, process_index=0)
+    trainer = types.SimpleNamespace(args=args, add_callback=lambda it: None, remove_callback=lambda it: None)
+    with preempt.watching(trainer):
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 # -- the registry ------------------------------------------------------------------------------------------------------
