@@ -663,6 +663,15 @@ class Signals(TrainerCallback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+@pytest.fixture
+def unhandled():
+    """SIGTERM as a program finds it; what measures coverage handles it, and the worker of the tests would end."""
+    former = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGTERM, former)
+
+
+@pytest.mark.usefixtures("unhandled")
 @pytest.mark.parametrize("options", [{"save_steps": 4}, {"save_strategy": "no"}], ids=["steps", "no"])
 def test_a_signal_saves_and_leaves_and_the_next_start_goes_on(tmp_path, kind, options):
     whole = build(tmp_path / "whole", kind)
@@ -691,6 +700,7 @@ def test_a_signal_that_somebody_handles_stays_his(tmp_path, kind):
     assert seen == [signal.SIGTERM] and len(trainer.losses) == 8
 
 
+@pytest.mark.usefixtures("unhandled")
 def test_ranks_that_cannot_agree_leave_signals_to_the_system(monkeypatch):
     monkeypatch.setenv(preempt.LAUNCHER, "1")
     monkeypatch.setattr(preempt, "default_store", lambda: None)
