@@ -462,9 +462,11 @@ def _own_tensors(model: nn.Module, values: Mapping[str, Any]) -> list[tuple[Stor
     if "load_state_dict" in vars(model):
         return None
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    if any(nn.parameter.is_lazy(tensor) or tensor.is_conj() or tensor.is_neg() for _, tensor in tensors):
-        return None
-    own, pairs = {name: tensor.detach() for name, tensor in tensors}, []
+    own, pairs = {}, []
+    for name, tensor in tensors:
+        if nn.parameter.is_lazy(tensor) or tensor.is_conj() or tensor.is_neg():
+            return None
+        own[name] = tensor.detach()
     for name, value in values.items():
         if not isinstance(value, StoredTensor) or type(own.get(name)) is not torch.Tensor:
             return None

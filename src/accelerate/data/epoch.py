@@ -69,7 +69,7 @@ def take_pending_position(loader: DataLoaderAdapter) -> Position | None:
                 "saved. DataLoaderConfiguration(continue_after_load=False) begins epochs again."
             )
         # Another loader that shares the generator has set it meanwhile.
-        resume.restore_order(loader, pending.record.get("order", {"kind": "unrecorded"}), in_epoch=False)
+        resume.restore_order(loader, pending.record["order"], in_epoch=False)
         return pending
     resume.drop_loaded_state(loader)
     if skipped and in_its_epoch:

@@ -121,7 +121,7 @@ def worker_environment(plan: LaunchPlan, base: Mapping[str, str]) -> dict[str, s
     """Return the full environment of the processes of a plan, which inherit `base`."""
     if is_of_agent(base):  # a rank has started this launch: the new run is another one
         base = without_agent(base)
-    # A switch that another layer turned off says so by no variable, so that of the user's environment must go.
+    # A switch that is off is passed on by the absence of its variable, which the user's environment may have.
     off = {option.env for option in OPTIONS if option.style in (ON, ONE) and not plan.settings[option.name].value}
     inherited = {name: text for name, text in base.items() if name not in off}
     environment = {**inherited, **exports(plan.settings), **plan.extra}

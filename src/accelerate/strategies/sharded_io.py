@@ -22,6 +22,7 @@ class ShardedIO(StateIO):
     """The states of FSDP: shards as they are, which are not gathered for a checkpoint."""
 
     saves_shards = True
+    needs_all_files = True
     save_options: ClassVar[tuple[str, ...]] = ("use_dcp", "adapter_only")
 
     def layout(self, accelerator: Run, use_dcp: bool = True) -> Layout:

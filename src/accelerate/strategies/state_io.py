@@ -26,6 +26,8 @@ class StateIO:
 
     # Whether a checkpoint has each rank's part of a model, so that `save_model` does not need the full model.
     saves_shards: ClassVar[bool] = False
+    # Whether a rank reads files that only ranks of other machines write.
+    needs_all_files: ClassVar[bool] = False
     # Whether the results of `whole_tensors` are copies, which stay valid, rather than the model's own memory.
     gathers_new_memory: ClassVar[bool] = False
     # Whether each rank has the names of all parameters, so that one rank can write them down.

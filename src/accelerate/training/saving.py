@@ -51,8 +51,7 @@ def save_state(
 
     group = Group.of(accelerator, storage)
     save = Save(storage, group, _facts(accelerator), *_automatic(accelerator))
-    save.begin(accelerator.extensions.former_problem)
-    save.run_step(_check_machines, accelerator, group)
+    save.begin(accelerator.extensions.former_problem or _problem_of_machines(accelerator, group))
     save.run_step(_collect, accelerator, save.plan, safe_serialization, model_options)
     # A save that fails at its very end may have left a checkpoint, which the next one of this name replaces.
     accelerator._unfinished_save = storage.location
@@ -161,14 +160,15 @@ def _path(accelerator: TrainingRun, output_dir: Folder | None) -> Folder:
     return path
 
 
-def _check_machines(accelerator: TrainingRun, group: Group) -> None:
-    """Raise a ValueError on the first rank of a machine that would have a part of the weights on its disk, and nobody the others."""
+def _problem_of_machines(accelerator: TrainingRun, group: Group) -> ValueError | None:
+    """Return what is wrong if each machine would have some of the files that all of its ranks read, to one rank of each machine."""
     elsewhere = group.local_rank == 0 < group.rank
-    if group.each_node and elsewhere and accelerator._state_io.saves_shards:
-        raise ValueError(
-            f"save_on_each_node=True with the strategy {accelerator._strategy.name!r}: each machine would keep a part of the weights, and no "
-            "checkpoint could be loaded. Save to a disk that the machines share, or to an object store."
-        )
+    if not (group.each_node and elsewhere and accelerator._state_io.needs_all_files):
+        return None
+    return ValueError(
+        f"save_on_each_node=True with the strategy {accelerator._strategy.name!r}: each machine would have some of the weights, and no "
+        "checkpoint could be loaded. Save to a disk that the machines share, or to an object store."
+    )
 
 
 def _collect(

@@ -102,10 +102,11 @@ def check_a_project_that_one_rank_cannot_list_is_refused_by_all():
     def checkpoints():  # of the storage, which only the main process asks
         raise OSError("the store of checkpoints is away")
 
+    away = SimpleNamespace(checkpoints=checkpoints, location="away")
     usual = preemption.storage_of
-    preemption.storage_of = lambda path: SimpleNamespace(child=lambda name: SimpleNamespace(checkpoints=checkpoints))
+    preemption.storage_of = lambda path: SimpleNamespace(child=lambda name: away)
     try:
-        with shared_folder() as folder, raised((OSError, RuntimeError), "the store of checkpoints is away"):
+        with shared_folder() as folder, raised(RuntimeError, "the store of checkpoints is away"):
             preemption._save(fresh_accelerator(project_config=project(folder)))
     finally:
         preemption.storage_of = usual

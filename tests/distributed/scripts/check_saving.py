@@ -12,6 +12,7 @@ from check_checkpoint import Job
 from expect import differing, raised
 from harness import everywhere, fresh_accelerator, rank, shared_folder, world
 
+from accelerate import ParallelismConfig
 from accelerate.checkpoint import storage
 from accelerate.checkpoint.apply import Contents
 from accelerate.checkpoint.manifest import PARTS_FOLDER, DamagedCheckpoint, Manifest, files_below
@@ -275,11 +276,17 @@ def every_node_has_its_own():
         with mock.patch("socket.gethostname", lambda: f"node{rank()}"):
             job.accelerator.save_state(own)
             assert str(job.accelerator.load_state(folder, latest=folder != own)) == own
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
-    accelerator = fresh_accelerator(fsdp_plugin=plugin, project_config=project)
-    accelerator.prepare(torch.nn.Linear(4, 4))
-    with raised((ValueError, RuntimeError), "save_on_each_node=True with the strategy 'fsdp2'"):
-        accelerator.save_state()
+    kinds = (
+        {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2)},
+        {"parallelism_config": ParallelismConfig(tp_size=2)},
+    )
+    for kind in kinds:
+        accelerator = fresh_accelerator(**kind, project_config=project)
+        layers = torch.nn.Sequential(torch.nn.Linear(4, 4))
+        layers._tp_plan = {"0": "colwise_rep"}
+        accelerator.prepare(layers)
+        with raised((ValueError, RuntimeError), "save_on_each_node=True with the strategy"):
+            accelerator.save_state()
     for _ in range(10):  # both nodes write, into one folder
         job.accelerator.save_model(job.model, os.path.join(os.environ["SHARED_DISK"], "m"), max_shard_size=200)
     job.accelerator.wait_for_everyone()

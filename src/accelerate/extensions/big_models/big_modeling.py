@@ -172,7 +172,7 @@ def cpu_offload(
         state_dict = {name: tensor.to("cpu") for name, tensor in state_tensors(model).items() if not tensor.is_meta}
     weights, tied = OffloadedWeightsLoader(dict(state_dict)), find_tied_parameters(model)
     name_tied_weights(weights, tied)
-    if len(weights) > len(state_dict):
+    if len(weights) > len(state_dict):  # a tied weight is given under one of its names
         state_dict = weights.state_dict
     check_data(model, {"": "cpu"}, {"cpu"}, state_dict, tied, offload_buffers)
     _offload_all(model, state_dict, execution_device, offload_buffers, preload_module_classes, prefetch)

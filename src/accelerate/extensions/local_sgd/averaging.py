@@ -86,7 +86,7 @@ class LocalSGD:
             self._held.close()
             if kind is None:  # after an error the other ranks may never come to average
                 self._average()
-                if scaler := getattr(self.accelerator, "scaler", None):  # ranks have skipped steps of their own
+                if scaler := getattr(self.accelerator, "scaler", None):  # each rank has skipped other steps
                     communicator = comm.for_type(self.accelerator.distributed_type)
                     scaler.load_state_dict(communicator.broadcast_object_list([scaler.state_dict()])[0])
 

@@ -27,6 +27,7 @@ class MegatronIO(StateIO):
     """The states of a run with Megatron core."""
 
     saves_shards = True
+    needs_all_files = True
 
     def owns_state(self, model: nn.Module) -> bool:
         """Whether it is an engine, which saves and loads its optimizer with its weights."""

@@ -179,7 +179,7 @@ def _load(memory: PeerMemory, folder: str, save: str) -> Manifest | None:
 
 
 def _complete_copies(memory: PeerMemory) -> list[Copy]:
-    """Return the complete copies on this machine; none where they cannot be read, so that the run goes on from the disk."""
+    """Return the complete copies on this machine; none if they cannot be read, and the run resumes from the disk."""
     try:
         return memory.folder.complete_copies()
     except OSError as error:

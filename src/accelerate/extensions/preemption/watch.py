@@ -26,7 +26,6 @@ import torch.distributed as dist
 
 from accelerate import comm
 from accelerate.checkpoint.manifest import CHECKPOINTS_FOLDER, numbered_folder
-from accelerate.checkpoint.state import from_first_rank, run_on_all_ranks
 from accelerate.checkpoint.storage import storage_of
 from accelerate.comm.in_step import ends_are_uneven
 from accelerate.extension import Extension
@@ -317,10 +316,17 @@ def _save(accelerator: TrainingRun) -> Any:
         _wait_for_checkpoint(accelerator)
     project = accelerator.project_configuration
     storage = storage_of(project.project_dir).child(CHECKPOINTS_FOLDER)  # type: ignore[arg-type]  # `install` has looked
-    used_numbers = run_on_all_ranks(
-        lambda: [number for number, _ in storage.checkpoints()] if accelerator.is_main_process else []
-    )
-    following = from_first_rank(max(used_numbers, default=-1) + 1)
+    following, problem = 0, ""
+    if accelerator.is_main_process:
+        try:
+            following = max((number for number, _ in storage.checkpoints()), default=-1) + 1
+        except Exception as error:  # the others would wait
+            problem = f"{type(error).__name__}: {error}"
+    ((following, problem),) = comm.current().broadcast_object_list([(following, problem)])
+    if problem:
+        raise RuntimeError(
+            f"The checkpoints in {storage.location!r} cannot be listed, so the run is not saved. {problem}"
+        )
     # A run that started again next to older checkpoints must not fail now, nor save under a number that is not the latest.
     project.iteration = max(project.iteration, following)
     location = storage.child(numbered_folder(project.iteration)).location

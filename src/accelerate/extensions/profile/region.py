@@ -52,6 +52,7 @@ def _profiled(accelerator: Any, handler: ProfileKwargs) -> Iterator[torch.profil
             profiler.export_chrome_trace(path)
 
         run_on_all_ranks(write)
+        accelerator.wait_for_everyone()
 
 
 @contextlib.contextmanager
