@@ -52,7 +52,7 @@ def save_state(
     group = Group.of(accelerator, storage)
     save = Save(storage, group, _facts(accelerator), *_automatic(accelerator))
     save.begin(accelerator.extensions.former_problem or _problem_of_machines(accelerator, group))
-    save.run_step(_collect, accelerator, save.plan, safe_serialization, model_options)
+    _collect(accelerator, save, safe_serialization, model_options)
     # A save that fails at its very end may have left a checkpoint, which the next one of this name replaces.
     accelerator._unfinished_save = storage.location
     finish(accelerator, save)
@@ -171,14 +171,22 @@ def _problem_of_machines(accelerator: TrainingRun, group: Group) -> ValueError |
     )
 
 
-def _collect(
-    accelerator: TrainingRun, plan: SavePlan, safe_serialization: bool, model_options: dict[str, Any]
-) -> None:
-    """Put everything that this rank saves into a plan."""
+def _collect(accelerator: TrainingRun, save: Save, safe_serialization: bool, model_options: dict[str, Any]) -> None:
+    """Put everything that this rank saves into the plan.
+
+    Collective: call on every rank.
+    """
+    states = save.run_step(_run_hooks, accelerator, save.plan)
+    if accelerator._state_io.saves_shards or accelerator._state_io.needs_all_files:
+        save.check_collected()  # the ranks may gather next, and would wait for one whose hook has failed
+    save.run_step(_add_states, accelerator, save.plan, states, safe_serialization, model_options)
+
+
+def _run_hooks(accelerator: TrainingRun, plan: SavePlan) -> list[dict[str, Any]]:
+    """Let extensions and the user's hooks save, and return the weights that the hooks leave, for each model."""
     for extension_saves in accelerator.extensions.saving:
         extension_saves(plan)
     strategy, state_io = accelerator._strategy, accelerator._state_io
-    schedulers = state_io.checkpointed_schedulers(accelerator)
     # Through the method, because libraries replace it. Hooks of strategies that save shards see no weights.
     models = [] if state_io.saves_shards else accelerator._models
     states: list[dict[str, Any]] = [plain_names(accelerator.get_state_dict(model)) for model in models]
@@ -187,13 +195,24 @@ def _collect(
         inner = [model if state_io.owns_state(model) else strategy.unwrap_model(model) for model in outer]
         for hook in hooks:
             hook(inner, states, plan.folder)
+    return [{} for _ in accelerator._models] if state_io.saves_shards else states
+
+
+def _add_states(
+    accelerator: TrainingRun,
+    plan: SavePlan,
+    states: list[dict[str, Any]],
+    safe_serialization: bool,
+    model_options: dict[str, Any],
+) -> None:
+    """Put everything else that this rank saves into a plan."""
+    strategy, state_io = accelerator._strategy, accelerator._state_io
+    schedulers = state_io.checkpointed_schedulers(accelerator)
     options = {"safe_serialization": safe_serialization, **model_options}
     if unused := sorted(model_options.keys() - set(state_io.save_options)):
         warn_user(f"save_state got {unused}, which the strategy {strategy.name!r} does not use.")
         for name in unused:
             del options[name]
-    if state_io.saves_shards:
-        states = [{} for _ in accelerator._models]
     for index, state in enumerate(states):
         state_io.save_model(accelerator, state, plan, index, **options)
     for index, optimizer in enumerate(accelerator._optimizers):

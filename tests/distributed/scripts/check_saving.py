@@ -101,22 +101,35 @@ def check_one_that_cannot_copy_its_state_is_heard_of_in_the_same_call():
 
 
 def check_one_whose_hook_fails_does_not_wait_for_those_that_wait_for_it():
-    with shared_folder() as folder:
-        job, group = Job(), dist.new_group(backend="gloo")
-        first = job.accelerator.is_main_process
+    sharded = FullyShardedDataParallelPlugin(fsdp_version=1, state_dict_type="FULL_STATE_DICT")
+    for kind in ({}, {"fsdp_plugin": sharded}, {"parallelism_config": ParallelismConfig(tp_size=world())}):
+        accelerator = prepared_layers(**kind)
+        first, group = accelerator.is_main_process, dist.new_group(backend="gloo")
 
-        def hook(models, weights, output_dir):
+        def hook(models, weights, output_dir, first=first, group=group):
             if first:
                 raise OSError("the hook has no disk")
             dist.barrier(group)
 
-        handle = job.accelerator.register_save_state_pre_hook(hook)
+        accelerator.register_save_state_pre_hook(hook)
         # The others are let go by the failed rank, once it has its error: it would hang, if it waited for them.
-        with raised((OSError, RuntimeError), "the hook has no disk" if first else "cannot continue"):
-            job.accelerator.save_state(folder)
-        if first:
-            dist.barrier(group)
-        handle.remove()
+        with shared_folder() as folder:
+            with raised((OSError, RuntimeError), "the hook has no disk" if first else "cannot continue"):
+                accelerator.save_state(folder)
+            if first:
+                dist.barrier(group)
+
+
+def prepared_layers(**options):
+    """Return an accelerator that has prepared layers, which any strategy can split, with an optimizer that has a state."""
+    accelerator = fresh_accelerator(**options)
+    torch.manual_seed(0)
+    layers = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    layers._tp_plan = {"0": "colwise_rep"}
+    layers, optimizer = accelerator.prepare(layers, torch.optim.AdamW(layers.parameters()))
+    accelerator.backward(layers(torch.ones(2, 4)).sum())
+    optimizer.step()
+    return accelerator
 
 
 def check_variables_of_a_launcher_may_be_wrong():
@@ -281,12 +294,8 @@ def every_node_has_its_own():
         {"parallelism_config": ParallelismConfig(tp_size=2)},
     )
     for kind in kinds:
-        accelerator = fresh_accelerator(**kind, project_config=project)
-        layers = torch.nn.Sequential(torch.nn.Linear(4, 4))
-        layers._tp_plan = {"0": "colwise_rep"}
-        accelerator.prepare(layers)
         with raised((ValueError, RuntimeError), "save_on_each_node=True with the strategy"):
-            accelerator.save_state()
+            prepared_layers(**kind, project_config=project).save_state()
     for _ in range(10):  # both nodes write, into one folder
         job.accelerator.save_model(job.model, os.path.join(os.environ["SHARED_DISK"], "m"), max_shard_size=200)
     job.accelerator.wait_for_everyone()
