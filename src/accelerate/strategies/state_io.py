@@ -35,6 +35,11 @@ class StateIO:
     # Which arguments of `save_state` reach `save_model`.
     save_options: ClassVar[tuple[str, ...]] = ()
 
+    @property
+    def gathers(self) -> bool:
+        """Whether a model's full weights are gathered, and then only rank 0 has them. Not a collective."""
+        return self.saves_shards or self.needs_all_files
+
     def owns_state(self, model: nn.Module) -> bool:
         """Whether hooks of `load_state` do not see this model, nor decide who loads it; those of `save_state` get the model itself.
 

@@ -177,8 +177,8 @@ def _collect(accelerator: TrainingRun, save: Save, safe_serialization: bool, mod
     Collective: call on every rank.
     """
     states = save.run_step(_run_hooks, accelerator, save.plan)
-    if accelerator._state_io.saves_shards or accelerator._state_io.needs_all_files:
-        save.check_collected()  # the ranks may gather next, and would wait for one whose hook has failed
+    if accelerator._state_io.gathers:
+        save.check_collected()  # the other ranks would wait for one whose hook has failed
     save.run_step(_add_states, accelerator, save.plan, states, safe_serialization, model_options)
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import shutil
 import threading
 from pathlib import Path
 from unittest import mock
@@ -294,8 +295,12 @@ def every_node_has_its_own():
         {"parallelism_config": ParallelismConfig(tp_size=2)},
     )
     for kind in kinds:
+        accelerator = prepared_layers(**kind, project_config=project)
         with raised((ValueError, RuntimeError), "save_on_each_node=True with the strategy"):
-            prepared_layers(**kind, project_config=project).save_state()
+            accelerator.save_state()
+        accelerator.save_model(accelerator._models[0], os.path.join(disk, "weights"))
+        assert everywhere(os.path.exists(os.path.join(disk, "weights"))) == [True, False]
+        shutil.rmtree(os.path.join(disk, "weights"), ignore_errors=True)
     for _ in range(10):  # both nodes write, into one folder
         job.accelerator.save_model(job.model, os.path.join(os.environ["SHARED_DISK"], "m"), max_shard_size=200)
     job.accelerator.wait_for_everyone()

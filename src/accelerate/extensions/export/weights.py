@@ -56,7 +56,7 @@ def save_model(
     on_each_node = accelerator.project_configuration.save_on_each_node
     if not (accelerator.is_local_main_process if on_each_node else accelerator.is_main_process):
         return
-    if accelerator._state_io.saves_shards and not accelerator.is_main_process:
+    if accelerator._state_io.gathers and not accelerator.is_main_process:
         warn_user(
             "save_model with save_on_each_node=True writes on the first node only here: the weights are gathered by the main "
             f"process. Copy {os.fspath(save_directory)!r} from there if other nodes need it."

@@ -187,7 +187,7 @@ class PeerMemory(Extension):
         """
         problem: Exception | None = None
         try:
-            saving._collect(run, plan, True, {})
+            saving._add_states(run, plan, saving._run_hooks(run, plan), True, {})
         except Exception as error:  # the others would wait
             problem = error
         try:
