@@ -291,7 +291,7 @@ def every_node_has_its_own():
             job.accelerator.save_state(own)
             assert str(job.accelerator.load_state(folder, latest=folder != own)) == own
     kinds = (
-        {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2)},
+        {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=1)},
         {"parallelism_config": ParallelismConfig(tp_size=2)},
     )
     for kind in kinds:
