@@ -366,15 +366,19 @@ class DataLoaderShard(PreparedLoader):
             return 0  # nothing is filled up; duplicates of the user's sampler are counted in the last batch
         if is_stream(self.base_dataloader) and self.base_dataloader.num_workers > 1:
             return -1  # each worker ends with its own batch, so the total tells nothing about the last one
+        size = self._samples_per_step()
+        samples = adapter.samples_per_epoch(self.base_dataloader)
+        if size is None or samples is None:
+            return -1
         batches: Any = self.base_dataloader.batch_sampler
         while hasattr(batches, "batch_sampler"):
             batches = batches.batch_sampler
-        if batches is not None and type(batches) is not BatchSampler:
+        kind = type(batches)
+        as_torch = isinstance(batches, BatchSampler) and kind.__iter__ is BatchSampler.__iter__
+        if not (batches is None or as_torch or kind.__module__.startswith("torchdata.")):
             return 0  # a batch sampler of the user's own may have short batches anywhere
-        size = self._samples_per_step()
-        samples = adapter.samples_per_epoch(self.base_dataloader)
         # A run of another size may have consumed samples beyond whole steps.
-        return -1 if size is None or samples is None else (samples - self._progress.start.extra_samples) % size
+        return (samples - self._progress.start.extra_samples) % size
 
 
 class SkipDataLoader(PreparedLoader):

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration
 
 
 @pytest.mark.parametrize("as_objects", [False, True])
@@ -31,3 +32,22 @@ def test_short_batches_of_a_batch_sampler_are_kept():
     accelerator = Accelerator(cpu=True)
     loader = accelerator.prepare(torch.utils.data.DataLoader(range(10), batch_sampler=Short()))
     assert [sample for batch in loader for sample in accelerator.gather_for_metrics(batch).tolist()] == [*range(10)]
+
+
+class Named(torch.utils.data.BatchSampler):
+    """A batch sampler of a library, whose batches are torch's."""
+
+
+def test_the_remainder_is_upstreams_where_batches_are_full():
+    pytest.importorskip("torchdata.stateful_dataloader")
+    data, ordered = range(7), torch.utils.data.SequentialSampler(range(7))
+    loaders = (
+        (True, torch.utils.data.DataLoader(data, batch_size=2), 1),
+        (True, torch.utils.data.DataLoader(data, batch_sampler=[[0, 1], [2]]), -1),
+        (False, torch.utils.data.DataLoader(data, batch_sampler=Named(ordered, 2, False)), 1),
+    )
+    for stateful, loader, remainder in loaders:
+        accelerator = Accelerator(
+            cpu=True, dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=stateful)
+        )
+        assert {accelerator.gradient_state.remainder for _ in accelerator.prepare(loader)} == {remainder}
