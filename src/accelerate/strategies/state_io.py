@@ -37,7 +37,7 @@ class StateIO:
 
     @property
     def gathers(self) -> bool:
-        """Whether a model's full weights are gathered, and then only rank 0 has them. Not a collective."""
+        """Whether only rank 0 has a model's full weights, because they are gathered. Not a collective."""
         return self.saves_shards or self.needs_all_files
 
     def owns_state(self, model: nn.Module) -> bool:

@@ -161,7 +161,7 @@ def _path(accelerator: TrainingRun, output_dir: Folder | None) -> Folder:
 
 
 def _problem_of_machines(accelerator: TrainingRun, group: Group) -> ValueError | None:
-    """Return what is wrong if each machine would have some of the files that all of its ranks read, to one rank of each machine."""
+    """Return why ranks cannot save to separate disks: they read files of other machines. None but on the first rank of a further machine."""
     elsewhere = group.local_rank == 0 < group.rank
     if not (group.each_node and elsewhere and accelerator._state_io.needs_all_files):
         return None
